@@ -1,0 +1,276 @@
+"""What goes into the two brains (events) and what they may ask for (effects).
+
+The shells feed events in the order in which things happened and carry out the effects of one step
+before the next. Effects never fail back into the brain: what came of them is a later event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import Failure, Hello, Order, Report, Start
+
+# ---------------------------------------------------------------- both brains
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A deadline that `next_deadline()` named may be due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for the operator's log; brains emit it once per change."""
+
+    text: str
+    level: str = "info"  # info, warning, error
+
+
+# ---------------------------------------------------------------- the master's brain: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A stream was opened and its Hello is of our protocol and job. `session` numbers streams."""
+
+    session: int
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A report on an attached session."""
+
+    session: int
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered)."""
+
+    session: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overslept:
+    """The loop woke `by` seconds after its deadline: silence during that time proves nothing."""
+
+    by: float
+
+
+JobEvent = Attached | Heard | Detached | Overslept | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send one order to each of these sessions."""
+
+    sessions: tuple[int, ...]
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Hangup:
+    """Close this session after what was told to it has been sent."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobOver:
+    """The outcome is known; the master ends when every agent has been told or is gone."""
+
+    exit_code: int
+    reason: str
+
+
+JobEffect = Tell | Hangup | Note | JobOver
+
+
+# ---------------------------------------------------------------- the agent's brain: WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An order from the master (Echo is handled by the shell's link and never comes here)."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """A fresh store host listens; it may be offered in the next Join."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """The store host at this port ended by itself."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpawned:
+    """A rank of the current life runs."""
+
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """A rank was reaped. `failure` is filled by the shell (error file, signal) unless code is 0."""
+
+    local_rank: int
+    code: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class RanksSwept:
+    """Nothing below the stopped ranks lives, but for `stuck` pids the kernel will not let die."""
+
+    stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerLost:
+    """The spawner died; its ranks have been killed and reaped by the agent. A new one is started
+    by the shell without being asked; a StoreReady tells when it is usable."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The agent received a signal. `death`: one of --signals-to-handle, else forward only."""
+
+    signum: int
+    name: str
+    death: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The master cannot be reached since now; the shell keeps dialling."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBack:
+    """A stream to the master stands (again); the brain answers with what the master must know:
+    Say(...) of its present state. The shell has already sent Hello, with `attached()`."""
+
+
+AgentEvent = (
+    Ordered
+    | StoreReady
+    | StoreLost
+    | RankSpawned
+    | RankExited
+    | RanksSwept
+    | SpawnerLost
+    | Signalled
+    | LinkLost
+    | LinkBack
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRanks:
+    """Start all local ranks of this round (environment, logs and keys are the shell's).
+
+    The shell frees the old ranks' resources before; `attempt` names the log folder."""
+
+    start: Start
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRanks:
+    """Send a signal to the process group of each of these local ranks."""
+
+    local_ranks: tuple[int, ...]
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRanks:
+    """All ranks of this round have exited: remove their descendants, answer with RanksSwept."""
+
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStore:
+    """Make a fresh store host ready (answer: StoreReady); one at most is unused at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseStore:
+    """Nobody can need the store of this round any more: end its host (its port stays bound)."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send this report to the master, when there is one."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The agent is done. The shell prints the summary of `failures` (root cause first), sweeps
+    and ends the process with `code`."""
+
+    code: int
+    reason: str
+    failures: tuple[Failure, ...]
+    signum: int  # the death signal that caused it, 0 for none
+
+
+AgentEffect = SpawnRanks | SignalRanks | SweepRanks | PrepareStore | ReleaseStore | Say | Note | Exit
+
+__all__ = [
+    "AgentEffect",
+    "AgentEvent",
+    "Attached",
+    "Detached",
+    "Endpoint",
+    "Exit",
+    "Hangup",
+    "Heard",
+    "JobEffect",
+    "JobEvent",
+    "JobOver",
+    "LinkBack",
+    "LinkLost",
+    "Note",
+    "Ordered",
+    "Overslept",
+    "PrepareStore",
+    "RankExited",
+    "RankSpawned",
+    "RanksSwept",
+    "ReleaseStore",
+    "RoundName",
+    "Say",
+    "SignalRanks",
+    "Signalled",
+    "SpawnRanks",
+    "SpawnerLost",
+    "StoreLost",
+    "StoreReady",
+    "SweepRanks",
+    "Tell",
+    "Tick",
+]

@@ -1,0 +1,284 @@
+"""The messages between an agent and the job master, one frozen dataclass each.
+
+An agent sends Reports and the master sends Orders, on one `Attend` stream per agent. Orders are
+level-triggered: they describe what the node should be doing now, so a repeated order is harmless.
+All durations are seconds as floats and relative; no message carries a clock reading that the
+receiver would compare with its own clock (`Failure.time_us` is shown to people only).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elasticrun.wire.ids import Endpoint, RoundName
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of the wire that an older peer cannot read."""
+
+MAX_MESSAGE_BYTES = 64 * 1024
+"""No message on `Attend` is longer (COORDINATION 8); a longer one is refused, not truncated."""
+
+MAX_TEXT = 4096
+"""Longest sentence, traceback or name in a message, in characters; the sender cuts."""
+
+MAX_FAILURES = 16
+"""Most failures listed in one message; the first ones by time are kept."""
+
+
+class FailureKind(StrEnum):
+    """What a failed rank died of, as `core/failures.py` classifies it."""
+
+    SCRIPT = "script"  # an exception or a non-zero exit of its own
+    SIGNAL = "signal"  # killed by a signal nobody in the job sent
+    OOM = "oom"  # SIGKILL together with the kernel's or cgroup's word for it
+    PEER_LOST = "peer-lost"  # a collective broke because another rank had gone
+    STOPPED = "stopped"  # died of a signal its agent had just received or sent
+    STUCK = "stuck"  # would not die: uninterruptible sleep
+    SPAWN = "spawn"  # could not be started at all
+    SPAWNER = "spawner"  # its fork server died under it
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed rank, as its agent saw it."""
+
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+    exitcode: int  # as subprocess has it: negative for a signal
+    time_us: int  # wall clock of the node, microseconds since the epoch; for people
+    kind: FailureKind
+    message: str  # one line
+    traceback: str  # empty if none is known
+    error_file: str  # path on the node, empty if none
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What the whole job has agreed on; every agent brings it, the master's own copy counts."""
+
+    job_id: str
+    min_nodes: int
+    max_nodes: int
+    node_unit: int
+    max_restarts: int
+    restart_backoff: float  # longest wait between restarts, 0 for none
+    restart_window: float  # the budget counts failures of this many seconds, 0: of the whole job
+    join_timeout: float
+    last_call_timeout: float
+    heartbeat_timeout: float  # silence after which a node is dead
+    grow: str  # "auto" or "now"
+    grow_cooldown: float
+    restart_grace: float  # how long a rank may take to die when its group is restarted
+    master_lost_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A round whose ranks still live on this node, told to a master that may have forgotten it."""
+
+    round: RoundName
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    restart_count: int
+    store: Endpoint
+
+
+# ---------------------------------------------------------------- Reports: agent to master
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message on every stream: who this is. Nothing else is read before it."""
+
+    protocol: int
+    version: str
+    node: str  # node id, stable over the lives of the agent
+    incarnation: str
+    host: str  # name for people
+    address: str  # what other nodes dial to reach a store here
+    pid: int
+    node_rank: int  # -1: none was given
+    local_world_size: int
+    role: str
+    spec: JobSpec
+    attached: RoundReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """No rank of an earlier round lives here; count this node in. Carries its ready store."""
+
+    store: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The ranks of `round` have been started; pids by local rank, for status."""
+
+    round: RoundName
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFailed:
+    """Ranks of `round` failed here; the others are being stopped. May be sent again with more."""
+
+    round: RoundName
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Ranks of `round` are being stopped and will be gone within `remaining` seconds."""
+
+    round: RoundName
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Every process of `round` on this node has been reaped: the fence may be passed."""
+
+    round: RoundName
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every local rank of `round` ended with 0."""
+
+    round: RoundName
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """This node goes: a signal, or its own decision. Not a failure of any rank."""
+
+    reason: str
+    signal: int  # 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The agent's loop is alive and has seen orders up to `seen`."""
+
+    number: int
+
+
+Report = Hello | Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving | Beat
+
+
+# ---------------------------------------------------------------- Orders: master to agent
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to a Hello that was accepted."""
+
+    protocol: int
+    version: str
+    job_id: str
+    term: int
+    beat_interval: float
+    master_lost_timeout: float
+    status_url: str  # "" until the page is up
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The answer to a Hello that was not: the agent ends with `exit_code` and the sentence."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do yet, and why; told once per change of the sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """This node's place in a new round, and nothing about anybody else's (law 7)."""
+
+    round: RoundName
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    role_first_rank: int
+    role_world_size: int
+    restart_count: int
+    store: Endpoint
+    host_store: bool  # this node's store is the one: keep it
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the ranks of `round` and join again."""
+
+    round: RoundName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over for this node."""
+
+    exit_code: int
+    reason: str
+    failures: tuple[Failure, ...]  # the root cause first; empty on success
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The answer to a Beat of the same number."""
+
+    number: int
+
+
+Order = Welcome | Refused | Wait | Start | Stop | End | Echo
+
+
+# ---------------------------------------------------------------- Status
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node, as the status page shows it."""
+
+    node: str
+    host: str
+    address: str
+    state: str  # the membership word: alive, suspect, dead, left
+    activity: str  # joining, at-the-door, starting, running, stopping, finished, spare
+    reason: str  # why it waits, empty if it does not
+    group_rank: int  # -1: has no place in the current round
+    first_rank: int
+    local_world_size: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """The job as one page: what a person asks first, and why anything waits."""
+
+    job_id: str
+    phase: str  # gathering, running, stopping, ended
+    reason: str
+    round: RoundName | None
+    world_size: int
+    restart_count: int
+    restarts_left: int
+    max_restarts: int
+    min_nodes: int
+    max_nodes: int
+    nodes: tuple[NodeStatus, ...]
+    last_failure: str
+    outcome: str

@@ -1,0 +1,182 @@
+"""The messages between an agent and its spawner (the fork server, or a caller of elastic_launch).
+
+They travel over a private socketpair as frames: four bytes of length (big endian), then a JSON
+object `{"type": <class name>, ...fields}`. No pickle; a frame is at most MAX_FRAME_BYTES long, and
+one that is not understood ends the conversation with a sentence.
+
+A *key* names one process the spawner was told to start; the agent never uses a key twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Room for an environment of 2 MB (Linux' own bound for one exec) with its JSON escapes."""
+
+
+class EntryKind(StrEnum):
+    """How the user's program is started in a rank."""
+
+    SCRIPT = "script"  # python -u target args...
+    MODULE = "module"  # python -u -m target args...
+    COMMAND = "command"  # target args...  (--no-python)
+    RUN_PATH = "run-path"  # runpy.run_path(target) in a multiprocessing child
+    FUNCTION = "function"  # a function of elastic_launch's caller
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The user's program: what to run and its arguments, `${local_rank}` not yet filled in."""
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- to the spawner
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """First message: how to get ready. `launch` is auto, fork or exec."""
+
+    launch: str
+    preload: tuple[str, ...]  # modules to import beside torch
+    learn: bool  # report which site-packages modules the ranks import (`Learned`)
+    entry: Entry  # read once, to see whether its text forbids forking
+    start_method: str  # spawn, fork, forkserver: for function and run-path entries
+    numa: bool  # ranks will be bound to cores
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRank:
+    """Start one rank in a session of its own."""
+
+    key: int
+    local_rank: int
+    entry: Entry  # args with `${local_rank}` filled in
+    env: dict[str, str]  # set over the spawner's own first environment
+    unset: tuple[str, ...]  # removed from it
+    stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to drop
+    stderr: str
+    error_file: str  # where an uncaught exception is described, "" for nowhere
+    cpus: tuple[int, ...]  # cores to bind to, empty for the spawner's first mask
+    exec_prefix: tuple[str, ...]  # words before the command when it is exec'd (membind policy)
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnStore:
+    """Start a c10d store host listening on `port`, which the agent holds bound (SO_REUSEPORT)."""
+
+    key: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendSignal:
+    """Send a signal to the process group of a rank (or to a store host)."""
+
+    key: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """These ranks have exited: remove what they left. SIGKILL to their groups at once; SIGTERM to
+    descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept."""
+
+    keys: tuple[int, ...]
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStore:
+    """End a store host; nobody needs its round any more."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Kill and reap every descendant, then end with 0."""
+
+
+ToSpawner = Configure | SpawnRank | SpawnStore | SendSignal | Sweep | CloseStore | Quit
+
+
+# ---------------------------------------------------------------- from the spawner
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerReady:
+    """The spawner can start ranks now. `mode` is fork or exec, `reason` says why it is exec
+    although a fork was wanted (empty otherwise)."""
+
+    pid: int
+    mode: str
+    reason: str
+    torch: str  # version, "" if torch was not imported
+    import_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """The rank or store host runs. `forked` is false where it was exec'd."""
+
+    key: int
+    pid: int
+    forked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """It could not be started; one sentence for the user."""
+
+    key: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process of `key` was reaped. `code` is negative for a signal."""
+
+    key: int
+    pid: int
+    code: int
+    time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreListening:
+    """The store host of `key` accepts connections."""
+
+    key: int
+    pid: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Every descendant of these ranks has been reaped, but for `stuck` (pids the kernel keeps)."""
+
+    keys: tuple[int, ...]
+    stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Modules from site-packages that a rank had imported (for --preload=learn)."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One sentence for the operator: a fallback, a refused preload (law 12)."""
+
+    text: str
+
+
+FromSpawner = SpawnerReady | Spawned | SpawnFailed | Exited | StoreListening | Swept | Learned | Notice
