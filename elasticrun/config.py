@@ -26,14 +26,14 @@ LAST_CALL_QUIET: Final = 1.0
 so far, if that is longer); raise it and every elastic start takes longer."""
 
 LAST_CALL_CAP_FACTOR: Final = 5.0
-"""Last call ends at the latest this many times `last_call_timeout` after it began, whoever joins."""
+"""Last call ends this many times `last_call_timeout` after it began, whoever still joins."""
 
 HEARTBEAT_TIMEOUT: Final = 5.0
 """Silence on every channel after which a node is dead; raise it for networks that pause."""
 
 SUSPECT_CONFIRM: Final = 0.5
-"""A node whose stream broke is dead this much later if another node's ranks lost it too, or its
-process is known to be gone; raise it and node loss costs more, but fewer resets look like deaths."""
+"""A node whose stream broke is dead this much later if another node's ranks lost it too; raise it
+and node loss costs more, but fewer resets look like deaths."""
 
 BEAT_INTERVAL: Final = 1.0
 """How often an agent's loop says that it lives; raise it to save CPU at thousands of nodes."""
@@ -52,6 +52,10 @@ GROW_YOUNG: Final = 60.0
 
 GROW_COOLDOWN: Final = 600.0
 """An older round lets them in when this long has passed since it began (`--grow=now`: at once)."""
+
+MASS_SILENCE_HOLD: Final = 30.0
+"""When more than half of a round's nodes (of three at least) fall silent together, the master takes
+itself for the one cut off, and gives no verdict for this long."""
 
 EXCLUDE_SILENT_AFTER: Final = 2
 """How many deaths by silence in ten minutes send a node to wait 2, 4, 8 ... minutes at the door."""
@@ -102,6 +106,8 @@ EXIT_MASTER_LOST: Final = 77
 """Ranks had failed or could not finish, and no master answered for `master_lost_timeout`."""
 EXIT_REFUSED: Final = 78
 """The master would not have this node: wrong version, wrong job, a node id that is taken."""
+EXIT_PORT_TAKEN: Final = 79
+"""The master could not listen: somebody else holds its port (only the master ends with it)."""
 
 
 # ---------------------------------------------------------------- what the command line resolves to
@@ -112,7 +118,7 @@ class LogPlan:
     """Where the output of ranks goes; the words are torchrun's (0 none, 1 out, 2 err, 3 both)."""
 
     log_dir: str | None  # None: a fresh folder under $TMPDIR; "/dev/null": no files at all
-    redirects: dict[int, int] = field(default_factory=dict)  # by local rank; missing: `redirects_all`
+    redirects: dict[int, int] = field(default_factory=dict)  # by local rank, else redirects_all
     redirects_all: int = 0
     tee: dict[int, int] = field(default_factory=dict)
     tee_all: int = 0
@@ -171,6 +177,8 @@ class AgentConfig:
     status_port: int = 0  # 0: one that is free
     notes: tuple[str, ...] = ()  # sentences to print once at the start
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
+    delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
+    called: bool = False  # from Python: the caller's exception tells of failures, not the agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,3 +194,4 @@ class MasterConfig:
     lifeline_fd: int = -1  # end when this pipe reaches EOF (standalone); -1: none
     ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving; -1: none
     linger: float = 5.0  # how long agents have to hear the outcome
+    outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached

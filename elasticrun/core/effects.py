@@ -141,9 +141,11 @@ class RanksSwept:
 @dataclass(frozen=True, slots=True)
 class SpawnerLost:
     """The spawner died; its ranks have been killed and reaped by the agent. A new one is started
-    by the shell without being asked; a StoreReady tells when it is usable."""
+    by the shell without being asked; a StoreReady tells when it is usable. `time_us`: wall clock,
+    microseconds, for the failures of the ranks it took with it."""
 
     reason: str
+    time_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,9 @@ class Exit:
     signum: int  # the death signal that caused it, 0 for none
 
 
-AgentEffect = SpawnRanks | SignalRanks | SweepRanks | PrepareStore | ReleaseStore | Say | Note | Exit
+AgentEffect = (
+    SpawnRanks | SignalRanks | SweepRanks | PrepareStore | ReleaseStore | Say | Note | Exit
+)
 
 __all__ = [
     "AgentEffect",

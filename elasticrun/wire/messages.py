@@ -25,6 +25,24 @@ MAX_TEXT = 4096
 MAX_FAILURES = 16
 """Most failures listed in one message; the first ones by time are kept."""
 
+MAX_NAME = 1024
+"""Longest name (of a job, node, host, role), in characters; a longer one is refused, not cut."""
+
+MAX_NODES = 100_000
+"""A claim above this is a typing error."""
+
+MAX_LOCAL_RANKS = 4096
+"""Most ranks on one node; ten times the cores of the largest hosts there are."""
+
+MAX_RANKS = 10_000_000
+"""Largest world size that is believed."""
+
+MAX_SECONDS = 1e9
+"""Longest duration that is believed: 31 years, which people write for "for ever"."""
+
+MAX_STATUS_BYTES = 64 * 1024 * 1024
+"""Room for a status reply of MAX_NODES nodes; it does not travel on `Attend`."""
+
 
 class FailureKind(StrEnum):
     """What a failed rank died of, as `core/failures.py` classifies it."""
@@ -107,6 +125,7 @@ class Hello:
     role: str
     spec: JobSpec
     attached: RoundReport | None
+    last_term: int = 0  # of the last master this agent obeyed, 0: none yet
 
 
 @dataclass(frozen=True, slots=True)

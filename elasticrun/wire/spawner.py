@@ -103,7 +103,15 @@ class Quit:
     """Kill and reap every descendant, then end with 0."""
 
 
-ToSpawner = Configure | SpawnRank | SpawnStore | SendSignal | Sweep | CloseStore | Quit
+@dataclass(frozen=True, slots=True)
+class Pet:
+    """The agent's loop is alive. From the first one on, `limit` seconds without another end every
+    rank (a stopped agent must not leave ranks of an old round at work, COORDINATION 1)."""
+
+    limit: float
+
+
+ToSpawner = Configure | SpawnRank | SpawnStore | SendSignal | Sweep | CloseStore | Quit | Pet
 
 
 # ---------------------------------------------------------------- from the spawner
@@ -179,4 +187,22 @@ class Notice:
     text: str
 
 
-FromSpawner = SpawnerReady | Spawned | SpawnFailed | Exited | StoreListening | Swept | Learned | Notice
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A file that this spawner has imported was changed since: a new spawner is wanted. Until
+    there is one, ranks are exec'd, so that they run what now is on disk."""
+
+    reason: str
+
+
+FromSpawner = (
+    SpawnerReady
+    | Spawned
+    | SpawnFailed
+    | Exited
+    | StoreListening
+    | Swept
+    | Learned
+    | Notice
+    | Stale
+)

@@ -1,0 +1,63 @@
+# Everything a developer or CI runs. Each target installs what it needs into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
+BIN = $(VENV)/bin
+
+.PHONY: help demo test check lint unit bench soak proto wheel-test clean
+help:
+	@echo "make demo    two agents, a real model, one rank killed on purpose (sets itself up)"
+	@echo "make test    lint, types, import contracts and every test (sets itself up)"
+	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
+	@echo "make bench   side by side with torchrun, as a table   |  make soak  the long runs"
+	@echo "make proto   generate elasticrun/wire/pb again        |  make wheel-test  an installed wheel"
+
+# torch first and exactly: with it there, no range of another package fetches a different build
+$(VENV)/.run: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "elasticrun needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)"
+	$(PIP) install "$(TORCH)" -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) install "$(TORCH)" -e '.[demo,dev]'
+	touch $@
+
+$(VENV)/.frameworks: $(VENV)/.dev
+	$(PIP) install "$(TORCH)" -e '.[demo,dev,frameworks]'
+	touch $@
+
+demo: $(VENV)/.run
+	$(BIN)/python examples/demo.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "not slow and not frameworks and not soak"
+
+check: lint unit
+
+test: $(VENV)/.frameworks lint
+	$(BIN)/python -m pytest -m "not soak"
+	$(MAKE) --no-print-directory wheel-test
+
+wheel-test: $(VENV)/.dev
+	PYTHON="$(BIN)/python" TORCH="$(TORCH)" bash scripts/wheel_test.sh
+
+bench: $(VENV)/.frameworks
+	$(BIN)/python benchmarks/launcher.py
+
+soak: $(VENV)/.frameworks
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+proto: $(VENV)/.dev
+	$(BIN)/python scripts/gen_proto.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,207 @@
+"""Beside torchrun, in one run: how fast, how large, how idle, how clean.
+
+    python benchmarks/launcher.py [--quick] [--only WORD] [--json FILE]
+
+Each row is measured for both launchers in turn, several times; the table shows medians, the ratio
+and the bar. Results go to benchmarks/results/ with the date and the machine, or to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import rows
+from stage import ELASTICRUN, TORCHRUN, TookTooLong
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is wanted of a row: at most `value` in its unit, at most `ratio` of torchrun's."""
+
+    value: float | None = None
+    ratio: float | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.value is not None:
+            parts.append(f"≤ {self.value:g}")
+        if self.ratio is not None:
+            parts.append(f"≤ {self.ratio:g} × torchrun")
+        return " and ".join(parts)
+
+    def met(self, ours: float, theirs: float | None) -> bool:
+        """Whether these medians meet it."""
+        good = self.value is None or ours <= self.value
+        return good and (self.ratio is None or (theirs is not None and ours <= self.ratio * theirs))
+
+
+@dataclass
+class Row:
+    """One line of the table, with all its samples by launcher."""
+
+    name: str
+    unit: str
+    bar: Bar
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def median(self, launcher: str) -> float | None:
+        """The middle sample, None if there is none."""
+        found = self.samples.get(launcher)
+        return statistics.median(found) if found else None
+
+    def verdict(self) -> str:
+        """yes, no, or why it cannot be said."""
+        ours, theirs = self.median(ELASTICRUN), self.median(TORCHRUN)
+        if ours is None:
+            return "not measured"
+        return "yes" if self.bar.met(ours, theirs) else "**no**"
+
+    def markdown(self) -> str:
+        """The line itself."""
+        cells = [self.name]
+        for launcher in (TORCHRUN, ELASTICRUN):
+            middle, count = self.median(launcher), len(self.samples.get(launcher, []))
+            cells.append("-" if middle is None else f"{middle:.3g} {self.unit} ({count})")
+        ours, theirs = self.median(ELASTICRUN), self.median(TORCHRUN)
+        cells.append(f"{ours / theirs:.3f}" if ours is not None and theirs else "-")
+        cells += [str(self.bar), self.verdict()]
+        return "| " + " | ".join(cells) + " |"
+
+
+def measure(row: Row, rounds: int, take: Callable[[str], list[float]]) -> Row:
+    """Take samples of both launchers in turn."""
+    for number in range(rounds):
+        for launcher in (TORCHRUN, ELASTICRUN) if number % 2 == 0 else (ELASTICRUN, TORCHRUN):
+            try:
+                row.samples.setdefault(launcher, []).extend(take(launcher))
+            except TookTooLong as late:
+                row.missing[launcher] = str(late)
+                print(f"  {row.name}, {launcher}: {late}", file=sys.stderr)
+    print(row.markdown(), flush=True)
+    return row
+
+
+def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]]]:
+    """The rows measured in seconds and megabytes: row, rounds, how."""
+    some, few = (2, 1) if quick else (7, 3)
+    plan = [
+        (Row("command → first all_reduce", "s", Bar(ratio=0.6)), some, rows.cold_start),
+        (
+            Row("a rank dies → next life's first all_reduce", "s", Bar(0.15, 0.12)),
+            some - 1,
+            rows.restart,
+        ),
+        (
+            Row("one node of two: a rank dies → both run again", "s", Bar(0.25)),
+            few,
+            rows.two_nodes,
+        ),
+        (Row("agent at rest, RSS", "MB", Bar(60)), few, rows.resident),
+        (Row("whole job, PSS", "MB", Bar(ratio=0.85)), few, rows.proportional),
+    ]
+    for name, module, script in (
+        ("HF Trainer", "transformers", "hf_trainer.py"),
+        ("Lightning", "lightning", "lightning_fit.py"),
+    ):
+        if importlib.util.find_spec(module):
+            take = partial(rows.framework_restart, script=script, seconds=10.0)
+            row = Row(f"the same, {name}, --preload=learn", "s", Bar(ratio=0.4))
+            plan.insert(-3, (row, few, take))
+        else:
+            print(f"{module} is not installed: its row is left out", file=sys.stderr)
+    return plan
+
+
+def processor_rows(seconds: float) -> list[Row]:
+    """CPU of agent and master, one row each."""
+    used = {launcher: rows.processor(launcher, seconds) for launcher in (TORCHRUN, ELASTICRUN)}
+    found = []
+    for name in ("agent", "master", "all"):
+        row = Row(f"CPU of {name} while training runs", "%", Bar(None if name == "all" else 0.5))
+        row.samples = {launcher: use[name] for launcher, use in used.items() if name in use}
+        print(row.markdown(), flush=True)
+        found.append(row)
+    return found
+
+
+def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
+    """Crash and restart in a row; torchrun gets fewer tries, since it hangs."""
+    plan = {TORCHRUN: (5, 60.0) if quick else (20, 180.0)}
+    plan[ELASTICRUN] = (20, 60.0) if quick else (200, 240.0)
+    found = {}
+    for launcher, (deaths, limit) in plan.items():
+        found[launcher] = rows.cycles(launcher, deaths, limit)
+        print(f"crash and restart, {launcher}, {deaths} wanted: {found[launcher]}", flush=True)
+    return found
+
+
+def clean(report: dict[str, float], wanted: int) -> bool:
+    """Whether every crash was followed by a life that worked, and nothing was left."""
+    wrong = ("wasted", "hangs", "exit code", "processes left", "shm left", "files left")
+    grown = report["descriptors grown by"]
+    return report["worked"] == wanted and grown <= 0 and not any(report[name] for name in wrong)
+
+
+def machine() -> str:
+    """One line about where this was measured."""
+    return (
+        f"{platform.system()} {platform.release()}, {os.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, "
+        f"torch {metadata.version('torch')}, load {os.getloadavg()[0]:.1f} at the start"
+    )
+
+
+def main() -> int:
+    """Measure, print, write; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description="elasticrun beside torchrun.")
+    parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
+    parser.add_argument(
+        "--only", default="", help="rows whose name contains this; also: cpu, cycles"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    about["machine"] = machine()
+    print(f"{about['date']}: {about['machine']}\n")
+    print("| from → to | torchrun | elasticrun | ratio | wanted | met |\n|---|---|---|---|---|---|")
+    done = [
+        measure(row, rounds, take)
+        for row, rounds, take in speed_rows(options.quick)
+        if options.only.lower() in row.name.lower()
+    ]
+    if options.only in ("", "cpu"):
+        done += processor_rows(5.0 if options.quick else 30.0)
+    report = cycle_report(options.quick) if options.only in ("", "cycles") else {}
+    target = options.json or RESULTS / f"launcher-{about['date'][:19].replace(':', '')}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    table = [
+        {"row": r.name, "unit": r.unit, "wanted": str(r.bar), "met": r.verdict(), **r.samples}
+        for r in done
+    ]
+    target.write_text(json.dumps({**about, "rows": table, "cycles": report}, indent=1) + "\n")
+    print(f"\nwritten to {target}")
+    missed = [row.name for row in done if row.verdict() != "yes"]
+    if report and not clean(report[ELASTICRUN], 20 if options.quick else 200):
+        missed.append("crash and restart")
+    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The measurements: each takes a launcher's name and gives samples.
+
+A sample is one number in the row's unit. Both launchers run on the same machine in turn (never at
+the same time), so that a slow minute of the machine hits both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from stage import ELASTICRUN, Fact, Job, TookTooLong, free_port, job
+
+START_LIMIT = 60.0
+"""Seconds in which a job of two ranks must have done its first all_reduce."""
+
+RESTART_LIMIT = 20.0
+"""A restart that takes longer is counted as a hang: torchrun's stale store hangs for 100 s."""
+
+NO_BACKOFF = ("--restart-backoff=0",)
+
+
+def own(launcher: str, *flags: str) -> tuple[str, ...]:
+    """Flags that only elasticrun has."""
+    return flags if launcher == ELASTICRUN else ()
+
+
+def last(facts: Sequence[Fact]) -> float:
+    """When the latest of these facts happened."""
+    return max(fact.time for fact in facts)
+
+
+def cold_start(launcher: str) -> list[float]:
+    """Seconds from the command to the first all_reduce of both ranks."""
+    with job(launcher) as run:
+        run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0"))
+        run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
+        return [last(run.of("allreduce")) - run.began]
+
+
+def came_to(run: Job, life: int, ranks: int) -> bool:
+    """Whether all ranks of this life, or of a later one, have done their first all_reduce."""
+    lives = [fact.life for fact in run.of("allreduce") if fact.life >= life]
+    return any(lives.count(reached) >= ranks for reached in set(lives))
+
+
+def recoveries(run: Job, deaths: int, ranks: int, limit: float) -> list[float]:
+    """Seconds from each death to the first all_reduce of all ranks after it.
+
+    A life that never came that far is a wasted restart: its death-to-recovery then spans several
+    lives, and is not a sample of a restart that works; it is left out here."""
+    with contextlib.suppress(TookTooLong):
+        for life in range(deaths + 1):
+            run.until(lambda life=life: came_to(run, life, ranks), limit)
+    found = []
+    for life in range(deaths):
+        died, again = run.of("dies", life), run.of("allreduce", life + 1)
+        if died and len(again) == ranks:
+            found.append(last(again) - died[0].time)
+    return found
+
+
+def restart(launcher: str) -> list[float]:
+    """Seconds from the death of one of two ranks to the next life's first all_reduce."""
+    with job(launcher) as run:
+        flags = ("--nproc-per-node=2", "--max-restarts=3", *own(launcher, *NO_BACKOFF))
+        run.start(*flags, script="steps.py", arguments=("3", "0.5"))
+        return recoveries(run, 3, 2, RESTART_LIMIT)
+
+
+def framework_restart(launcher: str, script: str, seconds: float = 10.0) -> list[float]:
+    """The same for a framework's script that has trained for `seconds` before."""
+    with job(launcher) as run:
+        flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, "--preload=learn"))
+        run.start(*flags, script=script, arguments=(str(seconds),))
+        return recoveries(run, 1, 2, START_LIMIT)
+
+
+def two_nodes(launcher: str) -> list[float]:
+    """Seconds from the death of a rank on one node of two to the ranks of both running again."""
+    with job(launcher) as run:
+        endpoint = f"127.0.0.1:{free_port()}"
+        for _ in range(2):
+            run.start(
+                *("--nnodes=2", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=bench"),
+                *(f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"),
+                *own(launcher, *NO_BACKOFF),
+                script="steps.py",
+                arguments=("2", "0.5"),
+            )
+        return recoveries_two_nodes(run)
+
+
+def recoveries_two_nodes(run: Job) -> list[float]:
+    """Under torchrun the nodes' counters diverge, so lives are told apart by process."""
+    found: list[float] = []
+    with contextlib.suppress(TookTooLong):
+        for death in range(2):
+            run.until(lambda d=death: len(run.of("dies")) > d, START_LIMIT)
+            died = run.of("dies")[death].time
+            old = {fact.pid for fact in run.facts if fact.time <= died}
+
+            def again(old: set[int] = old) -> list[Fact]:
+                return [fact for fact in run.of("allreduce") if fact.pid not in old]
+
+            run.until(lambda: len(again()) >= 2, RESTART_LIMIT)
+            if len(again()) >= 2:
+                found.append(last(again()[:2]) - died)
+    return found
+
+
+def resident(launcher: str) -> list[float]:
+    """RSS in MB of the launcher while its two ranks train."""
+    with job(launcher) as run:
+        training(run)
+        return [psutil.Process(run.agents[0].pid).memory_info().rss / 1e6]
+
+
+def proportional(launcher: str) -> list[float]:
+    """PSS in MB of all processes of a job of two ranks."""
+    with job(launcher) as run:
+        training(run)
+        return [sum(pss(process.pid) for process in run.processes()) / 1e6]
+
+
+def pss(pid: int) -> int:
+    """Proportional set size of a process in bytes: shared pages count in parts."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line[:4] == "Pss:")
+
+
+def training(run: Job, settle: float = 3.0) -> None:
+    """A job of two ranks that has stepped for a while."""
+    run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0", "for-ever"))
+    run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
+    time.sleep(settle)
+
+
+def processor(launcher: str, seconds: float) -> dict[str, list[float]]:
+    """Percent of one core that the launcher's processes (agent, master, fork server) use while two
+    ranks train."""
+    with job(launcher) as run:
+        training(run)
+        ranks = {fact.pid for fact in run.of("allreduce")}
+        watched = [p for p in run.processes() if p.pid not in ranks]
+        before = {p.pid: cpu_seconds(p.pid) for p in watched}
+        began = time.monotonic()
+        time.sleep(seconds)
+        passed = time.monotonic() - began
+        used = {name_of(p): [100 * (cpu_seconds(p.pid) - before[p.pid]) / passed] for p in watched}
+        used["all"] = [sum(value[0] for value in used.values())]
+        return used
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, from the scheduler's counter in nanoseconds."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def name_of(process: psutil.Process) -> str:
+    """Which of a launcher's processes this is."""
+    command = " ".join(process.cmdline())
+    for name, mark in (("master", "elasticrun.master"), ("fork server", "forkserver")):
+        if mark in command:
+            return name
+    return "agent" if "elasticrun" in command or "distributed.run" in command else "other"
+
+
+def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
+    """Crash and restart `deaths` times in a row: what was wasted, hung or left."""
+    with job(launcher) as run:
+        shm = set(os.listdir("/dev/shm"))
+        flags = ("--nproc-per-node=2", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
+        words = (str(deaths), "0.02")
+        run.start(*flags, script="steps.py", arguments=words, own_store=False)
+        agent = run.agents[0]
+        descriptors: dict[int, int] = {}
+        end, hangs = time.monotonic() + limit, 0
+        try:
+            for life in range(deaths + 1):
+                rest = min(RESTART_LIMIT, max(0.1, end - time.monotonic()))
+                run.until(lambda life=life: came_to(run, life, 2), rest)
+                if agent.poll() is None:
+                    with contextlib.suppress(OSError):
+                        descriptors[life] = len(os.listdir(f"/proc/{agent.pid}/fd"))
+            run.until(lambda: agent.poll() is not None, START_LIMIT)
+        except TookTooLong:
+            hangs = 1
+        code = agent.poll()
+        worked = sum(len(run.of("allreduce", life)) == 2 for life in range(1, deaths + 1))
+        tried = max((fact.life for fact in run.facts), default=0)
+        settled = [count for life, count in sorted(descriptors.items()) if life >= 5]
+        left = [p for p in run.processes() if code is not None]
+        return {
+            "restarts": float(tried),
+            "worked": float(worked),
+            "wasted": float(tried - worked),
+            "hangs": float(hangs),
+            "exit code": float(-1 if code is None else code),
+            "processes left": float(len(left)),
+            "descriptors grown by": float(settled[-1] - settled[0]) if settled else 0.0,
+            "shm left": float(len(set(os.listdir("/dev/shm")) - shm)),
+            "files left": float(files_beyond_logs(run.temporary)),
+        }
+
+
+def files_beyond_logs(folder: Path) -> int:
+    """Files in $TMPDIR that are not the log tree, which is the user's."""
+    return sum(1 for p in folder.rglob("*") if p.is_file() and "attempt_" not in str(p))

@@ -1,0 +1,25 @@
+"""How a measured script tells the benchmark what happened when: one datagram a fact.
+
+Times are CLOCK_MONOTONIC, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+_socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+def report(event: str) -> None:
+    """Send `event` with this rank, this life and the time."""
+    fact = {
+        "event": event,
+        "rank": int(os.environ["RANK"]),
+        "life": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        "time": time.monotonic(),
+        "pid": os.getpid(),
+    }
+    _socket.sendto(json.dumps(fact).encode(), os.environ["BENCH_SOCKET"])

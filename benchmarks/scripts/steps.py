@@ -1,0 +1,41 @@
+"""The unmodified script of the benchmark: init_process_group, then one all_reduce after another.
+
+argv: how many lives of the last rank end with SIGKILL, and after how many seconds of steps each.
+The life after those goes on for ever if there is a third argument, else it ends well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from report import report
+
+
+def main() -> None:
+    """Step until it is time to die or to end."""
+    deaths, seconds, for_ever = int(sys.argv[1]), float(sys.argv[2]), len(sys.argv) > 3
+    is_last_life = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= deaths
+    dist.init_process_group("gloo")
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+    value = torch.ones(1000)
+    dist.all_reduce(value)
+    report("allreduce")
+    began = time.monotonic()
+    while not is_last_life or for_ever:
+        if is_last_rank and not is_last_life and time.monotonic() - began > seconds:
+            report("dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(value)
+        time.sleep(0.01)
+    dist.barrier()
+    report("ends")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Starting a launcher for a measurement and hearing what its ranks report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TORCHRUN, ELASTICRUN = "torchrun", "elasticrun"
+COMMANDS = {
+    TORCHRUN: (sys.executable, "-m", "torch.distributed.run"),
+    ELASTICRUN: (sys.executable, "-m", "elasticrun"),
+}
+SCRIPTS = Path(__file__).parent / "scripts"
+MARK = "BENCH_MARK"
+
+
+class TookTooLong(Exception):
+    """The bound of a measurement was reached."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds."""
+
+    event: str
+    rank: int
+    life: int
+    time: float
+    pid: int
+
+
+class Job:
+    """The agents of one measurement in a folder of their own, and the facts of their ranks."""
+
+    def __init__(self, launcher: str) -> None:
+        self.launcher = launcher
+        self.folder = Path(tempfile.mkdtemp(prefix="elasticrun-bench-"))
+        self.marker = uuid.uuid4().hex
+        self.facts: list[Fact] = []
+        self.agents: list[subprocess.Popen[bytes]] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(self.folder / "facts"))
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self.began = 0.0
+
+    def start(
+        self, *flags: str, script: str, arguments: tuple[str, ...], own_store: bool = True
+    ) -> None:
+        """Start one agent; the clock of the job runs from the first one.
+
+        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with the
+        store shared, about half of its restarts hang or fail, and there is no time to measure."""
+        command = (*COMMANDS[self.launcher], *flags, str(SCRIPTS / script), *arguments)
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))},
+            "OMP_NUM_THREADS": "1",
+            "BENCH_SOCKET": str(self.folder / "facts"),
+            MARK: self.marker,
+            "TMPDIR": str(self.temporary),
+            **(
+                {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+                if own_store and self.launcher == TORCHRUN
+                else {}
+            ),
+        }
+        console = (self.folder / f"console-{len(self.agents)}").open("wb")
+        self.began = self.began or time.monotonic()
+        self.agents.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+        console.close()
+
+    def until(self, enough: Callable[[], bool], limit: float) -> None:
+        """Take in facts until there are enough, or all agents have ended; TookTooLong after
+        `limit` seconds."""
+        end = time.monotonic() + limit
+        ends = [os.pidfd_open(agent.pid) for agent in self.agents if agent.poll() is None]
+        try:
+            while not enough():
+                rest = end - time.monotonic()
+                if rest <= 0:
+                    raise TookTooLong(f"{self.launcher}: not within {limit:g} s\n{self.console()}")
+                ready, _, _ = select.select([self._socket, *ends], [], [], rest)
+                if self._socket in ready:
+                    self.facts.append(Fact(**json.loads(self._socket.recv(4096))))
+                elif ready:
+                    ends = [fd for fd in ends if fd not in ready or os.close(fd)]
+                    if not ends and not enough():
+                        return
+        finally:
+            for fd in ends:
+                os.close(fd)
+
+    def of(self, event: str, life: int | None = None) -> list[Fact]:
+        """The facts of this name (and life) so far."""
+        return [f for f in self.facts if f.event == event and life in (None, f.life)]
+
+    def console(self) -> str:
+        """The end of what the agents printed."""
+        return "".join(p.read_text(errors="replace")[-1500:] for p in self.folder.glob("console-*"))
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this job, whoever its parent is."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if f"{MARK}={self.marker}".encode() in environ:
+                    found.append(process)
+        return found
+
+    def end(self) -> None:
+        """Kill whatever is left and remove the folder."""
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+        for _ in range(50):
+            left = self.processes()
+            if not left:
+                break
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=2)
+        self._socket.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def job(launcher: str) -> Iterator[Job]:
+    """A job that leaves nothing."""
+    made = Job(launcher)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

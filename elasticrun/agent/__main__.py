@@ -1,0 +1,62 @@
+"""`python -m elasticrun.agent --config-fd N [--spawner-fd M] --result-fd K`: an agent for a caller
+of the Python API (`elasticrun.launcher`), in a process of its own, so that the caller may fork
+without gRPC's threads. With `--spawner-fd` the caller starts the ranks itself.
+
+In: an AgentConfig as JSON (`config_json`). Out, at the end: core.effects.Exit as JSON on K, one end
+of a socketpair. Its EOF means that the caller has gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+
+from elasticrun import config_json
+from elasticrun.config import EXIT_USAGE, AgentConfig
+
+
+def main(argv: list[str]) -> int:
+    """The process; its exit code is the outcome's."""
+    parser = argparse.ArgumentParser(prog="python -m elasticrun.agent")
+    parser.add_argument("--config-fd", type=int, required=True)
+    parser.add_argument("--spawner-fd", type=int, default=-1)
+    parser.add_argument("--result-fd", type=int, required=True)
+    asked = parser.parse_args(argv)
+    try:
+        with open(asked.config_fd, "rb") as pipe:
+            config = config_json.loads(pipe.read(config_json.MAX_CONFIG_BYTES), AgentConfig)
+        result = socket.socket(fileno=asked.result_fd)
+        result.set_inheritable(False)
+        spawner = None
+        if asked.spawner_fd >= 0:
+            spawner = socket.socket(fileno=asked.spawner_fd)
+            spawner.set_inheritable(False)
+    except (OSError, ValueError) as error:
+        print(f"python -m elasticrun.agent: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    from elasticrun.agent.main import run_agent
+
+    if spawner is None:
+        threading.Thread(target=_die_with_caller, args=(result,), daemon=True).start()
+    outcome = run_agent(config, spawner)
+    with contextlib.suppress(OSError):
+        result.sendall(config_json.dumps(outcome).encode())
+        result.shutdown(socket.SHUT_WR)
+    return outcome.code
+
+
+def _die_with_caller(result: socket.socket) -> None:
+    """The caller says nothing, so whatever ends this wait is its end. There is nobody left to be
+    polite for: the spawner, at EOF, kills and reaps all that is below it."""
+    with contextlib.suppress(OSError):
+        result.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

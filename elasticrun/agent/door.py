@@ -1,0 +1,365 @@
+"""The door: one port of the user's, behind which the master and the current store both live.
+
+Where a user names a master port, ranks see exactly that MASTER_PORT (DROP-IN 12), and agents dial
+the same port for the job master. The door holds it and reads the first bytes of each connection:
+the preface of HTTP/2 goes to the master, all else to the store of the current round. When the agent
+names another store, connections to the older one are closed. While there is no store, or no
+master yet, connections wait.
+
+A process of its own, so that a busy agent delays nobody's store; standard library alone. The agent
+binds the port, starts `command(...)` in a new session with both descriptors inherited, and writes
+one JSON object per line to the control descriptor (a pipe or socket):
+
+    {"master": "127.0.0.1:43117"}     where the job master listens
+    {"store": "10.0.0.7:51234"}       the store of the round that starts now
+    {"store": null}                   that round is over; hold what comes
+
+The end of the control stream ends the door. Hosts are addresses; a name is looked up when it is
+told, which holds up the door for as long as that takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+PREFACE = b"PRI * HTTP/2.0"
+"""How every HTTP/2 connection begins (RFC 9113, 3.4); no request of a TCPStore does."""
+
+HEAD_LIMIT = 30.0
+"""Seconds within which a connection must show what it is."""
+
+DIAL_LIMIT = 10.0
+"""Seconds that a connection to the master or the store may take to stand."""
+
+BUFFER = 256 * 1024
+"""Bytes held per direction for a slow reader; then its peer is no longer read."""
+
+CHUNK = 64 * 1024
+"""Bytes moved at a time, so that connections take turns."""
+
+MAX_CONNECTIONS = 32_768
+"""Connections passed at a time, fewer where the limit of open files is lower; others wait in the
+kernel's queue."""
+
+MAX_LINE = 4096
+"""Bytes of one control line; a longer one is dropped."""
+
+_READ, _WRITE, _HUNG, _HALF = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP, select.EPOLLRDHUP
+
+Address = tuple[int, tuple[object, ...]]
+"""Socket family and address as `connect` takes it."""
+
+
+def command(listen_fd: int, control_fd: int, python: str = sys.executable) -> list[str]:
+    """The command line of a door that serves the listening socket `listen_fd`."""
+    return [python, "-I", "-S", os.path.abspath(__file__), str(listen_fd), str(control_fd)]
+
+
+def parse_address(text: str) -> Address:
+    """`host:port`, IPv6 in brackets; ValueError or OSError if it cannot be dialled."""
+    host, _, port = text.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    return family, address
+
+
+class Link:
+    """One connection through the door: the visitor's socket and, once dialled, the one behind."""
+
+    __slots__ = ("back", "dialling", "ended", "front", "held", "open", "target", "to_back")
+
+    def __init__(self, front: socket.socket) -> None:
+        self.front = front
+        self.back: socket.socket | None = None
+        self.target = ""  # "master" or "store", once the first bytes have said so
+        self.dialling = False
+        self.open = True
+        self.to_back = bytearray()  # on its way to `back`; the first bytes lie here until then
+        self.held = bytearray()  # on its way to `front`
+        self.ended: dict[str, bool] = {}  # side -> its end was passed on ("front", "back")
+
+    def pending(self, side: str) -> bytearray:
+        """What was read from `side` and not yet written to the other one."""
+        return self.to_back if side == "front" else self.held
+
+    def sides(self) -> list[tuple[str, socket.socket]]:
+        """The sockets there are, with their names."""
+        sides = [("front", self.front)]
+        return sides if self.back is None else [*sides, ("back", self.back)]
+
+
+class Door:
+    """The event loop: one epoll, no thread, no timer but the nearest limit."""
+
+    def __init__(self, listener: socket.socket, control_fd: int, most: int) -> None:
+        self._listener = listener
+        self._control = control_fd
+        self._most = most
+        self._line = bytearray()
+        self._told: dict[str, str | None] = {"master": None, "store": None}
+        self._where: dict[str, Address | None] = {"master": None, "store": None}
+        self._links: dict[int, tuple[Link, str]] = {}  # fd -> link and side
+        self._masks: dict[int, int] = {}  # fd -> what epoll watches it for
+        self._limits: list[tuple[float, int, Link, Callable[[], bool]]] = []
+        self._limit_count = 0
+        self._count = 0
+        self._accepting = False
+        self._running = True
+        self._epoll = select.epoll()
+
+    def run(self) -> None:
+        """Serve until the control stream ends."""
+        os.set_blocking(self._control, False)
+        self._listener.setblocking(False)
+        self._watch(self._control, _READ)
+        self._accept_more()
+        while self._running:
+            for fd, events in self._epoll.poll(self._next_limit()):
+                if fd == self._control:
+                    self._heard()
+                elif fd == self._listener.fileno():
+                    self._visited()
+                elif fd in self._links:
+                    self._moved(*self._links[fd], events)
+            self._check_limits()
+
+    # ------------------------------------------------------------ control
+
+    def _heard(self) -> None:
+        try:
+            data = os.read(self._control, MAX_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._running = False
+            return
+        *lines, rest = (bytes(self._line) + data).split(b"\n")
+        self._line = bytearray(rest if len(rest) <= MAX_LINE else b"")
+        for line in lines:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(said, dict):
+                for target in self._told.keys() & said.keys():
+                    self._retarget(target, said[target])
+
+    def _retarget(self, target: str, told: object) -> None:
+        """A new address for the master or the store."""
+        if told == self._told[target]:
+            return
+        where: Address | None = None
+        if isinstance(told, str):
+            with contextlib.suppress(OSError, ValueError):
+                where = parse_address(told)
+        self._told[target] = told if where is not None and isinstance(told, str) else None
+        self._where[target] = where
+        for link in {id(link): link for link, _ in self._links.values()}.values():
+            if link.target != target:
+                continue
+            if link.back is not None:
+                self._close(link)  # of the round before, or to a master that has gone
+            elif where is not None:
+                self._dial(link)
+
+    # ------------------------------------------------------------ arrivals
+
+    def _accept_more(self) -> None:
+        accepting = self._count < self._most
+        if accepting != self._accepting:
+            self._accepting = accepting
+            self._watch(self._listener.fileno(), _READ if accepting else 0)
+
+    def _visited(self) -> None:
+        try:
+            front, _ = self._listener.accept()
+        except OSError:  # it has gone again; or no descriptor is free until another link closes
+            return
+        _prepare(front)
+        link = Link(front)
+        self._count += 1
+        self._links[front.fileno()] = (link, "front")
+        self._limit(HEAD_LIMIT, link, lambda: not link.target)
+        self._refresh(link)
+        self._accept_more()
+
+    def _sort(self, link: Link) -> None:
+        """Say where a connection belongs, as soon as its first bytes tell."""
+        head = bytes(link.to_back[: len(PREFACE)])
+        if PREFACE.startswith(head) and len(head) < len(PREFACE):
+            return
+        link.target = "master" if head == PREFACE else "store"
+        if self._where[link.target] is not None:
+            self._dial(link)
+
+    def _dial(self, link: Link) -> None:
+        where = self._where[link.target]
+        assert where is not None
+        family, address = where
+        back = socket.socket(family, socket.SOCK_STREAM)
+        _prepare(back)
+        link.back, link.dialling = back, True
+        self._links[back.fileno()] = (link, "back")
+        try:
+            back.connect(address)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(link)
+            return
+        self._limit(DIAL_LIMIT, link, lambda: link.dialling)
+        self._refresh(link)
+
+    # ------------------------------------------------------------ bytes
+
+    def _moved(self, link: Link, side: str, events: int) -> None:
+        """Something happened to one socket of a link."""
+        try:
+            if link.back is None and events & (_HUNG | _HALF) and link.target:
+                self._close(link)  # it left while it was held
+                return
+            if side == "back" and link.dialling:
+                wrong = link.back.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if link.back else 0
+                if wrong:
+                    self._close(link)
+                    return
+                link.dialling = False
+            if events & (_READ | _HUNG | select.EPOLLERR) and self._wants(link, side):
+                self._take(link, side)
+            self._give(link)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._close(link)
+            return
+        if link.open:
+            self._refresh(link)
+
+    def _take(self, link: Link, side: str) -> None:
+        source = link.front if side == "front" else link.back
+        assert source is not None
+        data = source.recv(CHUNK)
+        if data:
+            link.pending(side).extend(data)
+            if not link.target:
+                self._sort(link)
+        elif not link.target:
+            self._close(link)
+        else:
+            link.ended.setdefault(side, False)
+
+    def _give(self, link: Link) -> None:
+        """Pass on what lies here, and the end of a side once all of it has been passed on."""
+        if link.back is None or link.dialling or not link.open:
+            return
+        for side, target in (("front", link.back), ("back", link.front)):
+            pending = link.pending(side)
+            if pending:
+                with contextlib.suppress(BlockingIOError):
+                    sent = target.send(memoryview(bytes(pending[:CHUNK])))
+                    del pending[:sent]
+            if not pending and link.ended.get(side) is False:
+                target.shutdown(socket.SHUT_WR)
+                link.ended[side] = True
+        if all(link.ended.get(side) for side in ("front", "back")):
+            self._close(link)
+
+    def _wants(self, link: Link, side: str) -> bool:
+        """Whether this side is to be read now."""
+        if side in link.ended or (side == "back" and link.dialling):
+            return False
+        if side == "front" and link.target and (link.back is None or link.dialling):
+            return False  # the first bytes are enough until there is somebody to give them to
+        return len(link.pending(side)) < BUFFER
+
+    def _refresh(self, link: Link) -> None:
+        """Watch each socket for what can be done with it now, and for nothing else."""
+        for side, sock in link.sides():
+            mask = _READ if self._wants(link, side) else 0
+            other = "back" if side == "front" else "front"
+            if link.pending(other) or (side == "back" and link.dialling):
+                mask |= _WRITE
+            if link.target and link.back is None:
+                mask = _HALF  # held: only its departure matters
+            self._watch(sock.fileno(), mask)
+
+    # ------------------------------------------------------------ housekeeping
+
+    def _watch(self, fd: int, mask: int) -> None:
+        """Tell epoll; a descriptor watched for nothing is taken out, as epoll reports a hung-up
+        one again and again whatever it is watched for."""
+        before = self._masks.get(fd, 0)
+        if mask == before:
+            return
+        if not before:
+            self._epoll.register(fd, mask)
+        elif not mask:
+            self._epoll.unregister(fd)
+        else:
+            self._epoll.modify(fd, mask)
+        self._masks[fd] = mask
+
+    def _close(self, link: Link) -> None:
+        if not link.open:
+            return
+        link.open = False
+        for _, sock in link.sides():
+            self._watch(sock.fileno(), 0)
+            self._masks.pop(sock.fileno(), None)
+            del self._links[sock.fileno()]
+            sock.close()
+        self._count -= 1
+        self._accept_more()
+
+    def _limit(self, after: float, link: Link, still: Callable[[], bool]) -> None:
+        """Close the link `after` seconds from now if `still` says yes then."""
+        self._limit_count += 1
+        heapq.heappush(self._limits, (time.monotonic() + after, self._limit_count, link, still))
+
+    def _next_limit(self) -> float | None:
+        return max(0.0, self._limits[0][0] - time.monotonic()) if self._limits else None
+
+    def _check_limits(self) -> None:
+        now = time.monotonic()
+        while self._limits and self._limits[0][0] <= now:
+            _, _, link, still = heapq.heappop(self._limits)
+            if still():
+                self._close(link)
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A visitor whose host has vanished is noticed within some minutes.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20)
+
+
+def main(listen_fd: int, control_fd: int) -> int:
+    """The process: signals that go to every process of a job are not for the door."""
+    for word in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, word), signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # the agent has given us a session already
+        os.setsid()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, max(16, (hard - 16) // 2))
+    Door(socket.socket(fileno=listen_fd), control_fd, most).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,165 @@
+"""Where the job's master is, and whether this agent is the one to start it (DROP-IN 2, 12).
+
+standalone  we start one on loopback, on a free port
+elastic     the agent that can bind the very address which the endpoint's name resolves to starts
+            it; to whom the address is another host's, or taken, the master is somebody else's
+static      node rank 0 starts it behind a door on the port that the user named
+external    somebody has started it
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from elasticrun.agent.identity import (
+    is_loopback,
+    local_address_to,
+    names_this_host_only,
+    routed_address,
+)
+from elasticrun.config import AgentConfig
+from elasticrun.wire.ids import Endpoint
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+class HostError(Exception):
+    """The master can neither be started nor found; the text is one sentence."""
+
+
+class NotYet(Exception):
+    """The endpoint's name does not resolve (yet: pods get their names late)."""
+
+
+class Bind(Enum):
+    """What came of binding an address."""
+
+    OURS = "ours"
+    TAKEN = "taken"
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the master is to be.
+
+    `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
+    address). `bind`: where to start it, None if that is not our part. `door`: where the static
+    job's door listens, None without one."""
+
+    dial: Endpoint
+    address: str
+    bind: Endpoint | None = None
+    door: Endpoint | None = None
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name in numbers, IPv4 loopback before IPv6's. NotYet. Blocks."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise NotYet(f"the name {host} does not resolve: {error.strerror}") from None
+    except UnicodeError:
+        raise HostError(f"{host!r} is no host name") from None
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return sorted(addresses, key=lambda address: is_loopback(address) and ":" in address)
+
+
+def bind_test(address: str, port: int) -> Bind:
+    """Whether this host may listen at exactly this address and port. HostError if it must not.
+
+    No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # A port in TIME_WAIT is free; a listening one is not.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address, port))
+            trial.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return Bind.TAKEN
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                return Bind.ELSEWHERE
+            where = Endpoint(address, port)
+            raise HostError(f"cannot listen on {where}: {error.strerror}") from None
+    return Bind.OURS if is_loopback(address) or _is_local(address) else Bind.ELSEWHERE
+
+
+def _is_local(address: str) -> bool:
+    """Whether the address is really this host's: `ip_nonlocal_bind` lets any be bound."""
+    try:
+        return local_address_to(address) == address
+    except OSError:
+        return False
+
+
+def settle(config: AgentConfig) -> Place:
+    """Where the master is to be, as far as this host can say now. NotYet, HostError. Blocks."""
+    where = config.rendezvous
+    if where.kind == "standalone":
+        return Place(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
+    addresses = resolve(where.host, where.port)
+    if where.kind == "static" and config.node_rank <= 0:
+        door = Endpoint(_door_address(where.host, addresses), where.port)
+        here = Endpoint(LOOPBACK, 0)
+        return Place(here, addresses[0], bind=here, door=door)
+    if where.kind == "elastic" and where.is_host is not False:
+        place = _elastic(config, addresses)
+        if place is not None:
+            return place
+    return Place(Endpoint(where.host, where.port), addresses[0])
+
+
+def _elastic(config: AgentConfig, addresses: list[str]) -> Place | None:
+    """Our part of the bind test; None if the master is another host's."""
+    where = config.rendezvous
+    several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
+    for address in addresses:
+        at = address
+        if several and is_loopback(address):
+            # Debian's `127.0.1.1 hostname`: it proves that the name is ours, but nobody else
+            # could reach a master there.
+            at = routed_address() or address
+        result = bind_test(at, where.port)
+        if result is Bind.OURS:
+            here = Endpoint(at, where.port)
+            return Place(here, at, bind=here)
+        if result is Bind.TAKEN:
+            return Place(Endpoint(at, where.port), at)
+    if where.is_host:
+        # The user says so although no address is ours: behind NAT, or a Service of Kubernetes.
+        return Place(Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port))
+    return None
+
+
+def _door_address(host: str, addresses: list[str]) -> str:
+    """The address at which node rank 0 of a static job listens: the named one where it is ours,
+    else all of them, as torchrun does."""
+    if names_this_host_only(host):
+        return addresses[0]
+    local = [a for a in addresses if not is_loopback(a) and _is_local(a)]
+    return local[0] if local else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen_door(where: Endpoint) -> socket.socket:
+    """The door's listening socket. HostError with a sentence when the port is taken."""
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    door = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if where.host == "::":
+            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((where.host, where.port))
+        door.listen(1024)
+    except OSError as error:
+        door.close()
+        text = (
+            "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        )
+        raise HostError(f"cannot listen on the master port {where}: {text}") from None
+    return door

@@ -1,0 +1,393 @@
+"""One node of a job: the agent's parts put together, the brain's effects, and the clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.agent import identity, last_words
+from elasticrun.agent.events import EventLog
+from elasticrun.agent.helpers import MasterProcess
+from elasticrun.agent.host import HostError
+from elasticrun.agent.link import Link
+from elasticrun.agent.logs import LogsUnusable, RankOutput
+from elasticrun.agent.loop import AgentLoop
+from elasticrun.agent.marked import end_at_once
+from elasticrun.agent.meeting import Meeting
+from elasticrun.agent.operator_log import StderrWriter, logger
+from elasticrun.agent.processes import Reaper
+from elasticrun.agent.ranks import Ranks
+from elasticrun.agent.signals import SignalInbox
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.spawner_process import SpawnerProcess
+from elasticrun.agent.stores import HOLD, Stores
+from elasticrun.agent.threads import in_thread, threadsafe
+from elasticrun.agent.waiting import LongWaits
+from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.core.effects import (
+    AgentEffect,
+    Exit,
+    Note,
+    PrepareStore,
+    ReleaseStore,
+    Say,
+    Signalled,
+    SignalRanks,
+    SpawnerLost,
+    SpawnRanks,
+    SweepRanks,
+)
+from elasticrun.core.group_states import State
+from elasticrun.core.worker_group import WorkerGroup
+from elasticrun.wire import env
+from elasticrun.wire.ids import mint_incarnation
+from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Stopped
+from elasticrun.wire.spawner import (
+    Exited,
+    FromSpawner,
+    Spawned,
+    SpawnFailed,
+    StoreListening,
+    Swept,
+)
+
+PET_EVERY: Final = 30.0
+PET_LIMIT: Final = 90.0
+"""A spawner that hears nothing from this loop for so long ends its ranks (COORDINATION 1)."""
+
+GOODBYE: Final = 2.0
+"""Seconds for the last reports to reach the master."""
+
+QUIT_LIMIT: Final = 5.0
+"""Seconds for a spawner to kill and reap all it has; then the agent does."""
+
+NAME_LIMIT: Final = 2.0
+"""Seconds that a name server may take to say how this host is called."""
+
+LEVELS: Final = {"info": 20, "warning": 30, "error": 40}
+
+
+class Node:
+    """Built once, run once."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        inbox: SignalInbox,
+        reaper: Reaper,
+        spawner: SpawnerProcess,
+        master: MasterProcess | None,
+        writer: StderrWriter,
+        ignored: tuple[int, ...],
+    ) -> None:
+        self._config = config
+        self._inbox = inbox
+        self._reaper = reaper
+        self._first_spawner = spawner
+        self._first_master = master
+        self._writer = writer
+        self._ignored = ignored
+        self._began = time.monotonic()
+        self._waiting_since = self._began
+        self._incarnation = mint_incarnation()
+        self._identity = identity.Identity("", None)
+        self._host = ""
+        self._store_wanted = False
+        self._attached = False
+        self._ending = False
+        self._hurry = asyncio.Event()
+        self._events: EventLog | None = None
+        self._long_waits = LongWaits()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ the whole life
+
+    async def run(self) -> Exit:
+        """From the first turn to the last process gone."""
+        if self._first_master is not None:
+            self._first_master.watch(self._reaper)
+        self._build()
+        loop = asyncio.get_running_loop()
+        self._inbox.attach(
+            lambda signum, death: threadsafe(loop, self._signalled, signum, death),
+            lambda: threadsafe(loop, self._reaper.reap),
+        )
+        for name in self._inbox.unknown:
+            logger.warning("--signals-to-handle: %s cannot be handled", name)
+        for note in self._config.notes:
+            self._writer.write(note.rstrip("\n") + "\n")
+        self._pet()
+        self._tasks.append(asyncio.create_task(self._set_out()))
+        try:
+            outcome = await self._loop.run()
+        except BaseException:
+            await self._leave_nothing(None)
+            raise
+        await self._leave_nothing(outcome)
+        return outcome
+
+    def _build(self) -> None:
+        config = self._config
+        spec = config.spec
+        self._brain = WorkerGroup(
+            nproc=config.nproc_per_node,
+            restart_grace=spec.restart_grace,
+            shutdown_timeout=config.shutdown_timeout,
+            exit_barrier_timeout=config.exit_barrier_timeout,
+            master_lost_timeout=spec.master_lost_timeout,
+        )
+        self._loop = AgentLoop(self._brain, self._perform)
+        self._meeting = Meeting(config, self._reaper, self._writer, self._met, self._fatal)
+        self._spawners = Spawners(
+            config,
+            self._first_spawner,
+            self._reaper,
+            ignored=self._ignored,
+            spared=self._meeting.pids,
+            heard=self._spawner_said,
+            lost=self._spawner_lost,
+            fatal=self._fatal,
+        )
+        alone = spec.max_nodes == 1
+        self._stores = Stores(
+            self._spawners,
+            lambda: self._meeting.address,
+            self._loop.deliver,
+            hold=0.0 if alone else HOLD,
+        )
+        self._output = RankOutput(config.logs, spec.job_id, config.role, config.nproc_per_node)
+        self._ranks = Ranks(
+            config,
+            self._spawners,
+            self._output,
+            host=lambda: self._host,
+            deliver=self._loop.deliver,
+            fatal=self._fatal,
+        )
+        self._link = Link(
+            lambda: self._meeting.dial, self._hello, self._loop.deliver, self._no_master
+        )
+
+    async def _set_out(self) -> None:
+        """Who we are, where the master is; then dial."""
+        config = self._config
+        try:
+            await in_thread(self._output.prepare, name="logs")
+        except LogsUnusable as error:
+            self._fatal(str(error))
+            return
+        self._identity = await in_thread(
+            lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+            name="identity",
+        )
+        if self._identity.note:
+            logger.warning("%s", self._identity.note)
+        try:
+            self._host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
+        except TimeoutError:
+            self._host = os.uname().nodename
+        self._events = EventLog(
+            config.event_log_handler,
+            self._writer.write,
+            run_id=config.spec.job_id,
+            role=config.role,
+            host=self._host,
+            backend=config.rendezvous.kind,
+            entry_point=config.entry.target,
+        )
+        try:
+            await self._meeting.settle(self._first_master)
+        except HostError as error:
+            self._fatal(str(error))
+
+    def _met(self) -> None:
+        """The master's place is known (again), and with it our own address."""
+        if not self._attached:
+            self._attached = True
+            if self._store_wanted:
+                self._stores.prepare()
+            self._link.start()
+            self._tasks.append(asyncio.create_task(self._first_contact()))
+        self._link.nudge()
+
+    async def _first_contact(self) -> None:
+        """End with a sentence if no master is ever heard."""
+        limit = self._config.spec.join_timeout
+        try:
+            await asyncio.wait_for(self._link.connected.wait(), limit)
+        except TimeoutError:
+            self._fatal(f"no job master answered at {self._meeting.dial} for {limit:g} s")
+
+    # ------------------------------------------------------------ what comes in
+
+    def _signalled(self, signum: int, death: bool) -> None:
+        if death:
+            logger.warning("Received %d death signal, shutting down workers", signum)
+        if self._ending:
+            if death:
+                self._hurry.set()
+            return
+        self._loop.deliver(Signalled(signum, signal.Signals(signum).name, death))
+
+    def _spawner_said(self, message: FromSpawner) -> None:
+        if isinstance(message, Spawned):
+            self._ranks.spawned(message)
+        elif isinstance(message, Exited):
+            if not self._stores.gone(message):
+                self._ranks.exited(message)
+        elif isinstance(message, SpawnFailed):
+            if not self._stores.gone(message):
+                self._ranks.spawn_failed(message)
+        elif isinstance(message, StoreListening):
+            self._stores.listening(message)
+        elif isinstance(message, Swept):
+            self._ranks.swept(message)
+
+    def _spawner_lost(self, reason: str) -> None:
+        self._ranks.all_lost()
+        self._stores.all_lost()
+        self._loop.deliver(SpawnerLost(reason, time.time_ns() // 1000))
+
+    def _no_master(self, reason: str) -> None:
+        """The first dial was in vain; told once."""
+        logger.warning(
+            "no job master answers at %s yet (%s); this node dials for %g s",
+            self._meeting.dial,
+            reason,
+            self._config.spec.join_timeout,
+        )
+
+    def _fatal(self, sentence: str) -> None:
+        self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
+
+    def _hello(self) -> Hello:
+        config = self._config
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            node=self._identity.node,
+            incarnation=self._incarnation,
+            host=self._host,
+            address=self._meeting.address,
+            pid=os.getpid(),
+            node_rank=config.node_rank,
+            local_world_size=config.nproc_per_node,
+            role=config.role,
+            spec=config.spec,
+            attached=self._brain.attached(),
+            last_term=self._brain.term,
+        )
+
+    def _pet(self) -> None:
+        self._spawners.pet(PET_LIMIT)
+        self._petting = asyncio.get_running_loop().call_later(PET_EVERY, self._pet)
+
+    # ------------------------------------------------------------ what goes out
+
+    def _perform(self, effect: AgentEffect) -> None:
+        if isinstance(effect, Say):
+            self._say(effect)
+        elif isinstance(effect, SpawnRanks):
+            self._spawn(effect)
+        elif isinstance(effect, SignalRanks):
+            self._ranks.signal(effect.local_ranks, effect.signum)
+        elif isinstance(effect, SweepRanks):
+            self._ranks.sweep(effect.grace)
+        elif isinstance(effect, PrepareStore):
+            if self._attached:
+                self._stores.prepare()
+            else:  # its endpoint carries our address, which is not known yet
+                self._store_wanted = True
+        elif isinstance(effect, ReleaseStore):
+            self._stores.release(effect.store)
+        elif isinstance(effect, Note):
+            logger.log(LEVELS.get(effect.level, 20), "%s", effect.text)
+        status = self._brain.status()
+        if status.state in (State.STOPPING, State.ENDING):
+            self._ranks.call_off()
+        self._long_waits.look(status)
+
+    def _spawn(self, effect: SpawnRanks) -> None:
+        now = time.monotonic()
+        start = effect.start
+        if start.round.number > 1:
+            logger.warning(
+                "the ranks start again: round %d with %d ranks on %d nodes, restart %d of %d",
+                start.round.number,
+                start.world_size,
+                start.group_world_size,
+                start.restart_count,
+                self._config.spec.max_restarts,
+            )
+        self._meeting.store(start.store)
+        if self._events is not None:
+            waited = now - self._waiting_since
+            self._events.rendezvous(start, waited, time.time_ns() // 10**6)
+        self._ranks.spawn(effect)
+
+    def _say(self, effect: Say) -> None:
+        report = effect.report
+        if isinstance(report, Stopped):
+            self._waiting_since = time.monotonic()
+            self._meeting.store(None)
+        elif isinstance(report, Running) and self._events and self._ranks.start:
+            self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
+        self._link.say(report)
+
+    # ------------------------------------------------------------ the end
+
+    async def _leave_nothing(self, outcome: Exit | None) -> None:
+        """End every process below this one, tell the user, and give back what was taken."""
+        self._ending = True
+        self._petting.cancel()
+        self._long_waits.close()
+        for task in self._tasks:
+            task.cancel()
+        if outcome is not None:
+            await self._clear_descendants()
+        goodbye = asyncio.create_task(self._link.close(GOODBYE))
+        await self._spawners.close(QUIT_LIMIT)
+        if self._spawners.lives_by_call:
+            with contextlib.suppress(TimeoutError):
+                await in_thread(self._end_callers_ranks, limit=QUIT_LIMIT, name="sweep")
+        stuck = await self._reaper.sweep(keep=self._meeting.pids(), limit=QUIT_LIMIT)
+        if stuck:
+            logger.error("the kernel does not let these processes die: %s", stuck)
+        self._ranks.close()
+        self._stores.close()
+        with contextlib.suppress(TimeoutError):
+            await in_thread(lambda: self._output.close(QUIT_LIMIT), limit=4 * QUIT_LIMIT)
+        await goodbye
+        await self._meeting.close(job_over=outcome is not None and outcome.signum == 0)
+        with contextlib.suppress(TimeoutError):
+            await in_thread(self._identity.release, limit=1.0, name="identity")
+        if outcome is not None:
+            await self._tell_events(outcome)
+            await last_words.tell(self._config, outcome, self._writer)
+
+    async def _tell_events(self, outcome: Exit) -> None:
+        if self._events is not None:
+            seconds = time.monotonic() - self._began
+            ranks = dict(self._ranks.pids)
+            await last_words.events(self._events, self._ranks.start, ranks, outcome, seconds)
+
+    def _end_callers_ranks(self) -> None:
+        """Ranks of a caller of elastic_launch are not below us, and the caller may be dead."""
+        mark = f"{env.CALLER}={self._config.env.get(env.CALLER, '')}".encode()
+        end_at_once(tuple(self._ranks.pids.values()), mark, QUIT_LIMIT)
+
+    async def _clear_descendants(self) -> None:
+        """What finished ranks have left in sessions of their own gets SIGTERM and some time."""
+        grace = self._config.shutdown_timeout
+        clearing = asyncio.create_task(self._ranks.clear(grace))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait(
+            {clearing, hurry}, timeout=grace + 1.0, return_when=asyncio.FIRST_COMPLETED
+        )
+        clearing.cancel()
+        hurry.cancel()

@@ -1,0 +1,133 @@
+"""The agent's own lines on stderr, in the shape of torchrun's (glog): `W1121 02:57:27.668000 PID
+elasticrun/agent/loop.py:LINE] text`.
+
+A terminal that is frozen (Ctrl-S, a pager) blocks whoever writes to it, so lines go through a
+bounded queue to a thread; what does not fit is dropped and counted, and the count is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Final
+
+from elasticrun.wire import env
+
+QUEUE_LINES: Final = 2000
+"""Lines held for a frozen terminal; the agent says little, so more would only be repetition."""
+
+logger = logging.getLogger("elasticrun")
+
+_LETTERS = {"DEBUG": "V", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class GlogFormatter(logging.Formatter):
+    """Level letter, date, time with microseconds, pid, place in our source, text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        letter = _LETTERS.get(record.levelname, "I")
+        stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micros = int(record.created % 1 * 1e6)
+        place = os.path.relpath(record.pathname, _PACKAGE_ROOT)
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return f"{letter}{stamp}.{micros:06d} {record.process} {place}:{record.lineno}] {text}"
+
+
+class StderrWriter:
+    """One thread that writes to a file descriptor what others hand it; never blocks them."""
+
+    def __init__(self, fd: int = 2, bound: int = QUEUE_LINES) -> None:
+        self._fd = fd
+        self._queue: queue.Queue[bytes | threading.Event] = queue.Queue(bound)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> None:
+        """Queue `text` as it is; dropped when the queue is full."""
+        self._start()
+        try:
+            self._queue.put_nowait(text.encode(errors="backslashreplace"))
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self, limit: float) -> bool:
+        """Wait until all that was queued has been written, `limit` seconds at most."""
+        if self._thread is None:
+            return True
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=limit)
+        except queue.Full:
+            return False
+        return written.wait(limit)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="elasticrun-stderr", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            if self._dropped:
+                item = b"elasticrun: %d lines were dropped\n" % self._dropped + item
+                self._dropped = 0
+            try:
+                while item:
+                    item = item[os.write(self._fd, item) :]
+            except OSError:  # nobody reads it any more; the job does not depend on it
+                pass
+
+
+class WriterHandler(logging.Handler):
+    """A logging handler in front of a StderrWriter."""
+
+    def __init__(self, writer: StderrWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        self.setFormatter(GlogFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.write(self.format(record) + "\n")
+
+
+def level_from(environ: dict[str, str] | os._Environ[str]) -> int:
+    """LOGLEVEL as a level of `logging`; WARNING if it is unset or not understood."""
+    word = environ.get(env.LOGLEVEL, "").strip().upper()
+    if word.isdecimal():
+        return int(word)
+    level = logging.getLevelName(word)
+    return level if isinstance(level, int) else logging.WARNING
+
+
+def set_up() -> StderrWriter:
+    """Send the package's log lines to stderr; the writer it returns takes other text as well."""
+    for handler in logger.handlers:
+        if isinstance(handler, WriterHandler):
+            return handler._writer
+    writer = StderrWriter(sys.stderr.fileno() if _has_fileno() else 2)
+    logger.addHandler(WriterHandler(writer))
+    logger.setLevel(level_from(os.environ))
+    logger.propagate = False
+    return writer
+
+
+def _has_fileno() -> bool:
+    try:
+        return sys.stderr.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False

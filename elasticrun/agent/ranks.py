@@ -1,0 +1,354 @@
+"""The local ranks: from the brain's effects to orders for the spawner, and back to events.
+
+One life of the ranks at a time. What may block (log folders, error files, sysfs) runs in threads,
+so a life may be ordered to stop before its ranks were started; such ranks are reported as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from elasticrun.agent import numa
+from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
+from elasticrun.agent.errorfiles import describe
+from elasticrun.agent.logs import LogsUnusable, RankLogs, RankOutput
+from elasticrun.agent.operator_log import logger
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.threads import in_thread
+from elasticrun.config import AgentConfig
+from elasticrun.core.effects import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.wire.messages import Failure, FailureKind, Start
+from elasticrun.wire.spawner import (
+    EntryKind,
+    Exited,
+    SendSignal,
+    Spawned,
+    SpawnFailed,
+    SpawnRank,
+    Sweep,
+    Swept,
+)
+
+DESCRIBE_LIMIT: Final = 0.5
+"""Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
+
+SLOW_DISK: Final = 5.0
+"""Seconds after which a wait for log folders is told to the operator."""
+
+STOP_MEMORY: Final = 5.0
+"""A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
+
+
+@dataclass
+class _Life:
+    """One life of the local ranks."""
+
+    start: Start
+    attempt: int
+    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank
+    pids: dict[int, int] = field(default_factory=dict)
+    logs: Mapping[int, RankLogs] = field(default_factory=dict)
+    signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
+    called_off: bool = False  # told to stop before its ranks were started
+
+    def key_of(self, local_rank: int) -> int | None:
+        return next((key for key, rank in self.keys.items() if rank == local_rank), None)
+
+
+class Ranks:
+    """Starts, signals, sweeps and reports the local ranks. `fatal(sentence)` ends the agent."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        spawners: Spawners,
+        output: RankOutput,
+        *,
+        host: Callable[[], str],
+        deliver: Callable[[AgentEvent], None],
+        fatal: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._spawners = spawners
+        self._output = output
+        self._host = host
+        self._deliver = deliver
+        self._fatal = fatal
+        self._life: _Life | None = None
+        self._sweeping: frozenset[int] = frozenset()
+        self._bindings: list[numa.Binding] | None = None
+        self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = {asyncio.create_task(self._report_exits())}
+        self._sent_at: dict[int, float] = {}
+        self._cleared: asyncio.Event | None = None
+
+    @property
+    def start(self) -> Start | None:
+        """The place of the newest life, None before the first and after its spawner's death."""
+        return self._life.start if self._life is not None else None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Pids by local rank of the newest life."""
+        return self._life.pids if self._life is not None else {}
+
+    # ------------------------------------------------------------ orders
+
+    def spawn(self, effect: SpawnRanks) -> None:
+        """Start all local ranks of a round; RankSpawned or RankExited tells of each."""
+        life = _Life(effect.start, effect.attempt)
+        self._life = life
+        self._sent_at.clear()
+        task = asyncio.create_task(self._start(life))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
+        """Send a signal to these ranks' process groups."""
+        life = self._life
+        if life is None:
+            return
+        for local_rank in local_ranks:
+            key = life.key_of(local_rank)
+            pid = life.pids.get(local_rank)
+            if key is None:
+                continue
+            if life.signalled.get(local_rank) != signum:
+                self._tell_signal(pid, signum, life.signalled.get(local_rank))
+            life.signalled[local_rank] = signum
+            self._sent_at[signum] = time.monotonic()
+            self._spawners.send(key, SendSignal(key, signum))
+
+    def call_off(self) -> None:
+        """The ranks that were asked for and are not yet started shall not be."""
+        life = self._life
+        if life is None or life.keys or life.called_off:
+            return
+        life.called_off = True
+        now = time.time_ns() // 1000
+        for local_rank in range(self._config.nproc_per_node):
+            failure = self._bare_failure(life, local_rank, -signal.SIGTERM, now)
+            failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
+            self._deliver(RankExited(local_rank, -signal.SIGTERM, failure))
+
+    def sweep(self, grace: float) -> None:
+        """All ranks have exited: have their descendants removed; RanksSwept tells."""
+        keys = tuple(self._life.keys) if self._life is not None else ()
+        if not keys or self._spawners.owner(keys[0]) is None:
+            self._deliver(RanksSwept(()))
+            return
+        self._sweeping = frozenset(keys)
+        self._spawners.send(keys[0], Sweep(keys, grace))
+
+    async def clear(self, grace: float) -> None:
+        """The same at the end of the agent, for ranks that were never swept; returns when nothing
+        of them is left. Ranks that still live are killed at once."""
+        keys = tuple(self._life.keys) if self._life is not None else ()
+        if self._sweeping or not keys or self._spawners.owner(keys[0]) is None:
+            return
+        self._cleared = asyncio.Event()
+        self.sweep(grace)
+        await self._cleared.wait()
+
+    # ------------------------------------------------------------ reports
+
+    def spawned(self, message: Spawned) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        life.pids[local_rank] = message.pid
+        self._deliver(RankSpawned(local_rank, message.pid))
+
+    def spawn_failed(self, message: SpawnFailed) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        logger.error("local rank %d could not be started: %s", local_rank, message.reason)
+        failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
+        failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
+        self._queue_exit(life, asyncio.create_task(_ready(RankExited(local_rank, 1, failure))))
+
+    def exited(self, message: Exited) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        self._output.rank_exited(local_rank)
+        sent = life.signalled.get(local_rank)
+        if message.code != 0 and sent is None:
+            logger.error(
+                "failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
+                message.code,
+                local_rank,
+                message.pid,
+                self._binary(),
+            )
+        self._queue_exit(life, asyncio.create_task(self._explain(life, local_rank, message)))
+
+    def swept(self, message: Swept) -> None:
+        if frozenset(message.keys) == self._sweeping and self._sweeping:
+            self._spawners.forget(list(self._sweeping))
+            self._sweeping = frozenset()
+            self._deliver(RanksSwept(message.stuck))
+            if self._cleared is not None:
+                self._cleared.set()
+
+    def all_lost(self) -> None:
+        """Their spawner has died; they have been killed and reaped, and the brain is told so."""
+        self._sweeping = frozenset()
+        if self._life is not None:
+            self._life.called_off = True
+            self._life = None
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------ starting
+
+    async def _start(self, life: _Life) -> None:
+        try:
+            environments = {
+                rank: rank_environment(self._config, life.start, rank, os.environ, "")
+                for rank in range(self._config.nproc_per_node)
+            }
+            bindings = await self._bind()
+            life.logs = await self._open_logs(life, environments)
+        except (BadEnvironment, LogsUnusable) as error:
+            self._fatal(str(error))
+            return
+        if life is not self._life or life.called_off:
+            return
+        for local_rank, environment in environments.items():
+            key = self._spawners.new_key()
+            life.keys[key] = local_rank
+            logs, binding = life.logs[local_rank], bindings[local_rank]
+            self._spawners.start(
+                SpawnRank(
+                    key=key,
+                    local_rank=local_rank,
+                    entry=rank_entry(self._config.entry, local_rank),
+                    env=environment,
+                    unset=(),
+                    stdout=logs.stdout,
+                    stderr=logs.stderr,
+                    error_file=logs.error_file,
+                    cpus=binding.cpus,
+                    exec_prefix=binding.exec_prefix,
+                )
+            )
+
+    async def _open_logs(
+        self, life: _Life, environments: dict[int, dict[str, str]]
+    ) -> dict[int, RankLogs]:
+        opening = asyncio.ensure_future(
+            in_thread(lambda: self._output.open_attempt(life.attempt, environments), name="logs")
+        )
+        done, _ = await asyncio.wait({opening}, timeout=SLOW_DISK)
+        if not done:
+            logger.warning("the ranks wait for their log folders: the disk does not answer")
+        return await opening
+
+    async def _bind(self) -> list[numa.Binding]:
+        config = self._config
+        if self._bindings is not None:
+            return self._bindings
+        found, note = [numa.Binding()] * config.nproc_per_node, ""
+        if numa.wanted(config):
+            found, note = await in_thread(lambda: numa.find(config), name="numa")
+        if note:
+            logger.warning("%s", note)
+        self._bindings = found
+        return found
+
+    # ------------------------------------------------------------ ends
+
+    def _queue_exit(self, life: _Life, task: asyncio.Task[RankExited]) -> None:
+        self._exits.put_nowait((life, task))
+
+    async def _report_exits(self) -> None:
+        """Tell the brain of exits in the order in which they happened, however long each takes to
+        be explained: the first one is the cause."""
+        while True:
+            life, task = await self._exits.get()
+            event = await task
+            if life is self._life:
+                self._deliver(event)
+
+    async def _explain(self, life: _Life, local_rank: int, message: Exited) -> RankExited:
+        if message.code == 0:
+            return RankExited(local_rank, 0, None)
+        signum = -message.code
+        stopping = life.signalled.get(local_rank) == signum or (
+            time.monotonic() - self._sent_at.get(signum, -1e9) < STOP_MEMORY
+        )
+        bare = self._bare_failure(life, local_rank, message.code, message.time_us)
+        bare = replace(bare, pid=message.pid)
+
+        def read(error_file: str) -> Failure:
+            return describe(
+                host=bare.host,
+                rank=bare.rank,
+                local_rank=local_rank,
+                pid=message.pid,
+                exitcode=message.code,
+                time_us=message.time_us,
+                error_file=error_file,
+                stopping=stopping,
+            )
+
+        try:
+            failure = await in_thread(
+                lambda: read(bare.error_file), limit=DESCRIBE_LIMIT, name="error-file"
+            )
+        except TimeoutError:
+            logger.warning("the error file of local rank %d could not be read in time", local_rank)
+            failure = read("")
+        return RankExited(local_rank, message.code, failure)
+
+    def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
+        logs = life.logs.get(local_rank)
+        return Failure(
+            host=self._host(),
+            rank=life.start.first_rank + local_rank,
+            local_rank=local_rank,
+            pid=life.pids.get(local_rank, 0),
+            exitcode=code,
+            time_us=time_us,
+            kind=FailureKind.SCRIPT,
+            message="",
+            traceback="",
+            error_file=logs.error_file if logs else "",
+        )
+
+    def _binary(self) -> str:
+        entry = self._config.entry
+        if entry.kind is EntryKind.COMMAND:
+            return entry.target
+        return self._config.python_exec or sys.executable
+
+    @staticmethod
+    def _tell_signal(pid: int | None, signum: int, before: int | None) -> None:
+        if signum == signal.SIGKILL:
+            logger.warning(
+                "Unable to shutdown process %s via %s, forcefully exiting via %s",
+                pid,
+                int(before) if before is not None else int(signal.SIGTERM),
+                int(signum),
+            )
+        else:
+            name = signal.Signals(signum).name
+            logger.warning("Sending process %s closing signal %s", pid, name)
+
+
+async def _ready(event: RankExited) -> RankExited:
+    return event

@@ -1,0 +1,59 @@
+"""Starts the spawner (the fork server) and tells it at once how to get ready.
+
+Nothing heavy is imported here: this runs in the agent's first millisecond, so that torch is
+imported in the spawner while the agent imports grpc and the nodes find each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from elasticrun.config import AgentConfig
+from elasticrun.wire import env, frames
+from elasticrun.wire.serverstart import start_server
+from elasticrun.wire.spawner import Configure
+
+
+@dataclass
+class SpawnerProcess:
+    """A spawner that was started, or a caller of elastic_launch that plays one (no process)."""
+
+    channel: socket.socket
+    process: subprocess.Popen[bytes] | None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+
+def configure_message(config: AgentConfig, learned: tuple[str, ...] = ()) -> Configure:
+    """How the spawner is to get ready; `learned` modules come beside what the user named."""
+    return Configure(
+        launch=config.launch,
+        preload=tuple(dict.fromkeys(config.preload + learned)),
+        learn=config.preload_learn,
+        entry=config.entry,
+        start_method=config.start_method,
+        numa=config.numa_binding is not None or config.numa_affinity,
+    )
+
+
+def start_spawner(
+    config: AgentConfig, ignored: tuple[int, ...], learned: tuple[str, ...] = ()
+) -> SpawnerProcess:
+    """Start a spawner; `ignored` are the signals that this process was born ignoring. OSError."""
+    environ = dict(os.environ)
+    if config.set_omp_threads:
+        # torch sizes its thread pools at import; the ranks get the same value.
+        environ[env.OMP_NUM_THREADS] = "1"
+    if config.python_exec:
+        environ[env.PYTHON_EXEC] = config.python_exec
+    process, channel = start_server(ignored=ignored, env=environ)
+    try:
+        channel.sendall(frames.encode(configure_message(config, learned)))
+    except OSError:  # it died at once: the reading side will tell
+        pass
+    return SpawnerProcess(channel, process)

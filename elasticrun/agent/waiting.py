@@ -1,0 +1,37 @@
+"""Tells users who see warnings only why a node waits, when it waits long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from elasticrun.agent.operator_log import logger
+from elasticrun.core.group_states import GroupStatus, State
+
+STILL_WAITING: Final = 10.0
+"""Seconds after which a wait is told; shorter ones are no news."""
+
+
+class LongWaits:
+    """One warning per reason that has stood for STILL_WAITING seconds."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[State, str] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def look(self, status: GroupStatus) -> None:
+        """To be called with the brain's picture whenever it may have changed."""
+        if self._seen == (status.state, status.reason):
+            return
+        self._seen = (status.state, status.reason)
+        self.close()
+        if status.state in (State.PREPARING, State.JOINED) and status.reason:
+            self._timer = asyncio.get_running_loop().call_later(
+                STILL_WAITING, logger.warning, "still waiting: %s", status.reason
+            )
+
+    def close(self) -> None:
+        """Say no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

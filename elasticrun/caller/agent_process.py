@@ -1,0 +1,131 @@
+"""The agent as a child of the program that calls us, and what it says at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from elasticrun import config_json
+from elasticrun.caller.own_module import command
+from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.core.effects import Exit
+
+END_LIMIT: Final = 60.0
+"""Seconds for an agent to end its ranks when the caller gives up; after that it is killed, and its
+spawner kills what is left."""
+
+MAX_OUTCOME_BYTES: Final = 4 * 1024 * 1024
+"""Room for MAX_FAILURES failures with their tracebacks and JSON's escapes, many times over."""
+
+logger = logging.getLogger("elasticrun")
+
+
+class AgentProcess:
+    """One agent, in a session of its own: a Ctrl-C reaches it through the caller alone."""
+
+    def __init__(self, config: AgentConfig, spawner: socket.socket | None = None) -> None:
+        """Start it. `spawner` is its end of the conversation with a caller that plays the spawner.
+
+        Raises OSError if it cannot be started."""
+        self._result, theirs = socket.socketpair()
+        self._heard = bytearray()
+        config_fd = os.memfd_create("elasticrun-config", os.MFD_CLOEXEC)
+        fds = {"--config-fd": config_fd, "--result-fd": theirs.fileno()}
+        if spawner is not None:
+            fds["--spawner-fd"] = spawner.fileno()
+        try:
+            with open(config_fd, "wb", closefd=False) as file:
+                file.write(config_json.dumps(config).encode())
+            os.lseek(config_fd, 0, os.SEEK_SET)
+            self.process = subprocess.Popen(
+                command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
+                pass_fds=tuple(fds.values()),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._result.close()
+            raise
+        finally:
+            os.close(config_fd)
+            theirs.close()
+
+    def fileno(self) -> int:
+        """Readable when the agent has said something about its end, or has ended."""
+        return self._result.fileno()
+
+    def hear(self) -> bool:
+        """Take in what it says; false when it will say no more."""
+        try:
+            data = self._result.recv(65536)
+        except OSError:
+            data = b""
+        if len(self._heard) < MAX_OUTCOME_BYTES:
+            self._heard += data
+        return bool(data)
+
+    def wait(self) -> Exit:
+        """What it said, once it has ended; in words of our own if it was killed before."""
+        while self.hear():
+            pass
+        code = self.process.wait()
+        try:
+            return config_json.loads(bytes(self._heard), Exit)
+        except ValueError:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            reason = f"the agent {how} without a word about the job"
+            return Exit(code if code > 0 else EXIT_FAILED, reason, (), 0)
+
+    def send_signal(self, signum: int) -> None:
+        """Pass a signal on; nothing if it has ended."""
+        self.process.send_signal(signum)
+
+    def give_up(self) -> None:
+        """End it, its ranks with it: politely, then by force."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(END_LIMIT)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def close(self) -> None:
+        """Hang up. An agent that still lives takes this for its caller's death."""
+        self._result.close()
+
+
+@contextmanager
+def signals_passed_on(agent: AgentProcess, names: tuple[str, ...]) -> Iterator[dict[int, Any]]:
+    """Pass these signals on to the agent while the block runs; yields the handlers that were there
+    before, by number.
+
+    As with torch's launcher this works in the main thread only; elsewhere a line says so."""
+    before: dict[int, Any] = {}
+    owner = os.getpid()
+
+    def pass_on(signum: int, _frame: object) -> None:
+        if os.getpid() == owner:  # not in a rank that was forked a moment ago
+            agent.send_signal(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        logger.warning("not in the main thread: signals to this process do not reach the ranks")
+        names = ()
+    try:
+        for name in names:
+            number = getattr(signal, name, None)
+            try:
+                if isinstance(number, signal.Signals):
+                    before[number] = signal.signal(number, pass_on)
+            except (OSError, ValueError) as error:
+                logger.warning("%s cannot be handled: %s", name, error)
+        yield before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,373 @@
+"""The spawner of ranks whose program is a function: the caller itself, in its own thread.
+
+Speaks `wire.spawner` with the agent, as the fork server does, and starts ranks by multiprocessing
+with the start method that was asked for. One loop, woken by the agent, by ends of processes and by
+results; nothing in it waits for one rank alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import socket
+import string
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from elasticrun.agent.marked import Sweep, end_at_once, kill_group
+from elasticrun.caller.agent_process import AgentProcess
+from elasticrun.caller.life import Life
+from elasticrun.caller.rank_process import RankPlan, run_rank
+from elasticrun.caller.store_process import StoreProcess
+from elasticrun.config import STUCK_AFTER
+from elasticrun.wire import env, frames, spawner
+
+READ_BYTES: Final = 256 * 1024
+
+logger = logging.getLogger("elasticrun")
+
+
+class FunctionSpawner:
+    """Starts ranks that call `function(*args)`, on the agent's orders."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], start_method: str, mark: bytes
+    ) -> None:
+        """`mark` is `NAME=value` as it stands in the ranks' environment and in nobody else's.
+
+        Raises ValueError for a start method that does not exist here."""
+        self._function = function
+        self._args = args
+        self._method = start_method
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._mark = mark
+        self.handlers: Mapping[int, Any] = {}
+        """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
+        self._channel, self.agents_end = socket.socketpair()
+        self._frames = frames.FrameBuffer(spawner.ToSpawner)
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[int, Life] = {}
+        self._stores: dict[int, StoreProcess] = {}
+        self._spare_store: StoreProcess | None = None
+        self._last_lives: dict[int, Life] = {}
+        self._pids: dict[int, int] = {}  # key -> pid, until swept
+        self._sweep: tuple[tuple[int, ...], Sweep] | None = None
+        self._waiting_sweeps: list[spawner.Sweep] = []
+        self._petted_until: float | None = None
+        self._talking = True
+
+    # ---------------------------------------------------------------- for the launcher
+
+    def serve(self, agent: AgentProcess) -> None:
+        """Follow the agent's orders until it has ended; then nothing of ours is left."""
+        self.agents_end.close()
+        self._channel.setblocking(False)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
+        listening = True
+
+        def hear_end() -> None:
+            nonlocal listening
+            if not agent.hear():
+                listening = False
+                self._selector.unregister(agent)
+
+        self._agent = agent
+        self._selector.register(agent, selectors.EVENT_READ, hear_end)
+        try:
+            self._spare_store = self._new_store()
+            while listening:
+                self._turn()
+        finally:
+            self._end_all()
+
+    def results(self) -> dict[int, Any]:
+        """What the function returned in the last life, by global rank. None for a rank that ended
+        well without returning (sys.exit, os._exit). Raises what unpickling raises."""
+        found = {}
+        for life in sorted(self._last_lives.values(), key=lambda life: life.rank):
+            payload = life.payload()
+            found[life.rank] = None if payload is None else pickle.loads(payload)
+        return found
+
+    # ---------------------------------------------------------------- the loop
+
+    def _turn(self) -> None:
+        timeout = None
+        deadlines = [self._petted_until] if self._petted_until is not None else []
+        if self._sweep is not None:
+            deadlines.append(self._sweep[1].deadline)
+        if deadlines:
+            timeout = max(0.0, min(deadlines) - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if self._selector.get_map().get(key.fd) is key:  # an earlier one may have removed it
+                key.data()
+        self._overdue()
+
+    def _overdue(self) -> None:
+        now = time.monotonic()
+        if self._petted_until is not None and now >= self._petted_until:
+            self._petted_until = None
+            logger.error("the agent does not answer: its ranks are ended")
+            for rank in self._ranks.values():
+                kill_group(self._pids[rank.key], signal.SIGKILL)
+        if self._sweep is not None and now >= self._sweep[1].deadline:
+            before = list(self._sweep[1].watch)
+            stuck = self._sweep[1].overdue()
+            if stuck:
+                for pidfd in before:
+                    self._selector.unregister(pidfd)
+                self._swept(stuck)
+
+    def _hear(self) -> None:
+        try:
+            data = self._channel.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up()
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._obey(message)
+        except frames.FrameError as error:
+            logger.error("the agent said what cannot be understood: %s", error)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The conversation is over: the agent has gone or is going; ranks do not outlive it."""
+        if self._talking:
+            self._talking = False
+            self._selector.unregister(self._channel)
+            self._channel.close()
+            for key in self._ranks:
+                kill_group(self._pids[key], signal.SIGKILL)
+
+    def _say(self, message: spawner.FromSpawner) -> None:
+        if not self._talking:
+            return
+        try:
+            self._channel.setblocking(True)
+            self._channel.sendall(frames.encode(message))
+            self._channel.setblocking(False)
+        except OSError:
+            self._hang_up()
+
+    def _obey(self, message: spawner.ToSpawner) -> None:
+        match message:
+            case spawner.Configure():
+                mode = "fork" if self._method == "fork" else "exec"
+                torch = sys.modules.get("torch")
+                version = str(getattr(torch, "__version__", ""))
+                self._say(spawner.SpawnerReady(os.getpid(), mode, "", version, 0.0))
+            case spawner.SpawnRank():
+                self._start_rank(message)
+            case spawner.SpawnStore(key, port):
+                self._start_store(key, port)
+            case spawner.SendSignal(key, signum):
+                if key in self._ranks:
+                    kill_group(self._pids[key], signum)
+                elif key in self._stores:
+                    self._stores[key].send_signal(signum)
+            case spawner.Sweep():
+                self._waiting_sweeps.append(message)
+                self._next_sweep()
+            case spawner.CloseStore(key):
+                if key in self._stores:
+                    self._stores[key].send_signal(signal.SIGKILL)
+            case spawner.Pet(limit):
+                self._petted_until = time.monotonic() + limit
+            case spawner.Quit():
+                self._hang_up()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _start_rank(self, order: spawner.SpawnRank) -> None:
+        fill = string.Template.safe_substitute
+        args = tuple(
+            fill(string.Template(arg), local_rank=order.local_rank) if isinstance(arg, str) else arg
+            for arg in self._args
+        )
+        forked = self._method == "fork"
+        plan = RankPlan(
+            env=order.env,
+            unset=order.unset,
+            stdout=order.stdout,
+            stderr=order.stderr,
+            error_file=order.error_file,
+            cpus=order.cpus,
+            # A rank of the start method forkserver is the child of multiprocessing's own server.
+            parent=0 if self._method == "forkserver" else os.getpid(),
+            handlers=dict(self.handlers) if forked else {},
+        )
+        reader, writer = self._context.Pipe(duplex=False)
+        close = self._close_in_fork if forked else None
+        process = self._context.Process(
+            target=run_rank,
+            args=(plan, writer, self._function, args, close),
+            name=f"rank {order.env.get(env.RANK, order.local_rank)}",
+        )
+        try:
+            process.start()
+        except Exception as error:  # what cannot be pickled raises anything; no memory: OSError
+            reader.close()
+            writer.close()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._say(spawner.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
+            return
+        writer.close()
+        os.set_blocking(reader.fileno(), False)
+        rank = int(order.env.get(env.RANK, order.local_rank))
+        life = Life(order.key, order.local_rank, rank, process, reader)
+        self._ranks[order.key] = life
+        self._pids[order.key] = process.pid
+        self._last_lives[order.local_rank] = life
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(life))
+        self._selector.register(
+            process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(life)
+        )
+        self._say(spawner.Spawned(order.key, process.pid, forked))
+
+    def _read_result(self, life: Life) -> None:
+        if not life.read():
+            self._selector.unregister(life.results)
+
+    def _rank_ended(self, life: Life) -> None:
+        self._selector.unregister(life.process.sentinel)
+        life.process.join()
+        code = life.process.exitcode
+        while life.results.fileno() in self._selector.get_map():  # what still lies in the pipe
+            before = len(life.received)
+            if not life.read() or len(life.received) == before:
+                self._selector.unregister(life.results)
+        life.results.close()
+        del self._ranks[life.key]
+        pid = self._pids[life.key]
+        life.process.close()
+        now_us = time.time_ns() // 1000
+        self._say(spawner.Exited(life.key, pid, 1 if code is None else code, now_us))
+        self._maybe_swept()
+
+    def _close_in_fork(self) -> None:
+        """In a forked rank: let go of what would keep the agent from noticing our end."""
+        self._channel.close()
+        self._agent.close()
+        self._selector.close()
+        for life in self._ranks.values():
+            life.results.close()
+        for store in (*self._stores.values(), self._spare_store):
+            if store is not None:
+                store.let_go()
+
+    # ---------------------------------------------------------------- stores
+
+    def _new_store(self) -> StoreProcess:
+        forked = self._method == "fork" and "torch" in sys.modules
+        return StoreProcess(self._close_in_fork if forked else None)
+
+    def _start_store(self, key: int, port: int) -> None:
+        try:
+            store = self._spare_store or self._new_store()
+        except OSError as error:
+            self._say(spawner.SpawnFailed(key, f"no store host: {error.strerror}"))
+            return
+        self._spare_store = None
+        self._stores[key] = store
+        self._selector.register(
+            store, selectors.EVENT_READ, functools.partial(self._store_started, key, port)
+        )
+        self._selector.register(
+            store.pidfd, selectors.EVENT_READ, functools.partial(self._store_ended, key)
+        )
+        store.listen(port)
+        self._say(spawner.Spawned(key, store.pid, store.forked))
+
+    def _store_started(self, key: int, port: int) -> None:
+        store = self._stores[key]
+        self._selector.unregister(store)
+        wrong = store.started()
+        if wrong:
+            logger.warning("the store host says: %s", wrong)
+            store.send_signal(signal.SIGKILL)
+        else:
+            self._say(spawner.StoreListening(key, store.pid, port))
+
+    def _store_ended(self, key: int) -> None:
+        store = self._stores.pop(key)
+        self._selector.unregister(store.pidfd)
+        if store.fileno() in self._selector.get_map():
+            self._selector.unregister(store)
+        code = store.close()
+        self._say(spawner.Exited(key, store.pid, code, time.time_ns() // 1000))
+
+    # ---------------------------------------------------------------- sweeps
+
+    def _next_sweep(self) -> None:
+        if self._sweep is not None or not self._waiting_sweeps:
+            return
+        order = self._waiting_sweeps.pop(0)
+        pids = [self._pids[key] for key in order.keys if key in self._pids]
+        for pid in pids:
+            kill_group(pid, signal.SIGKILL)
+        sweep = self._new_sweep(pids, order.grace)
+        self._sweep = (order.keys, sweep)
+        self._watch_sweep(sweep)
+
+    def _new_sweep(self, pids: list[int], grace: float) -> Sweep:
+        now = time.monotonic()
+        return Sweep(pids, self._mark, grace=grace, patience=STUCK_AFTER, now=now)
+
+    def _watch_sweep(self, sweep: Sweep) -> None:
+        for pidfd in sweep.watch:
+            if pidfd not in self._selector.get_map():
+                self._selector.register(
+                    pidfd, selectors.EVENT_READ, functools.partial(self._one_gone, pidfd)
+                )
+        self._maybe_swept()
+
+    def _maybe_swept(self) -> None:
+        if self._sweep is None or self._sweep[1].watch:
+            return
+        if not any(key in self._ranks for key in self._sweep[0]):  # killed, and reaped by now
+            self._swept(())
+
+    def _one_gone(self, pidfd: int) -> None:
+        assert self._sweep is not None
+        self._selector.unregister(pidfd)
+        self._sweep[1].gone(pidfd)
+        self._watch_sweep(self._sweep[1])
+
+    def _swept(self, stuck: tuple[int, ...]) -> None:
+        assert self._sweep is not None
+        keys, _ = self._sweep
+        self._sweep = None
+        for key in keys:
+            self._pids.pop(key, None)
+        self._say(spawner.Swept(keys, stuck))
+        self._next_sweep()
+
+    # ---------------------------------------------------------------- the end
+
+    def _end_all(self) -> None:
+        """Kill and reap everything that is still there."""
+        self._hang_up()
+        for life in self._ranks.values():
+            kill_group(self._pids[life.key], signal.SIGKILL)
+            life.process.join(STUCK_AFTER)
+            life.results.close()
+        for store in (*self._stores.values(), self._spare_store):
+            if store is not None:
+                store.close()
+        if self._sweep is not None:
+            self._sweep[1].close()
+        if self._pids:
+            end_at_once(self._pids.values(), self._mark, STUCK_AFTER)
+        self._selector.close()

@@ -1,0 +1,59 @@
+"""What the user asked for, and whether it was the user who did."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from elasticrun.cli.flags import Flag
+from elasticrun.cli.table import FLAGS
+
+_BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
+
+
+class Asked:
+    """A namespace of parsed flags and the environment beside it.
+
+    The namespace may be torch's own or accelerate's: a flag that it lacks has our default.
+    """
+
+    def __init__(self, ns: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self.ns = ns
+        self.environ = environ
+
+    def value(self, dest: str) -> Any:
+        """The value of a flag, whatever its type."""
+        flag = _BY_DEST[dest]
+        default = False if flag.kind is None else flag.default
+        return getattr(self.ns, dest, default)
+
+    def text(self, dest: str) -> str:
+        """The value of a flag that is a text ("" where there is none)."""
+        value = self.value(dest)
+        return "" if value is None else str(value)
+
+    def number(self, dest: str) -> int:
+        """The value of a flag that is a whole number."""
+        return int(self.value(dest))
+
+    def switch(self, dest: str) -> bool:
+        """Whether a switch is on."""
+        return bool(self.value(dest))
+
+    def source(self, dest: str) -> str:
+        """Where a value comes from: a spelling on the command line, a variable, or "default"."""
+        given: Mapping[str, str] = getattr(self.ns, "given", {})
+        if dest in given:
+            return given[dest]
+        flag = _BY_DEST[dest]
+        if flag.variable and self.environ.get(flag.variable):
+            return f"${flag.variable}"
+        default: Any = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+        if self.value(dest) != (bool(default) if flag.kind is None else default):
+            return "the caller"  # a namespace that no parser of ours has made
+        return "default"
+
+    def explicitly(self, dest: str) -> bool:
+        """Whether the user gave it: by a flag, a variable, or a namespace of another maker."""
+        return self.source(dest) != "default"

@@ -1,0 +1,76 @@
+"""--dry-run: what would run, and where each setting comes from."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.table import FLAGS
+from elasticrun.config import AgentConfig
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.spawner import EntryKind
+
+
+def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """The resolved settings as text: a summary first, then every flag with its source."""
+    asked = Asked(ns, environ)
+    spec = config.spec
+    nodes = f"{spec.min_nodes}" if spec.min_nodes == spec.max_nodes else (
+        f"{spec.min_nodes} to {spec.max_nodes}"
+    )  # fmt: skip
+    rows = [
+        ("each rank runs", _command(config)),
+        ("ranks on this node", str(config.nproc_per_node)),
+        ("nodes", nodes),
+        ("node rank", "by order of arrival" if config.node_rank < 0 else str(config.node_rank)),
+        ("job master", _master(config)),
+        ("job id", spec.job_id),
+        ("restarts", _restarts(config)),
+        ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
+        ("launch", config.launch + (", learning what to preload" if config.preload_learn else "")),
+    ]
+    lines = [f"{name:<22}{value}" for name, value in rows]
+    lines += ["", *(f"note: {note}" for note in config.notes), ""] if config.notes else [""]
+    lines.append(f"{'setting':<28}{'value':<38}source")
+    for flag in FLAGS:
+        if flag.dest in ("dry_run", "version", "print_completion"):
+            continue
+        value = asked.value(flag.dest)
+        shown = "" if value is None or value == [] else str(value)
+        lines.append(f"{flag.name[2:]:<28}{shown:<38}{asked.source(flag.dest)}")
+    return "\n".join(lines) + "\n"
+
+
+def _command(config: AgentConfig) -> str:
+    entry = config.entry
+    python = [config.python_exec or sys.executable, "-u"]
+    before = {
+        EntryKind.SCRIPT: python,
+        EntryKind.MODULE: [*python, "-m"],
+        EntryKind.RUN_PATH: ["runpy.run_path"],
+    }.get(entry.kind, [])
+    return shlex.join([*before, entry.target, *entry.args])
+
+
+def _master(config: AgentConfig) -> str:
+    place = config.rendezvous
+    if config.delegate:
+        return f"none: the plug-in {config.delegate} is torchrun's to serve"
+    where = str(Endpoint(place.host, place.port))
+    return {
+        "standalone": "started by this agent, on a free port of this host",
+        "elastic": f"{where}, started by the node that has this address",
+        "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
+        "external": f"{where}, started by somebody else",
+    }[place.kind]
+
+
+def _restarts(config: AgentConfig) -> str:
+    spec = config.spec
+    if spec.max_restarts == 0:
+        return "none"
+    within = f" within {spec.restart_window:g} s" if spec.restart_window else ""
+    return f"{spec.max_restarts}{within}, at most {spec.restart_backoff:g} s apart"

@@ -1,0 +1,306 @@
+"""The command line's grammar: what a flag is, and the argparse parser built from the table.
+
+A flag is data (`table.FLAGS`); this module turns the data into an ordinary parser. Both spellings
+of every flag, abbreviations, REMAINDER after the script and defaults from the environment are as
+torchrun has them; torch is not needed to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+PROG = "elasticrun"
+
+TORCHRUN = "torchrun"
+"""Origin of the flags that torchrun 2.13 has: their abbreviations stay valid whatever we add."""
+NEWER = "torchrun 2.14+"
+DLROVER = "dlrover-run"
+OURS = "elasticrun"
+
+
+class Flag(NamedTuple):
+    """One flag, as a row of the table.
+
+    `name` is the long spelling with dashes; the one with underscores exists as well. `kind` turns
+    text into the value (ValueError when it cannot, `wants` then says what it should have been);
+    None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
+    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours).
+    """
+
+    name: str
+    help: str
+    group: str
+    kind: Callable[[str], Any] | None = None
+    wants: str = "a value"
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    short: str = ""
+    env: str = "*"
+    origin: str = TORCHRUN
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        underscored = "--" + self.dest
+        names = (self.short,) if self.short else ()
+        return (*names, self.name, *((underscored,) if underscored != self.name else ()))
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that holds its default, "" for none."""
+        if self.env != "*":
+            return self.env
+        return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
+
+
+class FromEnvironment(str):
+    """A default that was found in the environment: the text, and the variable's name."""
+
+    __slots__ = ("variable",)
+    variable: str
+
+    @classmethod
+    def of(cls, text: str, variable: str) -> FromEnvironment:
+        self = cls(text)
+        self.variable = variable
+        return self
+
+
+class Parsed(argparse.Namespace):
+    """A namespace that also knows which flags stood on the command line, and in which spelling.
+
+    `given` is a slot, so `vars()` shows what argparse's own namespace would.
+    """
+
+    __slots__ = ("given",)
+    given: dict[str, str]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.given = {}
+
+
+class _Store(argparse.Action):
+    """Store a value, or True for a switch, and remember that the flag was given."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        if isinstance(namespace, Parsed):
+            namespace.given[self.dest] = option_string or self.option_strings[0]
+
+
+class _Convert:
+    """Text to value, with a sentence that names the variable when the text came from one."""
+
+    def __init__(self, flag: Flag) -> None:
+        self.flag = flag
+
+    def __call__(self, text: str) -> Any:
+        flag = self.flag
+        assert flag.kind is not None
+        where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
+        try:
+            value = flag.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.wants}") from None
+        if where and flag.choices and value not in flag.choices:  # argparse checks typed ones only
+            words = ", ".join(flag.choices)
+            raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")
+        return value
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one sentence, and that keeps torchrun's abbreviations."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.bad_switches: list[str] = []
+        self.contract: set[str] = set()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        for sentence in self.bad_switches:
+            self.error(sentence)
+        return super().parse_known_args(args, Parsed() if namespace is None else namespace)
+
+    def error(self, message: str) -> Any:
+        """Argparse's form without its page of usage: one line, what to do, exit 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # An abbreviation that torchrun understands means the same here, although a flag that
+        # torchrun does not have may begin with the same letters.
+        found: list[Any] = super()._get_option_tuples(option_string)
+        contract = [match for match in found if match[0].dest in self.contract]
+        return contract or found
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that shows each flag once, with dashes."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(_columns(), 100))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [name for name in action.option_strings if "_" not in name]
+        if action.nargs == 0:
+            return ", ".join(names)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(names)} {value}"
+
+
+def _columns() -> int:
+    import shutil
+
+    return max(60, shutil.get_terminal_size().columns - 2)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import importlib.metadata
+        import platform
+
+        from elasticrun import __version__
+
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = "not installed"
+        python = platform.python_version()
+        sys.stdout.write(f"{PROG} {__version__} (torch {torch}, Python {python})\n")
+        parser.exit(0)
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option_string} needs the package shtab: pip install shtab")
+        for action in parser._actions:
+            completer = {"training_script": shtab.FILE, "log_dir": shtab.DIRECTORY}.get(action.dest)
+            if completer is not None:
+                action.complete = completer  # type: ignore[attr-defined]
+        sys.stdout.write(shtab.complete(parser, shell=values) + "\n")
+        parser.exit(0)
+
+
+SPECIAL: Mapping[str, type[argparse.Action]] = {
+    "version": _Version,
+    "print_completion": _PrintCompletion,
+}
+"""Flags that do something at once and end, instead of storing a value."""
+
+
+def truth(text: str) -> bool:
+    """The value of a switch in the environment: a number as torchrun has it, or a word."""
+    word = text.strip().lower()
+    if word in ("true", "yes", "on", "t", "y"):
+        return True
+    if word in ("false", "no", "off", "f", "n", ""):
+        return False
+    return bool(int(word))
+
+
+def get_args_parser(environ: Mapping[str, str] | None = None) -> Parser:
+    """The parser of the whole command line, with defaults taken from `environ` (os.environ)."""
+    from elasticrun.cli.table import EPILOG, FLAGS, GROUPS
+
+    parser = Parser(
+        prog=PROG,
+        usage=f"{PROG} [options] script [arguments of the script ...]",
+        description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
+        epilog=EPILOG,
+        formatter_class=_Formatter,
+    )
+    groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
+    add_flags(parser, groups, FLAGS, os.environ if environ is None else environ)
+    parser.add_argument("training_script", metavar="script", help="The program of every rank.")
+    parser.add_argument(
+        "training_script_args",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="All that follows the script is the script's; ${local_rank} is filled in.",
+    )
+    return parser
+
+
+def help_formatter() -> type[argparse.HelpFormatter]:
+    """How --help is laid out."""
+    return _Formatter
+
+
+def add_flags(
+    parser: Parser,
+    groups: Mapping[str, argparse._ArgumentGroup],
+    flags: Iterable[Flag],
+    environ: Mapping[str, str],
+) -> None:
+    """Add rows of the table to a parser, with defaults from `environ`."""
+    for flag in flags:
+        options: dict[str, Any] = {"dest": flag.dest, "help": _help(flag)}
+        special = SPECIAL.get(flag.dest)
+        if special is not None:
+            options |= {"action": special, "default": argparse.SUPPRESS}
+            options |= {"choices": flag.choices} if flag.choices else {"nargs": 0}
+        elif flag.kind is None:
+            options |= {"action": _Store, "nargs": 0, "const": True}
+            options["default"] = _switch_default(parser, flag, environ)
+        else:
+            options |= {"action": _Store, "type": _Convert(flag), "choices": flag.choices or None}
+            options["metavar"] = flag.metavar or None
+            options["default"] = _default(flag, environ)
+        groups[flag.group].add_argument(*flag.spellings, **options)
+        if flag.origin == TORCHRUN:
+            parser.contract.add(flag.dest)
+
+
+def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
+    text = environ.get(flag.variable) if flag.variable else None
+    if text is not None and (text or flag.kind is str):
+        return FromEnvironment.of(text, flag.variable)
+    return list(flag.default) if isinstance(flag.default, tuple) else flag.default
+
+
+def _switch_default(parser: Parser, flag: Flag, environ: Mapping[str, str]) -> bool:
+    text = environ.get(flag.variable, "0") if flag.variable else "0"
+    try:
+        return truth(text)
+    except ValueError:
+        parser.bad_switches.append(
+            f"environment variable {flag.variable}: {text!r} is not a switch; use 1 or 0"
+        )
+        return False
+
+
+def _help(flag: Flag) -> str:
+    remarks = []
+    if flag.kind is not None and flag.dest not in SPECIAL and flag.default not in (None, "", ()):
+        remarks.append(f"default {flag.default}")
+    if flag.variable and flag.dest not in SPECIAL:
+        remarks.append(f"${flag.variable}")
+    tail = f" [{', '.join(remarks)}]" if remarks else ""
+    return (flag.help + tail).replace("%", "%%")

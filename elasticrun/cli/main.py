@@ -1,0 +1,93 @@
+"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from elasticrun import config as settings
+from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.values import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (sys.argv where none is given) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = verb_of(words)
+    try:
+        return VERBS[verb](words[1:]) if verb else _launch(words)
+    except UsageError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:  # before there was an agent to handle it
+        return 130
+
+
+def verb_of(words: Sequence[str]) -> str:
+    """The verb a command line begins with, "" for none: a file of that name is a script."""
+    if not words or words[0] not in VERBS or os.path.lexists(words[0]):
+        return ""
+    return words[0]
+
+
+def say(sentence: str) -> None:
+    """One line for the user, on standard error."""
+    if sys.stderr is not None:  # None where our caller has closed it
+        sys.stderr.write(f"{PROG}: {sentence}\n")
+        sys.stderr.flush()
+
+
+def _launch(words: Sequence[str]) -> int:
+    from elasticrun.cli.devices import this_machine
+    from elasticrun.cli.program import check_program
+    from elasticrun.cli.resolve import resolve
+
+    ns = get_args_parser().parse_args(words)
+    config = resolve(ns, os.environ, this_machine(say=say))
+    if ns.dry_run:
+        from elasticrun.cli.dryrun import describe
+
+        sys.stdout.write(describe(config, ns, os.environ))
+        return settings.EXIT_OK
+    hint = check_program(config.entry)
+    for note in (*config.notes, hint):
+        if note:
+            say(note)
+    if config.delegate:
+        return _leave_to_torchrun(config.delegate, words)
+    from elasticrun.agent.main import run
+
+    return run(dataclasses.replace(config, notes=()))  # they have been printed
+
+
+def _leave_to_torchrun(plugin: str, words: Sequence[str]) -> int:
+    """Become torchrun, which alone can serve a rendezvous plug-in; returns only if it cannot."""
+    say(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
+    # -P: the folder we were started in is not on the path of the console script torchrun either
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        raise UsageError(f"torchrun cannot be started: {error.strerror}") from None
+
+
+def _master(words: Sequence[str]) -> int:
+    from elasticrun.cli.master_verb import configure
+
+    config = configure(words, dict(os.environ))
+    from elasticrun.master.main import main as run_master
+
+    return run_master(config)
+
+
+def _status(words: Sequence[str]) -> int:
+    from elasticrun.cli.status import main as print_status
+
+    return print_status(words)
+
+
+VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {"master": _master, "status": _status}
+"""First words that are not a script."""

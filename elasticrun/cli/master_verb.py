@@ -1,0 +1,72 @@
+"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from elasticrun.cli import values
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.flags import PROG, Parser, add_flags, help_formatter
+from elasticrun.cli.meeting import Meeting
+from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
+from elasticrun.cli.table import FLAGS
+from elasticrun.config import MasterConfig, Rendezvous
+
+JOB_FLAGS: Final = (
+    "nnodes",
+    "node_unit",
+    "rdzv_conf",
+    "max_restarts",
+    "restart_window",
+    "restart_backoff",
+    "restart_grace",
+    "grow",
+)
+"""Flags that make the job's agreement; where none is given, the first agent's counts."""
+
+
+def parser(environ: dict[str, str]) -> Parser:
+    """The flags of `elasticrun master`; those of the job are the launcher's own."""
+    made = Parser(
+        prog=f"{PROG} master",
+        description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",
+        epilog="Where no flag of the job is given, what the first agent brings counts.",
+        formatter_class=help_formatter(),
+    )
+    made.add_argument(
+        "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"
+    )
+    made.add_argument(
+        "--port", type=int, default=values.C10D_PORT, metavar="PORT",
+        help=f"Port to bind; 0: one that is free. [default {values.C10D_PORT}]",
+    )  # fmt: skip
+    made.add_argument(
+        "--status-host", "--status_host", default="127.0.0.1", metavar="HOST",
+        help="Address of the status page. [default 127.0.0.1]",
+    )  # fmt: skip
+    group = made.add_argument_group("the job")
+    wanted = ("rdzv_id", "status_port", *JOB_FLAGS)
+    rows = [flag for flag in FLAGS if flag.dest in wanted]
+    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
+    return made
+
+
+def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
+    """What the words after `elasticrun master` ask for; raises `UsageError`."""
+    ns = parser(environ).parse_args(argv)
+    asked = Asked(ns, environ)
+    spec = None
+    if any(asked.explicitly(dest) for dest in JOB_FLAGS):
+        low, high = values.nodes(asked.text("nnodes"))
+        conf = conf_keys(asked)
+        meeting = Meeting(Rendezvous("elastic"), asked.text("rdzv_id"), low, high, -1)
+        spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
+    return MasterConfig(
+        job_id=asked.text("rdzv_id"),
+        host=values.host_name(ns.host, "--host"),
+        port=values.port(ns.port, "--port"),
+        spec=spec,
+        status_host=values.host_name(ns.status_host, "--status-host"),
+        status_port=values.port(asked.number("status_port"), "--status-port"),
+    )

@@ -1,0 +1,287 @@
+"""Flags and environment to `AgentConfig`. Pure: what the machine knows is handed in as `Machine`.
+
+Nothing inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) is read here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Final
+
+from elasticrun import config
+from elasticrun.cli import table, values
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.devices import Machine
+from elasticrun.cli.flags import TORCHRUN
+from elasticrun.cli.meeting import Meeting, find_meeting
+from elasticrun.cli.values import UsageError
+from elasticrun.config import AgentConfig, LogPlan
+from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.spawner import Entry, EntryKind
+
+__all__ = ["Machine", "UsageError", "resolve"]
+
+LOGS_GROUP: Final = "torchrun.logs_specs"
+
+_TIMES: Final = {
+    "join_timeout": config.JOIN_TIMEOUT,
+    "last_call_timeout": config.LAST_CALL_TIMEOUT,
+    "heartbeat_timeout": config.HEARTBEAT_TIMEOUT,
+    "master_lost_timeout": config.MASTER_LOST_TIMEOUT,
+    "grow_cooldown": config.GROW_COOLDOWN,
+}
+"""Keys of --rdzv-conf that are times, with their defaults."""
+
+_OTHER_KEYS: Final = ("is_host", "store_type", "node_unit", "rank")
+_ALIASES: Final = {"lastcall_timeout": "last_call_timeout", "heartbeat": "heartbeat_timeout"}
+_WITHOUT_EFFECT: Final = (
+    "close_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "read_timeout",
+    "pend_timeout",
+    "timeout",
+)
+
+
+def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
+    """What the agent is to do; raises `UsageError` with one sentence where it cannot be done."""
+    asked = Asked(ns, environ)
+    notes: list[str] = []
+    conf = conf_keys(asked)
+    meeting = find_meeting(asked, conf, machine.entry_points)
+    if meeting.delegate:
+        _only_torchrun_flags(asked, meeting.delegate)
+    notes += meeting.notes
+    notes += _conf_notes(conf, meeting.rendezvous.kind)
+    nproc = _ranks_per_node(asked, machine, notes)
+    shutdown = shutdown_timeout(asked)
+    spec = job_spec(asked, conf, meeting, shutdown)
+    set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
+    if set_omp:
+        notes.append(
+            "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this "
+            "machine; set it yourself where another number is better"
+        )
+    preload, learn = values.modules(asked.text("preload"))
+    _choices(asked)
+    notes += _nothing_yet(asked)
+    return AgentConfig(
+        spec=spec,
+        rendezvous=meeting.rendezvous,
+        entry=_entry(asked),
+        logs=_log_plan(asked, machine),
+        nproc_per_node=nproc,
+        node_rank=meeting.node_rank,
+        node_id=asked.text("node_id"),
+        local_addr=asked.value("local_addr") or None,
+        role=asked.text("role"),
+        launch=asked.text("launch"),
+        start_method=asked.text("start_method"),
+        preload=preload,
+        preload_learn=learn,
+        python_exec=environ.get("PYTHON_EXEC", ""),
+        set_omp_threads=set_omp,
+        numa_binding=asked.value("numa_binding"),
+        numa_affinity=asked.switch("numa_affinity"),
+        membind_policy=asked.text("membind_policy") if asked.switch("numa_affinity") else None,
+        virtual_local_rank=asked.switch("virtual_local_rank"),
+        signals_to_handle=values.signals(asked.text("signals_to_handle")),
+        shutdown_timeout=shutdown,
+        exit_barrier_timeout=_optional_time(
+            asked, "exit_barrier_timeout", "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
+        ),
+        event_log_handler=asked.text("event_log_handler"),
+        status_port=values.port(asked.number("status_port"), "--status-port"),
+        notes=tuple(notes),
+        delegate=meeting.delegate,
+    )
+
+
+def conf_keys(asked: Asked) -> dict[str, str]:
+    """--rdzv-conf, with dlrover-run's and the documentation's spellings of keys made ours."""
+    found = values.pairs(asked.text("rdzv_conf"))
+    return {_ALIASES.get(key, key): value for key, value in found.items()}
+
+
+def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: float) -> JobSpec:
+    """What this node brings as the agreement of the whole job."""
+    restarts = asked.number("max_restarts")
+    if restarts < 0:
+        raise UsageError(f"--max-restarts={restarts}: a number of restarts is not negative")
+    unit = asked.number("node_unit")
+    if not asked.explicitly("node_unit") and "node_unit" in conf:
+        text = conf["node_unit"]
+        unit = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= unit <= meeting.max_nodes:
+        raise UsageError(
+            f"--node-unit={unit}: rounds of a multiple of it cannot be made of at most "
+            f"{meeting.max_nodes} node(s)"
+        )
+    times = {key: values.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}",
+                                 zero=key in ("last_call_timeout", "grow_cooldown"))
+             for key, default in _TIMES.items()}  # fmt: skip
+    if meeting.rendezvous.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
+        times["join_timeout"] = values.seconds(conf["timeout"], "--rdzv-conf: timeout")
+    grace = _optional_time(asked, "restart_grace")
+    return JobSpec(
+        job_id=meeting.job_id,
+        min_nodes=meeting.min_nodes,
+        max_nodes=meeting.max_nodes,
+        node_unit=unit,
+        max_restarts=restarts,
+        restart_backoff=_time(asked, "restart_backoff"),
+        restart_window=_time(asked, "restart_window"),
+        join_timeout=times["join_timeout"],
+        last_call_timeout=times["last_call_timeout"],
+        heartbeat_timeout=times["heartbeat_timeout"],
+        grow=asked.text("grow"),
+        grow_cooldown=times["grow_cooldown"],
+        restart_grace=shutdown if grace is None else grace,
+        master_lost_timeout=times["master_lost_timeout"],
+    )
+
+
+def _ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
+    text = asked.text("nproc_per_node").strip()
+    if asked.switch("auto_config") and not asked.explicitly("nproc_per_node"):
+        found = machine.accelerators("gpu")
+        if found:
+            return found
+        notes.append(f"--auto-config: there is no GPU here, so there is {text} rank on this node")
+    try:
+        number = int(text)
+    except ValueError:
+        return _devices(text, machine)
+    if number < 1:
+        raise UsageError(f"--nproc-per-node={number}: a node has at least one rank")
+    return number
+
+
+def _devices(word: str, machine: Machine) -> int:
+    if word == "cpu":
+        return machine.cores()
+    found = machine.accelerators(word)
+    if found is None:
+        raise UsageError(
+            f"--nproc-per-node={word} is not known: use a number, auto, cpu, gpu or xpu"
+        )
+    if found == 0 and word == "auto":
+        return machine.cores()
+    if found == 0:
+        name = {"gpu": "GPU", "xpu": "XPU"}.get(word, f"device of the kind {word}")
+        raise UsageError(
+            f"--nproc-per-node={word}: no {name} is available here to the installed torch; give a "
+            "number, or use cpu"
+        )
+    return found
+
+
+def _entry(asked: Asked) -> Entry:
+    args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
+    if not getattr(asked.ns, "use_env", True):  # torch.distributed.launch of old
+        args = ("--local-rank=${local_rank}", *args)
+    if asked.switch("run_path"):
+        kind = EntryKind.RUN_PATH
+    elif asked.switch("no_python") and asked.switch("module"):
+        raise UsageError("--no-python and --module contradict each other: use one of them")
+    elif asked.switch("no_python"):
+        kind = EntryKind.COMMAND
+    elif asked.switch("module"):
+        kind = EntryKind.MODULE
+    else:
+        kind = EntryKind.SCRIPT
+    return Entry(kind, str(asked.ns.training_script), args)
+
+
+def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
+    redirects_all, redirects = values.streams(asked.text("redirects"), "--redirects")
+    tee_all, tee = values.streams(asked.text("tee"), "--tee")
+    name = asked.value("logs_specs")
+    if name is not None and name not in set(machine.entry_points(LOGS_GROUP)):
+        raise UsageError(
+            f"--logs-specs={name}: no installed plug-in of the group {LOGS_GROUP} has this name"
+        )
+    template = asked.text("log_line_prefix_template")
+    return LogPlan(
+        log_dir=asked.value("log_dir"),
+        redirects=redirects,
+        redirects_all=redirects_all,
+        tee=tee,
+        tee_all=tee_all,
+        local_ranks_filter=values.ranks(asked.text("local_ranks_filter"), "--local-ranks-filter"),
+        stdout_filters=tuple(asked.value("duplicate_stdout_filters") or ()),
+        stderr_filters=tuple(asked.value("duplicate_stderr_filters") or ()),
+        prefix_template=template or asked.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+        logs_specs=name,
+    )
+
+
+def shutdown_timeout(asked: Asked) -> float:
+    """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
+    found = _optional_time(asked, "shutdown_timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    return float(config.SHUTDOWN_TIMEOUT) if found is None else found
+
+
+def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:
+    """A time that a flag gives, else a variable, else None."""
+    if asked.value(dest) is not None:
+        return _time(asked, dest)
+    text = asked.environ.get(variable, "") if variable else ""
+    return values.seconds(text, variable, zero=True) if text else None
+
+
+def _time(asked: Asked, dest: str) -> float:
+    return values.seconds(str(asked.value(dest)), "--" + dest.replace("_", "-"), zero=True)
+
+
+def _choices(asked: Asked) -> None:
+    """Words that a namespace of another maker may have wrong; argparse has checked its own."""
+    for flag in table.FLAGS:
+        value = asked.value(flag.dest) if flag.dest not in ("print_completion", "version") else None
+        if flag.choices and value is not None and value not in flag.choices:
+            raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")
+    if asked.number("precheck") not in (0, 1, 2):
+        raise UsageError(f"--precheck={asked.value('precheck')}: use 0, 1 or 2", config.EXIT_USAGE)
+
+
+def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
+    """What --rdzv-conf says that has no effect."""
+    notes = []
+    used = ("timeout",) if kind == "static" else ()
+    idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
+    if idle:
+        notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
+    unknown = [key for key in conf if key not in {*_TIMES, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
+    if unknown:
+        known = ", ".join([*_TIMES, "is_host", "node_unit"])
+        notes.append(f"--rdzv-conf: {', '.join(unknown)} is not known and has no effect; "
+                     f"the keys are {known}")  # fmt: skip
+    return notes
+
+
+def _nothing_yet(asked: Asked) -> list[str]:
+    """One line for each flag of dlrover-run that is accepted and does nothing in this version."""
+    notes = []
+    defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
+    for dest in table.NOTHING_YET:
+        if asked.value(dest) != defaults[dest]:
+            name = "--" + dest.replace("_", "-")
+            notes.append(f"{name} is accepted, but does nothing yet in this version")
+    if asked.explicitly("membind_policy") and not asked.switch("numa_affinity"):
+        notes.append("--membind-policy has no effect without --numa-affinity")
+    return notes
+
+
+def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
+    """A plug-in's job is torchrun's: a flag that torchrun does not have cannot be passed on."""
+    given: Mapping[str, str] = getattr(asked.ns, "given", {})
+    contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
+    for dest, spelling in given.items():
+        if dest not in contract and dest != "dry_run":
+            raise UsageError(
+                f"{spelling} is not a flag of torchrun, to which --rdzv-backend={plugin} leaves "
+                "this job: leave it out",
+                config.EXIT_USAGE,
+            )

@@ -1,0 +1,100 @@
+"""Configurations (and other dataclasses) as JSON text, for processes that talk over inherited fds.
+
+`loads(dumps(config), type(config)) == config`. Both ends are of one installation, so there is no
+version to negotiate; what is not exactly a configuration raises ValueError with a sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from enum import StrEnum
+from typing import Any, TypeVar
+
+MAX_CONFIG_BYTES = 8 * 1024 * 1024
+"""More than an environment and a command line can be (2 MB each on Linux) with JSON's escapes."""
+
+C = TypeVar("C")
+
+
+def dumps(config: Any) -> str:
+    """A configuration (a dataclass of dataclasses, tuples, dicts, words and numbers) as JSON."""
+    return json.dumps(_plain(config))
+
+
+def loads(text: str | bytes, cls: type[C]) -> C:
+    """The configuration of type `cls` in `text`. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"this is no {cls.__name__}: it is not JSON") from None
+    config: C = _value(cls, value, cls.__name__)
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _one_of(inner, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(inner[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {_key(inner[0], k, where): _value(inner[1], v, where) for k, v in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        return _object(kind, value, where)
+    return _scalar(kind, value, where)
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return _value(kind, value, where)
+            except ValueError:
+                continue
+    raise ValueError(f"{where} has the wrong type {type(value).__name__}")
+
+
+def _object(cls: type, body: dict[str, Any], where: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = body.keys() - {f.name for f in dataclasses.fields(cls)}
+    if unknown:
+        raise ValueError(f"{where} has no field {min(unknown)[:60]!r}")
+    try:
+        return cls(**{key: _value(hints[key], v, f"{where}.{key}") for key, v in body.items()})
+    except TypeError:
+        raise ValueError(f"{where} is not complete") from None
+
+
+def _key(kind: type, text: str, where: str) -> Any:
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{where} has the key {text[:60]!r}, which is no number") from None
+    return text
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, StrEnum) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"{where} is {value[:60]!r}, which is none of its words") from None
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{where} has the wrong type {type(value).__name__}")

@@ -1,0 +1,214 @@
+"""What a rank died of, and which of many deaths was the cause.
+
+When one rank dies, the others die of it: their collectives break, or they are stopped. Only the
+first kind of death is a cause; the rest are its echo. `classify` tells them apart by exit code,
+signal and the text of the error, from a table whose most specific row stands first. `Window`
+collects the failures of one round, in the order in which the master heard of them, and says what
+the next round costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
+
+SIGKILL = 9
+STOP_SIGNALS = frozenset({1, 2, 3, 9, 10, 12, 15})
+"""HUP, INT, QUIT, KILL, USR1, USR2, TERM: what agents, schedulers and people stop ranks with."""
+
+MAX_RANKS_REMEMBERED = 1024
+"""Failures of one round that are kept apart; an echo beyond this tells nobody anything new."""
+
+_PEER_LOST = re.compile(
+    "|".join(
+        (
+            # gloo: a pair's socket
+            r"connection closed by peer",
+            r"connection reset by peer",
+            r"application timeout caused pair closure",
+            r"timed out waiting \d+ms for (?:send|recv) operation",
+            r"gloo.*(?:broken pipe|connection refused|socket closed)",
+            # NCCL
+            r"ncclremoteerror",
+            r"remote process exited or there was a network error",
+            r"ncclsystemerror",
+            r"nccl.*unhandled system error",
+            r"nccl.*(?:communicator was aborted|connection closed)",
+            r"socketpollconnect|socketprogress",
+            r"watchdog caught collective operation timeout",
+            # the TCPStore, when the rank or host behind it has gone
+            r"did the remote server shutdown or crash",
+            r"failed to recv, got 0 bytes",
+            r"recvvalue failed",
+            r"sendbytes failed",
+            r"wait timeout after \d+ms, keys",
+        )
+    ),
+    re.IGNORECASE | re.DOTALL,
+)
+
+ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
+"""Kinds that are never the cause where another kind is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rule; None means "whatever". A row applies when all its conditions hold."""
+
+    kind: FailureKind
+    codes: frozenset[int] | None = None
+    by_signal: bool | None = None
+    stopping: bool | None = None
+    oom: bool | None = None
+    pattern: re.Pattern[str] | None = None
+
+    def applies(self, code: int, message: str, stopping: bool, oom: bool) -> bool:
+        """Whether this row describes such an end."""
+        return (
+            (self.codes is None or code in self.codes)
+            and (self.by_signal is None or self.by_signal == (code < 0))
+            and (self.stopping is None or self.stopping == stopping)
+            and (self.oom is None or self.oom == oom)
+            and (self.pattern is None or self.pattern.search(message) is not None)
+        )
+
+
+_DEATHS_BY_STOP_SIGNAL = frozenset(-s for s in STOP_SIGNALS) | frozenset(
+    128 + s for s in STOP_SIGNALS
+)
+
+TABLE: tuple[Row, ...] = (
+    Row(FailureKind.OOM, codes=frozenset({-SIGKILL, 128 + SIGKILL}), oom=True),
+    Row(FailureKind.STOPPED, codes=_DEATHS_BY_STOP_SIGNAL | {0}, stopping=True),
+    # NCCL's watchdog ends a process by SIGABRT because a peer has gone
+    Row(FailureKind.PEER_LOST, codes=frozenset({-6, 128 + 6}), pattern=_PEER_LOST),
+    Row(FailureKind.SIGNAL, by_signal=True),
+    Row(FailureKind.PEER_LOST, pattern=_PEER_LOST),
+    Row(FailureKind.SCRIPT),
+)
+"""First match counts."""
+
+
+def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> FailureKind:
+    """The kind of a rank's end. `exitcode` is as subprocess has it (negative: a signal), `message`
+    is what is known of its error, `stopping` says that its agent was stopping it or had just been
+    signalled, `oom` that the kernel or the cgroup counted an out-of-memory kill."""
+    return next(row.kind for row in TABLE if row.applies(exitcode, message, stopping, oom))
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The earliest (by order given) that is not an echo of another; else the earliest loss of a
+    peer; else the first; None of none."""
+    for rejected in (ECHOES, frozenset({FailureKind.STOPPED}), frozenset[FailureKind]()):
+        for failure in failures:
+            if failure.kind not in rejected:
+                return failure
+    return None
+
+
+def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """The root cause, then the others in their order, MAX_FAILURES at most."""
+    cause = root_cause(failures)
+    if cause is None:
+        return ()
+    return (cause, *(f for f in failures if f is not cause))[:MAX_FAILURES]
+
+
+def in_words(failure: Failure) -> str:
+    """One clause about a failure, for sentences to the operator."""
+    end = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"code {failure.exitcode}"
+    return f"rank {failure.rank} on {failure.host} ended ({end}, {failure.kind.value})"
+
+
+class Bill(StrEnum):
+    """What the failures of a round cost."""
+
+    NOTHING = "nothing"
+    CHARGE = "charge"  # one restart
+    DOUBT = "doubt"  # they all look like the loss of a peer whose death is not known yet
+    HOPELESS = "hopeless"  # a cause, and no restart left
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The bill of a round as it stands; `until` is when a DOUBT turns into HOPELESS."""
+
+    bill: Bill
+    reason: str
+    until: float | None = None
+
+
+class Window:
+    """The failures of one round from the first report until the next round forms.
+
+    Survivors are stopped when it opens; what it costs is settled when the next round forms,
+    because only then is it known whether a node had gone (COORDINATION 11).
+    """
+
+    def __init__(self, doubt: float, *, adopted: bool = False) -> None:
+        """`doubt`: seconds for which failures that all look like peer loss wait for the news
+        that a node has died, where no restart is left. `adopted`: another master formed the round;
+        why a peer went is a thing that it may have known and this one cannot."""
+        self._doubt = doubt
+        self._adopted = adopted
+        self._excuse = ""
+        self._failures: dict[int, Failure] = {}
+        self._cause: Failure | None = None
+        self._reporters: set[str] = set()
+        self.opened_at: float | None = None
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """All that failed, root cause first."""
+        return cause_first(tuple(self._failures.values()))
+
+    def excuse(self, reason: str) -> None:
+        """The round is being closed for another reason: what fails from here on is an echo.
+        Without effect once a failure was reported."""
+        if not self._failures and not self._excuse:
+            self._excuse = reason
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds: news of a death may be late by that."""
+        if self.opened_at is not None:
+            self._doubt += by
+
+    def add(self, node: str, failures: Iterable[Failure], now: float) -> bool:
+        """Note what `node` reported; whether any of it was new."""
+        before = len(self._failures)
+        for failure in failures:
+            cause = root_cause([one for one in (self._cause, failure) if one])
+            full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
+            if not full and failure.rank not in self._failures:
+                self._failures[failure.rank] = failure
+                self._cause = cause
+        if len(self._failures) > before:
+            self._reporters.add(node)
+            if self.opened_at is None:
+                self.opened_at = now
+        return len(self._failures) > before
+
+    def reported_by_another(self, node: str) -> bool:
+        """Whether a node other than `node` has lost ranks in this round."""
+        return len(self._reporters) > (1 if node in self._reporters else 0)
+
+    def verdict(self, *, membership: str, restarts_left: int) -> Verdict:
+        """The bill. `membership` says which member has gone or is suspect, empty if none."""
+        cause = self._cause
+        if cause is None:
+            return Verdict(Bill.NOTHING, membership or self._excuse)
+        if self._excuse or membership:
+            return Verdict(Bill.NOTHING, membership or self._excuse)
+        if cause.kind is FailureKind.STOPPED:
+            return Verdict(Bill.NOTHING, in_words(cause))
+        if cause.kind is FailureKind.PEER_LOST and self._adopted:
+            return Verdict(Bill.NOTHING, f"{in_words(cause)} while another master served")
+        if restarts_left > 0:
+            return Verdict(Bill.CHARGE, in_words(cause))
+        if cause.kind is FailureKind.PEER_LOST and self.opened_at is not None:
+            return Verdict(Bill.DOUBT, in_words(cause), self.opened_at + self._doubt)
+        return Verdict(Bill.HOPELESS, in_words(cause))

@@ -1,0 +1,173 @@
+"""What the agent's brain knows, and what it says of it. The rules are in `worker_group`."""
+
+from __future__ import annotations
+
+from elasticrun.config import MASTER_LOST_TIMEOUT
+from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.effects import AgentEffect, Exit, Note, Say, SignalRanks
+from elasticrun.core.group_states import GroupStatus, State
+from elasticrun.core.local_ranks import LocalRanks
+from elasticrun.core.store_shelf import StoreShelf
+from elasticrun.wire.messages import (
+    MAX_FAILURES,
+    Failure,
+    Finished,
+    Join,
+    Leaving,
+    RanksFailed,
+    Report,
+    RoundReport,
+    Running,
+    Start,
+    Stopped,
+    Stopping,
+)
+
+
+class GroupBase:
+    """The state of one node's worker group, its picture, and its reports."""
+
+    def __init__(
+        self,
+        *,
+        nproc: int,
+        restart_grace: float,
+        shutdown_timeout: float,
+        exit_barrier_timeout: float | None = None,
+        master_lost_timeout: float = MASTER_LOST_TIMEOUT,
+        host: str = "",
+    ) -> None:
+        """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL when the ranks are to
+        start again; `shutdown_timeout`: the same when the agent ends. `exit_barrier_timeout`: how
+        long a node whose ranks are done stays for the others (None: as long as the job runs).
+        `master_lost_timeout` holds until a master tells its own. `host` names this node in the
+        failures that the brain writes itself."""
+        self._restart_grace = restart_grace
+        self._shutdown_timeout = shutdown_timeout
+        self._exit_barrier = exit_barrier_timeout
+        self._master_lost_timeout = master_lost_timeout
+
+        self._state = State.PREPARING
+        self._start: Start | None = None
+        self._ranks = LocalRanks(nproc, host)
+        self._stores = StoreShelf()
+        self._outcome: Exit | None = None
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._begun = False
+        self._term = 0
+        self._obeying = True
+        self._link_lost = ""
+        self._reason = ""
+        self._out: list[AgentEffect] = []
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""
+        return self._deadlines.next() if self._begun else 0.0
+
+    def status(self) -> GroupStatus:
+        """A picture of this node."""
+        return GroupStatus(
+            state=self._state,
+            reason=self._link_lost or self._reason,
+            round=self._start.round if self._start else None,
+            pids=tuple(pid for _, pid in sorted(self._ranks.live.items()) if pid),
+            restart_count=self._start.restart_count if self._start else 0,
+            offered_store=self._stores.offer,
+            master_lost=self._link_lost,
+        )
+
+    @property
+    def term(self) -> int:
+        """The term of the last master that was obeyed, for Hello; 0 if there was none."""
+        return self._term
+
+    def attached(self) -> RoundReport | None:
+        """The last round this node had a place in, for Hello; what became of it follows on
+        LinkBack. None if it never had one."""
+        start = self._start
+        if start is None:
+            return None
+        return RoundReport(
+            round=start.round,
+            group_rank=start.group_rank,
+            group_world_size=start.group_world_size,
+            first_rank=start.first_rank,
+            world_size=start.world_size,
+            restart_count=start.restart_count,
+            store=start.store,
+        )
+
+    # ------------------------------------------------------------ small change
+
+    def _prepare(self) -> None:
+        self._out += self._stores.prepare()
+
+    def _rejoin(self) -> None:
+        """No rank lives here: join as soon as there is a store to offer."""
+        self._state = State.PREPARING
+        if self._stores.offer is None:
+            self._reason = "the store for the next round is being made ready"
+            self._prepare()
+        else:
+            self._state = State.JOINED
+            self._say(Join(self._stores.offer))
+
+    def _failures(self) -> tuple[Failure, ...]:
+        return tuple(self._ranks.failures.values())
+
+    def _say(self, report: Report) -> None:
+        self._out.append(Say(report))
+
+    def _say_all(self, now: float) -> None:
+        """All that a master must know that may have heard none of it."""
+        if self._state in (State.ENDING, State.CLEARING) and self._outcome is not None:
+            self._say(Leaving(self._outcome.reason, self._outcome.signum))
+        self._say_failures()
+        if self._state is State.RUNNING:
+            self._say_running()
+        elif self._state in (State.STOPPING, State.SWEEPING, State.ENDING, State.CLEARING):
+            self._say_stopping(now)
+        elif self._state is State.FINISHED and self._start is not None:
+            self._say(Finished(self._start.round))
+        elif self._state in (State.PREPARING, State.JOINED):
+            self._say_stopped()
+            if self._state is State.JOINED and self._stores.offer is not None:
+                self._say(Join(self._stores.offer))
+
+    def _say_running(self) -> None:
+        if self._start is not None:
+            pids = tuple(pid for _, pid in sorted(self._ranks.pids.items()))
+            self._say(Running(self._start.round, pids))
+
+    def _say_failures(self) -> None:
+        if self._start is not None and self._ranks.failures:
+            failures = self._failures()[:MAX_FAILURES]
+            self._say(RanksFailed(self._start.round, failures))
+
+    def _say_stopping(self, now: float) -> None:
+        if self._start is not None:
+            kill, stuck = self._deadlines.when("kill"), self._deadlines.when("stuck")
+            until = kill if kill is not None else stuck
+            self._say(Stopping(self._start.round, max(0.0, (until or now) - now)))
+
+    def _say_stopped(self) -> None:
+        if self._start is not None:
+            self._say(Stopped(self._start.round))
+
+    def _note(self, text: str, level: str = "info") -> None:
+        self._out.append(Note(text, level))
+
+    def _link_gone(self, reason: str, now: float) -> None:
+        if not self._link_lost:
+            self._note(
+                f"no master answers ({reason}); this node goes on for "
+                f"{self._master_lost_timeout:g} s",
+                "warning",
+            )
+            self._deadlines.arm("master-lost", now + self._master_lost_timeout)
+        self._link_lost = f"no master answers: {reason}"
+
+    def _signal(self, signum: int) -> None:
+        targets = self._ranks.targets(signum)
+        if targets:
+            self._out.append(SignalRanks(targets, signum))

@@ -1,0 +1,45 @@
+"""The words of the agent's brain: its states, the picture it gives of itself, its one error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elasticrun.wire.ids import Endpoint, RoundName
+
+
+class State(StrEnum):
+    """What this node is doing; the order is that of a life."""
+
+    PREPARING = "preparing"  # no rank lives here; the store to offer is not ready yet
+    JOINED = "joined"  # no rank lives here; the master knows, and has our store
+    STARTING = "starting"  # ranks were ordered, not all of them run yet
+    RUNNING = "running"  # every rank was started, at least one still runs
+    STOPPING = "stopping"  # ranks have been told to end; the next round follows
+    SWEEPING = "sweeping"  # every rank has ended; what they left behind is being removed
+    FINISHED = "finished"  # every rank ended with 0; the job may still need this node
+    ENDING = "ending"  # ranks have been told to end; then the agent ends
+    CLEARING = "clearing"  # every rank has ended; after the sweep the agent ends
+    OVER = "over"  # the agent was told to exit
+
+
+class UnexpectedEvent(RuntimeError):
+    """An event that cannot happen in this state: the shell and the brain disagree."""
+
+    def __init__(self, state: State, event: str) -> None:
+        super().__init__(f"a worker group that is {state.value} cannot be told {event}")
+        self.state = state
+        self.event = event
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """The local worker group as one picture."""
+
+    state: State
+    reason: str  # why it waits, empty if it does not
+    round: RoundName | None
+    pids: tuple[int, ...]  # of the ranks that live, by local rank
+    restart_count: int
+    offered_store: Endpoint | None
+    master_lost: str  # why the master cannot be reached, empty if it can

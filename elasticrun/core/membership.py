@@ -1,0 +1,347 @@
+"""Which nodes are there: ALIVE, SUSPECT, DEAD, LEFT, from streams, beats and incarnations.
+
+Three witnesses speak of a node (COORDINATION 5). *Process*: its stream; the transport's pings break
+it when the process is gone or stopped. *Loop*: its beats; a node whose stream stands but that says
+nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks of the same round that fail
+on another node. A broken stream makes a node SUSPECT; it is DEAD after SUSPECT_CONFIRM if the world
+agrees, at once if a newer incarnation of it attaches, and after `heartbeat_timeout` otherwise.
+
+Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
+more than half of a round's nodes fall silent together the verdict waits for MASS_SILENCE_HOLD,
+because then it is the master that has been cut off.
+
+A node's name is its node id; an incarnation is one life of its agent. A superseded incarnation is
+refused for ever. One that was only taken for dead may come back: it is treated as a newcomer, and
+whatever it still runs is fenced by the name of its round. A name that is held by a living agent is
+not taken from it: the newcomer is refused.
+
+Every report costs O(1). The caller owes `due` a look whenever `next_deadline` has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elasticrun.config import (
+    BEAT_INTERVAL,
+    EXCLUDE_SILENT_AFTER,
+    MASS_SILENCE_HOLD,
+    MAX_SESSIONS,
+    SLUGGISH_DEAD,
+    SUSPECT_CONFIRM,
+)
+from elasticrun.core.deadlines import Deadlines
+
+SILENCE_MEMORY = 600.0
+"""Deaths by silence are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
+
+BAR_UNIT = 120.0
+"""A node that dies of silence too often waits this long at the door, then twice as long, ..."""
+
+BAR_LONGEST = 3600.0
+
+BEATS_PER_SECOND = 500
+"""Beats that one master hears per second at most; more nodes beat less often (COORDINATION 5)."""
+
+MAX_SUPERSEDED = 100_000
+"""Superseded incarnations remembered; the oldest are forgotten first."""
+
+
+class Health(StrEnum):
+    """The membership word of a node."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one node id."""
+
+    node: str
+    host: str
+    incarnation: str
+    session: int | None  # the stream it is heard on; None: none stands
+    last_heard: float
+    health: Health = Health.ALIVE
+    reason: str = ""  # why it is not ALIVE
+    broke_at: float = 0.0  # when its stream broke, while SUSPECT
+    corroborated: bool = False
+    silences: deque[float] = field(default_factory=deque)
+    bars: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to a stream that wants to be a node's."""
+
+    refusal: str = ""  # a sentence; empty: admitted
+    newer: bool = False  # another life of this node was known
+    superseded: bool = False  # an older life of the node had not been given up: it is over now
+    returned: bool = False  # this very incarnation had been given up as dead
+    old_session: int | None = None  # a stream that this one replaces
+    forgotten: str = ""  # a node that had gone, forgotten to make room
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A node that was given up, and why."""
+
+    node: str
+    reason: str
+    session: int | None  # a stream that stood nevertheless: close it
+
+
+class Membership:
+    """All nodes that the job has seen."""
+
+    def __init__(self, *, heartbeat_timeout: float) -> None:
+        """`heartbeat_timeout`: seconds from a broken stream to death, without corroboration."""
+        self._timeout = heartbeat_timeout
+        self._members: dict[str, Member] = {}
+        self._sessions: dict[int, Member] = {}
+        self._superseded: dict[str, None] = {}
+        self._suspects: dict[str, None] = {}
+        self._present: dict[str, None] = {}  # alive or suspect
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._hold_until: float | None = None
+
+    # ------------------------------------------------------------ questions
+
+    def node_of(self, session: int) -> str | None:
+        """The node whose present stream this is."""
+        member = self._sessions.get(session)
+        return None if member is None else member.node
+
+    def session_of(self, node: str) -> int | None:
+        """The stream of `node`, None if none stands."""
+        member = self._members.get(node)
+        return None if member is None else member.session
+
+    def member(self, node: str) -> Member:
+        """What is known of a node that has attached once."""
+        return self._members[node]
+
+    def sessions(self) -> tuple[int, ...]:
+        """Every stream that stands, in the order of attaching."""
+        return tuple(self._sessions)
+
+    def nodes(self) -> Iterable[Member]:
+        """Every node seen, in the order of first sight."""
+        return self._members.values()
+
+    def suspects(self) -> Iterable[str]:
+        """Nodes whose stream is broken and whose fate is open."""
+        return self._suspects
+
+    def is_suspect(self, node: str) -> bool:
+        """Whether its stream is broken and its fate is open."""
+        return node in self._suspects
+
+    def connected(self) -> int:
+        """How many streams stand."""
+        return len(self._sessions)
+
+    def present(self) -> int:
+        """How many nodes are alive or suspect."""
+        return len(self._present)
+
+    def beat_interval(self) -> float:
+        """How often agents are to say that they live, in seconds."""
+        return max(BEAT_INTERVAL, len(self._sessions) / BEATS_PER_SECOND)
+
+    def hold_reason(self) -> str:
+        """Why no verdict is given although nodes are silent; empty if none is held back."""
+        if self._hold_until is None:
+            return ""
+        return (
+            "more than half of the nodes fell silent together, so it is the master that may be cut "
+            f"off; nobody is given up for {MASS_SILENCE_HOLD:g} s"
+        )
+
+    def barred_until(self, node: str, now: float) -> float:
+        """Until when a node that keeps falling silent waits at the door; `now` if it need not."""
+        member = self._members[node]
+        if len(member.silences) < EXCLUDE_SILENT_AFTER or not member.bars:
+            return now
+        wait = min(BAR_UNIT * 2.0 ** (member.bars - 1), BAR_LONGEST)
+        return max(now, member.silences[-1] + wait)
+
+    def next_deadline(self) -> float | None:
+        """When `due` must be asked."""
+        return self._deadlines.next()
+
+    # ------------------------------------------------------------ events
+
+    def attach(
+        self, *, node: str, host: str, incarnation: str, session: int, now: float
+    ) -> Admission:
+        """A stream says that it is this incarnation of this node."""
+        if incarnation in self._superseded:
+            return Admission(f"a newer agent has taken the place of this one as node {node}")
+        old = self._members.get(node)
+        if old is None:
+            forgotten = ""
+            if len(self._members) >= MAX_SESSIONS:
+                forgotten = self._forget_one()
+                if not forgotten:
+                    return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
+            self._enter(Member(node, host, incarnation, session, now), now)
+            return Admission(forgotten=forgotten)
+        if old.incarnation == incarnation:
+            return self._reattach(old, session, now)
+        if old.session is not None:
+            return Admission(
+                f"node {node} is held by another agent, on {old.host}, which is "
+                + ("leaving" if old.health is Health.LEFT else "alive")
+            )
+        self._supersede(old.incarnation)
+        given_up = old.health in (Health.DEAD, Health.LEFT)
+        fresh = Member(node, host, incarnation, session, now, silences=old.silences, bars=old.bars)
+        self._enter(fresh, now)
+        return Admission(newer=True, superseded=not given_up)
+
+    def _reattach(self, old: Member, session: int, now: float) -> Admission:
+        returned = old.health is Health.DEAD
+        replaced = old.session
+        if replaced is not None:
+            self._sessions.pop(replaced, None)
+        old.session, old.last_heard = session, now
+        old.health, old.reason, old.corroborated = Health.ALIVE, "", False
+        self._enter(old, now)
+        return Admission(returned=returned, old_session=replaced)
+
+    def _enter(self, member: Member, now: float) -> None:
+        self._members[member.node] = member
+        if member.session is not None:
+            self._sessions[member.session] = member
+        self._present[member.node] = None
+        self._suspects.pop(member.node, None)
+        if not self._suspects:
+            self._hold_until = None
+        self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
+
+    def heard(self, session: int, now: float) -> str | None:
+        """Something came in on `session`; the node it speaks for, None if it speaks for none."""
+        member = self._sessions.get(session)
+        if member is None:
+            return None
+        member.last_heard = now
+        if member.health is Health.ALIVE:
+            self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
+        return member.node
+
+    def detached(self, session: int, now: float, *, corroborated: bool, clean: bool) -> str | None:
+        """The stream is gone; the node it was the stream of, if it was a node's present one.
+        `corroborated`: ranks of its round have failed on another node."""
+        member = self._sessions.pop(session, None)
+        if member is None:
+            return None
+        member.session = None
+        if member.health is Health.ALIVE:
+            member.health = Health.SUSPECT
+            member.reason = "its stream was closed" if clean else "its stream broke"
+            member.broke_at = now
+            member.corroborated = corroborated
+            self._suspects[member.node] = None
+            self._deadlines.arm(member.node, now + self._patience(member))
+        return member.node
+
+    def _patience(self, member: Member) -> float:
+        return min(SUSPECT_CONFIRM, self._timeout) if member.corroborated else self._timeout
+
+    def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
+        """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""
+        for node in self._suspects:
+            member = self._members[node]
+            if node != reporter and not member.corroborated and concerned(node):
+                member.corroborated = True
+                self._deadlines.arm(node, max(now, member.broke_at + self._patience(member)))
+
+    def left(self, node: str, reason: str) -> None:
+        """The node says that it goes. Its stream may still stand while its ranks end."""
+        member = self._members[node]
+        member.health, member.reason = Health.LEFT, reason
+        self._suspects.pop(node, None)
+        self._present.pop(node, None)
+        self._deadlines.disarm(node)
+
+    def overslept(self, by: float, beat: float) -> None:
+        """The listener was away for `by` seconds: no silence counts before one beat more."""
+        self._deadlines.shift(by + beat)
+        if self._hold_until is not None:
+            self._hold_until += by + beat
+
+    def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
+        """The nodes whose time is up. `concerned` tells the members of the round, `size` how many
+        there are; the rule of mass silence is about them."""
+        due = self._deadlines.pop_due(now)
+        if not due:
+            return []
+        silent = [node for node in due if not self._members[node].corroborated]
+        if silent and self._master_cut_off(silent, concerned, size, now):
+            assert self._hold_until is not None
+            for node in silent:
+                self._deadlines.arm(node, self._hold_until)
+            due = [node for node in due if self._members[node].corroborated]
+        return [self._die(node, now) for node in due]
+
+    def _master_cut_off(
+        self, due: list[str], concerned: Callable[[str], bool], size: int, now: float
+    ) -> bool:
+        waiting = [n for n in self._suspects if not self._members[n].corroborated]
+        silent = {node for node in (*due, *waiting) if concerned(node)}
+        if size < 3 or 2 * len(silent) <= size:
+            self._hold_until = None
+            return False
+        if self._hold_until is None:
+            self._hold_until = now + MASS_SILENCE_HOLD
+        return now < self._hold_until
+
+    def _die(self, node: str, now: float) -> Death:
+        member = self._members[node]
+        if member.corroborated:
+            reason = f"{member.reason} and ranks elsewhere lost it"
+        elif member.health is Health.SUSPECT:
+            reason = f"{member.reason} and nothing was heard for {now - member.broke_at:.1f} s"
+        else:
+            reason = f"its agent said nothing for {now - member.last_heard:.0f} s"
+        if not member.corroborated:
+            self._count_silence(member, now)
+        member.health, member.reason = Health.DEAD, reason
+        session, member.session = member.session, None
+        if session is not None:
+            self._sessions.pop(session, None)
+        self._suspects.pop(node, None)
+        self._present.pop(node, None)
+        if not self._suspects:
+            self._hold_until = None
+        return Death(node, reason, session)
+
+    def _count_silence(self, member: Member, now: float) -> None:
+        while member.silences and member.silences[0] < now - SILENCE_MEMORY:
+            member.silences.popleft()
+        member.silences.append(now)
+        if len(member.silences) >= EXCLUDE_SILENT_AFTER:
+            member.bars += 1
+
+    # ------------------------------------------------------------ bounds
+
+    def _supersede(self, incarnation: str) -> None:
+        self._superseded[incarnation] = None
+        if len(self._superseded) > MAX_SUPERSEDED:
+            self._superseded.pop(next(iter(self._superseded)))
+
+    def _forget_one(self) -> str:
+        """Make room by forgetting a node that has gone; its name, empty if none has."""
+        for node, member in self._members.items():
+            if member.health in (Health.DEAD, Health.LEFT) and member.session is None:
+                self._supersede(member.incarnation)
+                del self._members[node]
+                return node
+        return ""

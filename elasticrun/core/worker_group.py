@@ -1,0 +1,398 @@
+"""The agent's brain: the life of the local ranks, as a table.
+
+A life of a node is PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and again
+PREPARING or JOINED; or FINISHED; and at the end, by way of ENDING and CLEARING where ranks still
+live, OVER. `TABLE` below says which event means what in which state. An event that is not listed
+for a state cannot happen there, and raises.
+
+What it promises
+* No rank of a round is asked for before every process of the round before has been swept, and the
+  master hears `Stopped` only then: this is the fence on which the next round rests.
+* Ranks get SIGTERM first, always, and SIGKILL when their grace is over. A rank that outlives that
+  by STUCK_AFTER is reported, and the agent ends with EXIT_STUCK.
+* The store for the next round is asked for as soon as the present one has begun, so no restart
+  waits for it. At most one store is ready and unused.
+* While no master answers the ranks go on, for `master_lost_timeout` at most. That bound is one
+  half of a fence: a master that hears nobody waits a little longer before it begins a new round.
+* Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
+  failures, that it was stopped, that this node is ready. The master takes every report twice.
+
+What the shell owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks for
+the first store), `RankExited` for every rank it was asked to start, also those that could not be
+(with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
+"""
+
+from __future__ import annotations
+
+from elasticrun.config import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_OK, EXIT_STUCK, STUCK_AFTER
+from elasticrun.core import effects as fx
+from elasticrun.core.failures import cause_first
+from elasticrun.core.group_base import GroupBase
+from elasticrun.core.group_states import State, UnexpectedEvent
+from elasticrun.core.group_table import Rules, draw_table, tabulate
+from elasticrun.core.local_ranks import SIGKILL
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import RoundName
+
+SIGTERM = 15
+
+SWEEP_GRACE = 5.0
+"""Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
+4.7 s to flush (DROP-IN 10). Never more than the grace of the ranks themselves."""
+
+
+class WorkerGroup(GroupBase):
+    """The local ranks of one node; see the module's head. What it knows is kept by `GroupBase`."""
+
+    # ------------------------------------------------------------ the shape of a brain
+
+    def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:
+        """Take in one event at monotonic time `now`; what is to be done, in order."""
+        self._out = []
+        if not self._begun:
+            self._begun = True
+            self._prepare()
+        if isinstance(event, fx.Tick):
+            self._due(now)
+            return self._out
+        what = event.order if isinstance(event, fx.Ordered) else event
+        if isinstance(event, fx.Ordered) and not self._obeying and not isinstance(what, m.Welcome):
+            return self._out
+        method = TABLE.get((self._state, type(what)))
+        if method is None:
+            raise UnexpectedEvent(self._state, type(what).__name__)
+        method(self, what, now)
+        return self._out
+
+    # ------------------------------------------------------------ stores
+
+    def _store_ready(self, event: fx.StoreReady, now: float) -> None:
+        self._out += self._stores.ready(event.store)
+        if self._state is State.PREPARING:
+            self._rejoin()
+
+    def _store_lost(self, event: fx.StoreLost, now: float) -> None:
+        if event.store == self._stores.hosted:
+            self._stores.hosted = None
+            self._note(f"the store at {event.store} ended while its round runs", "warning")
+        elif event.store == self._stores.offer:
+            self._stores.lost_offer()
+            if self._stores.hopeless:
+                self._conclude(
+                    fx.Exit(EXIT_FAILED, "the store host ends again and again", (), 0), now
+                )
+                return
+            if self._state is State.JOINED:
+                self._state = State.PREPARING
+            self._prepare()
+
+    # ------------------------------------------------------------ orders
+
+    def _welcome(self, order: m.Welcome, now: float) -> None:
+        if order.term < self._term:
+            self._obeying = False
+            reason = f"the master that answers is of term {order.term}, older than {self._term}"
+            self._note(f"{reason}: it is not obeyed", "warning")
+            self._link_gone(reason, now)
+            return
+        self._term = order.term
+        self._obeying = True
+        if self._link_lost:
+            self._note("the master answers again")
+        self._link_lost = ""
+        self._deadlines.disarm("master-lost")
+        self._master_lost_timeout = order.master_lost_timeout
+
+    def _wait(self, order: m.Wait, now: float) -> None:
+        if order.reason != self._reason:
+            self._reason = order.reason
+            self._note(order.reason)
+
+    def _started(self, order: m.Start, now: float) -> None:
+        """JOINED or PREPARING: take the place that the master gives."""
+        if self._start is not None and not _newer(order.round, self._start.round):
+            return  # an order that crossed our m.Stopped
+        self._out += self._stores.release()
+        self._start = order
+        self._ranks.failures.clear()
+        if order.host_store and order.store != self._stores.offer:
+            self._note(f"round {order.round} was to use a store that has ended", "warning")
+            self._say(m.Stopped(order.round))
+            self._rejoin()
+            return
+        self._stores.use(host=order.host_store)
+        self._ranks.begin(order.first_rank)
+        self._reason = ""
+        self._state = State.STARTING
+        self._out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
+        self._prepare()
+
+    def _restarted(self, order: m.Start, now: float) -> None:
+        """A m.Start while ranks of a round live here: the same one again, or one that must wait."""
+        if self._start is not None and _newer(order.round, self._start.round):
+            self._stop(m.Stop(self._start.round, f"round {order.round} has begun"), now)
+
+    def _stop(self, order: m.Stop, now: float) -> None:
+        """STARTING or RUNNING: end the ranks of this round and join the next."""
+        if self._start is None or order.round != self._start.round:
+            return
+        self._reason = order.reason
+        self._note(f"stopping the ranks: {order.reason}")
+        self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
+
+    def _stop_finished(self, order: m.Stop, now: float) -> None:
+        if self._start is not None and order.round == self._start.round:
+            self._deadlines.disarm("exit-barrier")
+            self._reason = order.reason
+            self._sweep(State.SWEEPING, now)
+
+    def _end(self, order: m.End, now: float) -> None:
+        self._conclude(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
+
+    def _refused(self, order: m.Refused, now: float) -> None:
+        self._conclude(fx.Exit(order.exit_code, order.reason, (), 0), now)
+
+    # ------------------------------------------------------------ ranks
+
+    def _spawned(self, event: fx.RankSpawned, now: float) -> None:
+        """STARTING."""
+        self._ranks.spawned(event.local_rank, event.pid)
+        if self._ranks.all_spawned:
+            self._state = State.RUNNING
+            self._say_running()
+
+    def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
+        """STOPPING or ENDING: it was asked for before the order to stop came."""
+        self._ranks.spawned(event.local_rank, event.pid)
+        if event.local_rank in self._ranks.live:
+            signum = SIGKILL if "stuck" in self._deadlines else SIGTERM
+            self._ranks.targets(signum)
+            self._out.append(fx.SignalRanks((event.local_rank,), signum))
+
+    def _exited(self, event: fx.RankExited, now: float) -> None:
+        """STARTING or RUNNING."""
+        self._ranks.live.pop(event.local_rank, None)
+        if event.code == 0 and event.failure is None:
+            if not self._ranks.live:
+                self._finish(now)
+            return
+        self._ranks.failures[event.local_rank] = self._ranks.failed(event, now)
+        self._say_failures()
+        self._reason = "a rank failed here; the others are being stopped"
+        self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
+
+    def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
+        """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
+        self._ranks.live.pop(event.local_rank, None)
+        if event.code != 0 or event.failure is not None:
+            failure = self._ranks.failed(event, now)
+            if failure.kind is not m.FailureKind.STOPPED:
+                self._ranks.failures[event.local_rank] = failure
+                self._say_failures()
+        if not self._ranks.live:
+            ending = self._state is State.ENDING
+            self._sweep(State.CLEARING if ending else State.SWEEPING, now)
+
+    def _swept(self, event: fx.RanksSwept, now: float) -> None:
+        """SWEEPING or CLEARING."""
+        self._deadlines.disarm("stuck")
+        if event.stuck:
+            pids = ", ".join(map(str, event.stuck))
+            self._stuck(f"processes that the kernel will not let die are left here: {pids}")
+            return
+        self._say_stopped()
+        self._after_sweep()
+
+    def _after_sweep(self) -> None:
+        if self._outcome is not None:
+            self._exit(self._outcome)
+        else:
+            self._rejoin()
+
+    def _finish(self, now: float) -> None:
+        self._state = State.FINISHED
+        self._reason = "all ranks of this node are done; waiting for the other nodes"
+        if self._start is not None:
+            self._say(m.Finished(self._start.round))
+        if self._exit_barrier is not None:
+            self._deadlines.arm("exit-barrier", now + self._exit_barrier)
+
+    def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
+        """Signal the ranks that live and report how long they have; sweep if none does."""
+        self._state = state
+        if not self._ranks.live:
+            self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
+            return
+        self._signal(signum)
+        if "kill" not in self._deadlines and "stuck" not in self._deadlines:
+            self._deadlines.arm("kill", now + grace)
+        self._say_stopping(now)
+
+    def _sweep(self, state: State, now: float) -> None:
+        """Every rank has ended: remove what they left, with what is left of their grace."""
+        self._state = state
+        base = self._restart_grace if state is State.SWEEPING else self._shutdown_timeout
+        kill, killed = self._deadlines.when("kill"), "stuck" in self._deadlines
+        rest = base if kill is None else kill - now
+        if killed:
+            rest = 0.0
+        grace = max(rest, min(SWEEP_GRACE, base))
+        self._deadlines.disarm("kill")
+        self._deadlines.arm("stuck", now + grace + STUCK_AFTER)
+        self._out.append(fx.SweepRanks(grace))
+        # the master waits a little longer than it was told (rendezvous.SURVIVOR_SLACK): it need
+        # hear of a sweep only if that is not enough
+        if grace > rest + 1.0 and self._start is not None:
+            self._say(m.Stopping(self._start.round, grace))
+
+    def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
+        """The spawner's ranks and stores are gone with it, and all that was below them."""
+        self._note(f"the fork server ended: {event.reason}", "error")
+        self._stores.lose_spawner()
+        self._deadlines.disarm("kill")
+        self._deadlines.disarm("stuck")
+        if self._state is State.FINISHED:
+            self._prepare()
+        elif self._state in (State.PREPARING, State.JOINED):
+            self._rejoin()
+        else:
+            if self._ranks.lose_spawner(event):
+                self._say_failures()
+            self._say_stopped()
+            self._after_sweep()
+
+    # ------------------------------------------------------------ signals to the agent
+
+    def _signalled(self, event: fx.Signalled, now: float) -> None:
+        """Any state but OVER. A death signal means that this node leaves."""
+        self._ranks.signalled(event.signum, now)
+        if not event.death:
+            if self._ranks.live:
+                self._signal(event.signum)
+            return
+        if self._state in (State.ENDING, State.CLEARING):
+            if self._ranks.live:
+                self._signal(event.signum)
+            return
+        reason = f"received {event.name}"
+        self._note(f"{reason}: the ranks are told, and this node leaves", "warning")
+        self._say(m.Leaving(reason, event.signum))
+        self._conclude(fx.Exit(EXIT_FAILED, reason, (), event.signum), now, event.signum)
+
+    def _conclude(
+        self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
+    ) -> None:
+        """End the agent with `outcome`, as soon as no rank lives here."""
+        if self._state in (State.ENDING, State.CLEARING):
+            return  # the first reason stands
+        self._outcome = outcome
+        self._reason = outcome.reason
+        if self._state is State.SWEEPING:
+            self._state = State.CLEARING
+        elif self._ranks.live:
+            grace = self._shutdown_timeout if grace is None else grace
+            self._begin_stop(State.ENDING, signum, grace, now)
+        else:
+            self._exit(outcome)
+
+    def _exit(self, outcome: fx.Exit) -> None:
+        self._state = State.OVER
+        self._deadlines.clear()
+        self._out.append(outcome)
+
+    def _stuck(self, sentence: str) -> None:
+        self._say(m.Leaving(sentence, 0))
+        self._exit(fx.Exit(EXIT_STUCK, sentence, cause_first(self._failures()), 0))
+
+    # ------------------------------------------------------------ the link to the master
+
+    def _link_lost_event(self, event: fx.LinkLost, now: float) -> None:
+        self._link_gone(event.reason, now)
+
+    def _link_back(self, event: fx.LinkBack, now: float) -> None:
+        """Say where this node is. That a master is there to stay shows in its m.Welcome."""
+        self._say_all(now)
+
+    # ------------------------------------------------------------ deadlines
+
+    def _due(self, now: float) -> None:
+        for key in self._deadlines.pop_due(now):
+            if self._state is State.OVER:
+                return
+            if key == "kill":
+                self._signal(SIGKILL)
+                self._deadlines.arm("stuck", now + STUCK_AFTER)
+            elif key == "stuck":
+                pids = self._ranks.in_words("descendants of ranks")
+                self._stuck(f"killed {STUCK_AFTER:g} s ago and still there: {pids}")
+            elif key == "exit-barrier":
+                self._say(m.Leaving("its ranks are done and its exit barrier is over", 0))
+                self._exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
+            elif key == "master-lost":
+                self._master_lost(now)
+
+    def _master_lost(self, now: float) -> None:
+        waited = f"no master answered for {self._master_lost_timeout:g} s"
+        if self._state is State.FINISHED:
+            reason = f"{waited}; the ranks of this node are done, the others' result is unknown"
+            self._conclude(fx.Exit(EXIT_OK, reason, (), 0), now)
+        else:
+            failures = cause_first(self._failures())
+            outcome = fx.Exit(EXIT_MASTER_LOST, waited, failures, 0)
+            # the master counts on this grace: it is part of the fence (core.rendezvous)
+            self._conclude(outcome, now, grace=self._restart_grace)
+
+    # ------------------------------------------------------------ nothing
+
+    def _ignore(self, what: object, now: float) -> None:
+        """Nothing to do here: known already, or of a time that is over."""
+
+
+def _newer(one: RoundName, other: RoundName) -> bool:
+    return (one.term, one.number) > (other.term, other.number)
+
+
+# -------------------------------------------------------------------- the table
+
+_IDLE = (State.PREPARING, State.JOINED)
+_LIVE = (State.STARTING, State.RUNNING)
+_DYING = (State.STOPPING, State.ENDING)
+_SWEPT = (State.SWEEPING, State.CLEARING)
+_HERE = tuple(state for state in State if state is not State.OVER)
+
+G = WorkerGroup
+_BEFORE: Rules = (
+    (_HERE, (fx.StoreReady,), G._store_ready),
+    (_HERE, (fx.StoreLost,), G._store_lost),
+    (_HERE, (fx.SpawnerLost,), G._spawner_lost),
+    (_HERE, (fx.Signalled,), G._signalled),
+    (_HERE, (fx.LinkLost,), G._link_lost_event),
+    (_HERE, (fx.LinkBack,), G._link_back),
+    (_HERE, (m.Welcome,), G._welcome),
+    (_HERE, (m.End,), G._end),
+    (_HERE, (m.Refused,), G._refused),
+    (_HERE, (m.Wait,), G._wait),
+    (_IDLE, (m.Start,), G._started),
+    (_IDLE, (m.Stop,), G._ignore),
+    (_LIVE, (m.Start,), G._restarted),
+    (_LIVE, (m.Stop,), G._stop),
+    ((State.STARTING,), (fx.RankSpawned,), G._spawned),
+    (_LIVE, (fx.RankExited,), G._exited),
+    (_DYING, (fx.RankSpawned,), G._spawned_late),
+    (_DYING, (fx.RankExited,), G._exited_stopping),
+    (_DYING + _SWEPT, (m.Start, m.Stop), G._ignore),
+    ((State.FINISHED,), (m.Start,), G._ignore),
+    (_SWEPT, (fx.RanksSwept,), G._swept),
+    ((State.FINISHED,), (m.Stop,), G._stop_finished),
+)  # fmt: skip
+RULES: Rules = (
+    *_BEFORE,
+    ((State.OVER,), tuple(dict.fromkeys(k for _, kinds, _ in _BEFORE for k in kinds)), G._ignore),
+)
+
+TABLE = tabulate(RULES)
+
+
+def draw() -> str:
+    """The table as Markdown: a row an event, a column a state, the method that answers."""
+    return draw_table(RULES)

@@ -1,0 +1,200 @@
+"""What happens in a forked child between the fork and the user's first line.
+
+Order matters: the ties to the server go first, then what may fail (files), then what the script
+can see. Signals stay blocked until the program starts, so that one which comes early finds the
+user's disposition and not the server's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elasticrun.forkserver import linux, stdio
+from elasticrun.forkserver.lazy import Baseline, Stash
+from elasticrun.forkserver.learn import watch_imports
+from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
+from elasticrun.forkserver.program import BecomeRank, Program, command
+from elasticrun.forkserver.reread import EnvironmentCheck
+from elasticrun.wire.env import OMP_NUM_THREADS
+from elasticrun.wire.spawner import SpawnRank
+
+CANNOT_START = 125
+"""Exit code of a child that could not become a rank; the page says why."""
+
+SELF_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
+"""The interpreter ignores these at its start, whatever it was given."""
+
+_signal: Any = sys.modules["_signal"]
+"""What lies below `signal`: with its enums, setting all dispositions takes 8 ms."""
+_SIGINT = int(signal.SIGINT)
+_SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a rank is born with: what the agent had at its own start."""
+
+    server: int  # pid
+    ignored: frozenset[int]
+    mask: frozenset[int]
+    baseline: Baseline
+
+
+def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn: bool) -> NoReturn:
+    """In a fresh fork, signals blocked: raise BecomeRank with the program ready to run."""
+    _settle(birth, order, page)
+    _dispositions(birth, for_python=True)
+    environ = environment(birth.baseline, order)
+    _set_environ(environ)
+    stdio.renew()
+    check = EnvironmentCheck(stash.reads, _text(birth.baseline.environ), _text(stash.environ))
+    first_mask = birth.baseline.affinity
+    rank = _Rank(order, page, check, first_mask)
+    _renew_library_state(stash)
+    stash.tell(rank.packages_returned)
+    if learn:
+        watch_imports(page)
+    program = Program(order.entry, order.error_file, birth.mask)
+    program.prepare()
+    words = command(order.entry)
+    linux.set_command_line(
+        [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
+    )
+    linux.set_name(os.fsencode(os.path.basename(words[0])))
+    gc.enable()
+    raise BecomeRank(program)
+
+
+def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoReturn:
+    """In a fresh fork, signals blocked: become `python -u script`, or the command."""
+    _settle(birth, order, page)
+    _dispositions(birth, for_python=False)
+    environ = environment(birth.baseline, order)
+    words = [*order.exec_prefix, *command(order.entry, python)]
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
+        os.execvpe(words[0], words, environ)
+    except OSError as error:
+        fail(page, f"cannot run {words[0]}: {error.strerror}")
+
+
+def fail(page: Page, reason: str) -> NoReturn:
+    """End this child; the server tells the agent the reason."""
+    page.write(FAILED, reason, poke=False)
+    os._exit(CANNOT_START)
+
+
+def environment(baseline: Baseline, order: SpawnRank) -> dict[bytes, bytes]:
+    """The rank's variables: the server's first ones, less `unset`, with `env`, in that order."""
+    environ = dict(baseline.environ)
+    for name in order.unset:
+        environ.pop(os.fsencode(name), None)
+    for name, value in order.env.items():
+        environ[os.fsencode(name)] = os.fsencode(value)
+    return environ
+
+
+def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
+    """Session, ties to the server, files, cores: the same for a fork and an exec."""
+    page.adopt()
+    linux.die_with_parent(signal.SIGKILL)
+    if os.getppid() != birth.server:
+        os._exit(CANNOT_START)
+    os.setsid()
+    try:
+        stdio.redirect(1, order.stdout)
+        stdio.redirect(2, order.stderr)
+    except OSError as error:
+        fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
+    cores = set(order.cpus) or birth.baseline.affinity
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        words = ",".join(map(str, sorted(cores)))
+        page.write(NOTICE, f"local rank {order.local_rank} is not bound to cores {words}: {error}")
+
+
+def _dispositions(birth: Birth, *, for_python: bool) -> None:
+    for number in _SETTABLE:
+        action: Any = _signal.SIG_IGN if number in birth.ignored else _signal.SIG_DFL
+        if for_python and number == _SIGINT and action == _signal.SIG_DFL:
+            action = _signal.default_int_handler
+        if for_python and number in SELF_IGNORED:
+            action = _signal.SIG_IGN
+        if _signal.getsignal(number) != action:
+            _signal.signal(number, action)
+
+
+def _set_environ(environ: Mapping[bytes, bytes]) -> None:
+    held: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
+    for name in held.keys() - environ.keys():
+        os.unsetenv(name)
+    for name, value in environ.items():
+        if held.get(name) != value:
+            os.putenv(name, value)
+    held.clear()
+    held.update(environ)
+
+
+def _text(environ: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
+
+
+def _renew_library_state(stash: Stash) -> None:
+    """What the standard library made once in the server and every process has for itself."""
+    main_thread: Any = threading.main_thread()
+    main_thread._set_native_id()
+    process = stash.module("multiprocessing.process")
+    if process is not None:
+        key = process.AuthenticationString(os.urandom(32))
+        process.current_process().__dict__["_config"]["authkey"] = key
+    tempfile = stash.module("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None
+    logging = stash.module("logging")
+    if logging is not None:
+        clock = time.time if sys.version_info < (3, 13) else time.time_ns
+        logging._startTime = clock()
+
+
+class _Rank:
+    """The rank at the moments when its script brings preloaded packages back."""
+
+    def __init__(
+        self, order: SpawnRank, page: Page, check: EnvironmentCheck, first_mask: set[int]
+    ) -> None:
+        self._order = order
+        self._page = page
+        self._check = check
+        self._bound = bool(order.cpus) and set(order.cpus) != first_mask
+
+    def packages_returned(self, packages: set[str]) -> None:
+        """Give numpy and torch fresh random states, and see what the script has set above."""
+        modules: Mapping[str, Any] = sys.modules
+        if "numpy" in packages and "numpy.random" in modules:
+            modules["numpy.random"].seed()
+        if "torch" in packages:
+            modules["torch"].default_generator.seed()
+            if self._bound and not os.environ.get(OMP_NUM_THREADS):
+                modules["torch"].set_num_threads(len(self._order.cpus))
+        left = self._check.take_over(self._check.changed(packages))
+        if left:
+            self._tell(left, packages)
+
+    def _tell(self, names: Sequence[str], packages: set[str]) -> None:
+        what = next((n for n in ("torch", "numpy") if n in packages), min(packages))
+        self._page.write(EXEC_NEXT, self._order.entry.target, poke=False)
+        self._page.write(
+            NOTICE,
+            f"local rank {self._order.local_rank}: {', '.join(names)} was set before the script's "
+            f"first import of {what}, too late for a forked rank, which runs without it; later "
+            f"lives of {self._order.entry.target} are started by exec",
+        )

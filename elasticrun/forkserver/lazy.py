@@ -1,0 +1,263 @@
+"""Imported by the server, invisible to the script until the script itself imports it.
+
+`os.environ["OMP_PROC_BIND"] = "true"` above `import torch` is the commonest first line of training
+scripts, so the moment of the script's own first import has to exist in a forked rank too. In the
+child everything beyond a plain interpreter's modules is taken out of sys.modules; a finder in
+front of sys.meta_path puts a module back, with all that its import brings, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+STAYS = ("threading", "_weakrefset")
+"""Left in sys.modules: the interpreter looks there for the threads that it must wait for."""
+
+
+class Baseline:
+    """What a plain interpreter has at the start of a script; `modules` are the names that were in
+    sys.modules at the server's first instruction."""
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self.modules = frozenset(modules)
+        self.path = list(sys.path)
+        self.meta_path = list(sys.meta_path)
+        self.path_hooks = list(sys.path_hooks)
+        self.environ = dict(os.environb)
+        self.filters = list(warnings.filters)
+        self.affinity = os.sched_getaffinity(0)
+
+
+def _is_standard(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+def _unit(name: str) -> str:
+    """What comes back together: a package with all below it; of the standard library, one module,
+    since nobody imports all of `importlib` to get a part of it."""
+    return name if _is_standard(name) else name.partition(".")[0]
+
+
+class Root:
+    """A module that the server imported on purpose, with all that came with it."""
+
+    def __init__(self, name: str, modules: Iterable[str]) -> None:
+        self.name = name
+        self.modules = frozenset(modules)
+
+
+class Stash:
+    """The preloaded modules, and how they come back."""
+
+    def __init__(self, baseline: Baseline) -> None:
+        self.baseline = baseline
+        self.roots: list[Root] = []
+        self.reads: dict[str, str] = {}
+        """Environment variables that Python code read while it was imported, with the file."""
+        self._modules: dict[str, Any] = {}
+        self._needs: dict[str, frozenset[str]] = {}
+        self._units: dict[str, list[str]] = {}
+        self._filters: list[Any] = []
+        self._meta_path: list[Any] = []
+        self._path_hooks: list[Any] = []
+        self.environ: dict[bytes, bytes] = {}
+        self._affinity: set[int] = set()
+        self._returned: Callable[[set[str]], None] = lambda tops: None
+
+    # ------------------------------------------------------------ in the server
+
+    def add_root(self, name: str, before: set[str]) -> None:
+        """`name` has just been imported; `before` were the modules until then."""
+        self.roots.append(Root(name, set(sys.modules) - before))
+
+    def seal(self, ours: str) -> None:
+        """Everything is imported: note what there is. `ours` is our package, which ranks import
+        anew. Called in the server, before the first fork."""
+        skip = (*self.baseline.modules, *STAYS)
+        self._modules = {
+            name: module
+            for name, module in sys.modules.items()
+            if name not in skip and name != ours and not name.startswith(ours + ".")
+        }
+        for name in self._modules:
+            self._units.setdefault(_unit(name), []).append(name)
+        self._needs = {unit: self._needed_by(unit) for unit in self._units}
+        self._filters = [f for f in warnings.filters if f not in self.baseline.filters]
+        self._meta_path = [f for f in sys.meta_path if f not in self.baseline.meta_path]
+        self._path_hooks = [f for f in sys.path_hooks if f not in self.baseline.path_hooks]
+        self.environ = {
+            name: value for name, value in os.environb.items() if name not in self.baseline.environ
+        }
+        self._affinity = os.sched_getaffinity(0)
+        # Never freed: a rank that ends would take apart, and so copy, what it never used.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+
+    def top_names(self) -> set[str]:
+        """The packages and modules that a folder of the user's must not have, too."""
+        return {name.partition(".")[0] for name in self._units} - sys.stdlib_module_names
+
+    def _needed_by(self, unit: str) -> frozenset[str]:
+        """Units whose modules, classes or functions this one's modules hold by name."""
+        found = {unit.rpartition(".")[0]}
+        for name in self._units[unit]:
+            for value in list(getattr(self._modules[name], "__dict__", {}).values()):
+                kind = type(value)
+                if kind is ModuleType:
+                    found.add(_unit(value.__name__))
+                elif kind in (FunctionType, BuiltinFunctionType, type):
+                    found.add(_unit(str(value.__module__)))
+        if _is_standard(unit):
+            found = {name for name in found if _is_standard(name)}
+        return frozenset(found & self._units.keys() - {unit})
+
+    def hide(self) -> None:
+        """Take the preloaded modules away. Done once in the server, which needs none of them by
+        name: done in a child, it would touch, and so copy, a page for each module."""
+        kept = self.baseline.modules.union(STAYS)
+        for name in [name for name in sys.modules if name not in kept]:
+            del sys.modules[name]
+        sys.path[:] = self.baseline.path
+        sys.meta_path[:] = [_Finder(self), *self.baseline.meta_path]
+        sys.path_hooks[:] = self.baseline.path_hooks
+        # Python 3.12 warns of forks beside a thread, such as OpenBLAS' idle one.
+        _set_filters([("ignore", None, DeprecationWarning, None, 0), *self.baseline.filters])
+
+    # ------------------------------------------------------------ in the child
+
+    def tell(self, returned: Callable[[set[str]], None]) -> None:
+        """`returned` is called with the names of the packages (not of the standard library) that
+        an import of the script's has just brought back."""
+        self._returned = returned
+        _set_filters(self.baseline.filters)
+
+    def module(self, name: str) -> Any:
+        """A stashed module, or None; it stays hidden."""
+        return self._modules.get(name)
+
+    def holds(self, name: str) -> bool:
+        return name in self._modules
+
+    def spec_of(self, name: str) -> Any:
+        return getattr(self._modules[name], "__spec__", None)
+
+    def give_back(self, name: str) -> Any:
+        """Put `name` and what it needs into sys.modules; the module itself."""
+        module = self._modules[name]
+        names, roots = self._closure(name)
+        for each in [each for each in self._modules if each in names]:
+            sys.modules[each] = self._modules.pop(each)
+        if any(root.name == "torch" for root in roots):
+            self._set_torch_state()
+        tops = {each.partition(".")[0] for each in names} - set(sys.stdlib_module_names)
+        if tops:
+            self._returned(tops)
+        return module
+
+    def _closure(self, name: str) -> tuple[set[str], list[Root]]:
+        names: set[str] = set()
+        roots: list[Root] = []
+        waiting = [name, _unit(name)]
+        seen: set[str] = set()
+        while waiting:
+            each = waiting.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            for root in self.roots:
+                if root.name == each:
+                    roots.append(root)
+                    names |= root.modules
+                    waiting += {_unit(module) for module in root.modules}
+            names.update(m for m in self._units.get(each, ()) if not self._is_later_root(m, roots))
+            waiting += self._needs.get(each, frozenset())
+        return names & self._modules.keys(), roots
+
+    def _is_later_root(self, name: str, roots: list[Root]) -> bool:
+        """Whether `name` came with a root of its own (torch._dynamo) that nobody asked for."""
+        owner = next((root for root in self.roots if name in root.modules), None)
+        top = name.partition(".")[0]
+        return (
+            owner is not None
+            and owner not in roots
+            and owner.name != top
+            and any(root.name == top for root in self.roots)
+        )
+
+    def _set_torch_state(self) -> None:
+        """What the import of torch changes beside sys.modules."""
+        fresh = [f for f in self._filters if f not in warnings.filters]
+        _set_filters([*fresh, *warnings.filters])
+        sys.meta_path += [f for f in self._meta_path if f not in sys.meta_path]
+        sys.path_hooks += [f for f in self._path_hooks if f not in sys.path_hooks]
+        for name, value in self.environ.items():
+            os.environb.setdefault(name, value)
+        if self._affinity != self.baseline.affinity and (
+            os.sched_getaffinity(0) == self.baseline.affinity
+        ):
+            os.sched_setaffinity(0, self._affinity)  # libgomp binds the thread that loads it
+
+
+def _set_filters(filters: Sequence[Any]) -> None:
+    module: Any = warnings
+    module.filters[:] = filters
+    for name in ("_filters_mutated", "_filters_mutated_lock_held"):  # the latter since 3.14
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for what is stashed, with a spec that looks like the module's own."""
+
+    def __init__(self, stash: Stash) -> None:
+        self._stash = stash
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not self._stash.holds(name):
+            return None
+        own = self._stash.spec_of(name)
+        spec = importlib.machinery.ModuleSpec(
+            name,
+            _Loader(self._stash, own),
+            origin=getattr(own, "origin", None),
+            is_package=getattr(own, "submodule_search_locations", None) is not None,
+        )
+        if own is not None:
+            spec.submodule_search_locations = own.submodule_search_locations
+            spec.has_location = own.has_location
+            spec.cached = own.cached
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads nothing: the module is there, its code has run."""
+
+    def __init__(self, stash: Stash, own: Any) -> None:
+        self._stash = stash
+        self._own = own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return self._stash.give_back(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            module.__spec__ = self._own
+        except AttributeError:  # an object in a module's place
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        """The rest (get_source, get_data, path ...) is what the module's own loader says."""
+        loader = getattr(self.__dict__.get("_own"), "loader", None)
+        if loader is None:
+            raise AttributeError(name)
+        return getattr(loader, name)

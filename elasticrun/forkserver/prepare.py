@@ -1,0 +1,100 @@
+"""How the server gets ready: what it imports, and whether its forks can be trusted."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+from elasticrun.forkserver import linux, trust
+from elasticrun.forkserver.child import Birth
+from elasticrun.forkserver.lazy import Stash
+from elasticrun.forkserver.learn import Lessons
+from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.program import hides_frames
+from elasticrun.wire.env import PYTHON_EXEC
+from elasticrun.wire.spawner import Configure, EntryKind
+
+PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass
+class Prepared:
+    """What came of it; `mode` is fork or exec, `reason` why it is exec where a fork was wanted."""
+
+    birth: Birth
+    stash: Stash
+    preloader: Preloader
+    lessons: Lessons
+    learn: bool
+    python: str
+    mode: str = "exec"
+    reason: str = ""
+    torch: str = ""
+    import_seconds: float = 0.0
+    can_fork_stores: bool = False
+    remarks: list[str] = field(default_factory=list)
+
+
+def prepare(configure: Configure, birth: Birth, refused: list[str]) -> Prepared:
+    """Import what is to be shared and look at the result. Raises Poisoned where a preloaded
+    module has spoiled this process; then it must be begun anew with that module in `refused`."""
+    stash = Stash(birth.baseline)
+    prepared = Prepared(
+        birth=birth,
+        stash=stash,
+        preloader=Preloader(stash, configure.learn),
+        lessons=Lessons(configure.preload, installed_folders()),
+        learn=configure.learn,
+        python=os.environ.get(PYTHON_EXEC, ""),
+    )
+    if configure.launch == "exec":
+        return prepared
+    started = time.monotonic()
+    prepared.reason = _get_ready(prepared, configure, refused)
+    prepared.import_seconds = time.monotonic() - started
+    if configure.entry.kind is EntryKind.COMMAND:
+        prepared.reason = ""  # nobody expected a command to be forked
+    elif not prepared.reason:
+        prepared.mode = "fork"
+        prepared.lessons = Lessons({*configure.preload, *sys.modules}, installed_folders())
+    return prepared
+
+
+def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> str:
+    """The reason for exec, or empty."""
+    reason = trust.before_import(configure.entry, configure.numa, os.environ)
+    if linux.thread_count() > 1:
+        return reason or "a .pth file or sitecustomize has started a thread"
+    backend = trust.untested_backend(os.environ)
+    if backend:
+        os.environ[trust.AUTOLOAD] = "0"
+    failure = _imports(prepared, configure, refused, alone=bool(reason or backend))
+    verdict = failure or trust.build_reason() or _about_torch(trust.trial())
+    prepared.can_fork_stores = not (failure or verdict)
+    reason = reason or backend or verdict
+    if not reason:
+        prepared.stash.seal(PACKAGE)
+        reason = trust.shadowed(configure.entry, prepared.stash.top_names())
+    if not reason and not hides_frames():
+        prepared.remarks.append("this interpreter shows a frame of ours below the script's")
+    return reason
+
+
+def _about_torch(verdict: str) -> str:
+    return f"torch cannot be shared: {verdict}" if verdict else ""
+
+
+def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, alone: bool) -> str:
+    """Import torch, and unless ranks will be exec'd, what --preload names."""
+    try:
+        prepared.preloader.import_torch()
+    except Poisoned as poison:
+        return _about_torch(poison.reason)
+    except (Exception, SystemExit) as error:
+        return f"torch cannot be imported here ({type(error).__name__}: {error})"[:300]
+    prepared.torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
+    if not alone:
+        prepared.remarks += prepared.preloader.import_modules(configure.preload, refused)
+    return ""

@@ -1,0 +1,252 @@
+"""Runs the user's program in a forked child as the interpreter itself would run it.
+
+The trick is where it is called from. The fork server's main module ends with an exception of ours;
+the interpreter then calls `sys.excepthook` with no Python frame below, and takes a SystemExit from
+there for the process' end: atexit, threads and flushing as in any run. The hook runs the program,
+and its own frame is one that the interpreter leaves out of f_back, tracebacks and
+`sys._getframe`, because its code has no RESUME instruction (a frame before RESUME is not begun).
+`hides_frames` says whether this interpreter does so; where not, one frame is seen.
+
+Whatever Python must say about a script that cannot be run (missing, no Python, not readable) it
+says itself: the child then becomes a plain interpreter by exec, before any user code has run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import opcode
+import os
+import signal
+import sys
+import zipimport
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from elasticrun.forkserver.errorfile import write_error_file
+from elasticrun.wire.spawner import Entry, EntryKind
+
+
+class BecomeRank(BaseException):
+    """Unwinds the server's stack in a forked child, up to the end of its main module."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+
+class Program:
+    """The user's program, ready to run; made before the signals are let in."""
+
+    def __init__(self, entry: Entry, error_file: str, signals: Iterable[int]) -> None:
+        """`signals`: the mask that the program starts with."""
+        self.entry = entry
+        self.argv = [entry.target, *entry.args]
+        self.error_file = error_file
+        self._mask = set(signals)
+        self._call: Callable[[], object] = self._exec_instead
+
+    def prepare(self) -> None:
+        """Set argv, path and `__main__`, and compile a script. Runs no code of the user's."""
+        sys.argv = list(self.argv)
+        sys.orig_argv = command(self.entry)
+        if self.entry.kind is EntryKind.MODULE:
+            self._prepare_module(self.entry.target, "-m", os.getcwd())
+        elif self.entry.kind is EntryKind.RUN_PATH:
+            self._prepare_run_path()
+        elif is_archive(self.entry.target):
+            self._prepare_module("__main__", self.entry.target, self.entry.target)
+        else:
+            self._prepare_script()
+
+    def _prepare_module(self, name: str, first_word: str, first_path: str) -> None:
+        import runpy
+
+        sys.argv[0] = first_word
+        _insert_path(first_path, always=first_word != "-m")
+        _fresh_main(importlib.machinery.BuiltinImporter)
+        run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+        self._call = partial(run, name, first_word == "-m")
+
+    def _prepare_script(self) -> None:
+        name = absolute(self.entry.target)
+        try:
+            with open(self.entry.target, "rb") as file:
+                source = file.read()
+            code = compile(source, name, "exec", dont_inherit=True)
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError, OverflowError):
+            return  # the interpreter says it better: _exec_instead
+        _insert_path(script_folder(self.entry.target))
+        loader = importlib.machinery.SourceFileLoader("__main__", name)
+        namespace = _fresh_main(loader, __file__=name, __cached__=None)
+        self._call = partial(builtins.exec, code, namespace)
+
+    def _prepare_run_path(self) -> None:
+        import runpy
+
+        self._call = partial(runpy.run_path, self.entry.target, run_name="__main__")
+
+    def _exec_instead(self) -> NoReturn:
+        os.execv(sys.executable, command(self.entry))
+
+    def hook(self) -> Callable[..., None]:
+        """What is to stand in sys.excepthook when the server's main module ends."""
+        call, mask, error_file = self._call, self._mask, self.error_file
+
+        def run(*_: object) -> None:
+            del _  # the exception that led here, and with it the server's frames
+            _forget_server()
+            caught = None
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                call()
+            except SystemExit:
+                raise  # the interpreter knows what every kind of it means
+            except BaseException as error:
+                caught = error  # and handled below, where no exception is being handled
+            if caught is None:
+                _forget_file()
+                raise SystemExit(0)
+            _end_with(caught, error_file)
+
+        hidden: Callable[..., None] = _hide(run)
+        return hidden
+
+
+def _forget_server() -> None:
+    sys.excepthook = sys.__excepthook__
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+
+
+def _end_with(error: BaseException, error_file: str) -> None:
+    """What the interpreter does about an uncaught exception, and the error file."""
+    kind, trace = type(error), error.__traceback__
+    if not isinstance(error, KeyboardInterrupt) and error_file:
+        write_error_file(error_file, error)
+    for name, value in (("type", kind), ("value", error), ("traceback", trace), ("exc", error)):
+        if name != "exc" or sys.version_info >= (3, 12):
+            setattr(sys, f"last_{name}", value)
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
+    try:
+        hook(kind, error, trace)
+    except SystemExit:
+        raise
+    except BaseException as second:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        below = second.__traceback__
+        second.__traceback__ = below.tb_next if below else None  # without this frame
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+    _forget_file()
+    if kind is not KeyboardInterrupt:
+        raise SystemExit(1)
+    # An interpreter whose main program ended so kills itself with SIGINT after it has shut
+    # down. It notes that where it runs a program from text, whoever asks for it; the normal
+    # end of the hook then leads there.
+    try:
+        builtins.exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        pass
+
+
+def _forget_file() -> None:
+    """As the interpreter does at the end of a script, before atexit and the last threads."""
+    namespace = sys.modules["__main__"].__dict__
+    if isinstance(namespace.get("__loader__"), importlib.machinery.SourceFileLoader):
+        namespace.pop("__file__", None)
+        namespace.pop("__cached__", None)
+
+
+# ---------------------------------------------------------------- frames that are not seen
+
+
+def _hide(function: Any) -> Any:
+    """Take RESUME out of a function's code: its frames are then none of the visible ones."""
+    code = function.__code__
+    words = bytearray(code.co_code)
+    resume, nop = opcode.opmap["RESUME"], opcode.opmap["NOP"]
+    for index in range(0, len(words), 2):
+        if words[index] == resume:
+            words[index : index + 2] = bytes((nop, 0))
+    function.__code__ = code.replace(co_code=bytes(words))
+    return function
+
+
+def hides_frames() -> bool:
+    """Whether hidden frames are hidden on this interpreter."""
+    depth = _depth()
+    return bool(_hide(lambda: _depth())() == depth)
+
+
+def _depth() -> int:
+    frame, depth = sys._getframe(0).f_back, 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+# ---------------------------------------------------------------- what python derives from argv
+
+
+def command(entry: Entry, python: str = "") -> list[str]:
+    """The command line of the program when it is exec'd."""
+    words = [entry.target, *entry.args]
+    if entry.kind is EntryKind.COMMAND:
+        return words
+    flags = ["-u", "-m"] if entry.kind is EntryKind.MODULE else ["-u"]
+    if entry.kind is EntryKind.RUN_PATH:
+        flags += ["-c", _RUN_PATH]
+    return [python or sys.executable, *flags, *words]
+
+
+_RUN_PATH = (
+    "import sys,runpy;sys.flags.safe_path or sys.path.pop(0);sys.argv.pop(0);"
+    "runpy.run_path(sys.argv[0],run_name='__main__')"
+)
+
+
+def absolute(target: str) -> str:
+    """`__file__` of a script given as `target`, the interpreter's way: dots in it stay."""
+    return os.path.join(os.getcwd(), target)
+
+
+def is_archive(target: str) -> bool:
+    """Whether the interpreter takes `target` for a folder or zip with a `__main__`."""
+    if os.path.isdir(target):
+        return True
+    try:
+        zipimport.zipimporter(target)
+    except ImportError:
+        return False
+    return True
+
+
+def script_folder(target: str) -> str:
+    """sys.path[0] for a script: its folder, links resolved."""
+    return os.path.dirname(os.path.realpath(target))
+
+
+def _insert_path(folder: str, *, always: bool = False) -> None:
+    if always or not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _fresh_main(loader: Any, **more: object) -> dict[str, Any]:
+    """Empty the real `__main__` module and fill it as the interpreter does."""
+    module = sys.modules["__main__"]
+    namespace = module.__dict__
+    namespace.clear()
+    namespace.update(
+        __name__="__main__",
+        __doc__=None,
+        __package__=None,
+        __loader__=loader,
+        __spec__=None,
+    )
+    if sys.version_info < (3, 14):
+        namespace["__annotations__"] = {}
+    namespace["__builtins__"] = builtins
+    namespace.update(more)
+    return namespace

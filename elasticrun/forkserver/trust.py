@@ -1,0 +1,244 @@
+"""Whether a fork of this process can be trusted to be like a fresh interpreter.
+
+Every function answers with a sentence that says why not, or with an empty string. Counting threads
+alone does not see a poisoned CUDA, so one trial child is forked and asked.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elasticrun.forkserver import linux
+from elasticrun.forkserver.program import script_folder
+from elasticrun.forkserver.reread import FORBIDDEN_IN_TEXT
+from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
+from elasticrun.wire.spawner import Entry, EntryKind
+
+TRACERS: Mapping[str, str] = {
+    "CUDA_INJECTION64_PATH": "an NVIDIA tool (nsys, ncu or compute-sanitizer)",
+    "NVTX_INJECTION64_PATH": "an NVIDIA tool",
+    "ROCP_TOOL_LIB": "rocprof",
+    "ROCP_TOOL_LIBRARIES": "rocprof",
+    "HSA_TOOLS_LIB": "a ROCm tool",
+    "ZE_ENABLE_TRACING_LAYER": "a Level Zero tracer",
+    "DEBUGPY_LAUNCHER_PORT": "debugpy",
+    "PYDEVD_LOAD_VALUES_ASYNC": "a debugger",
+}
+"""Variables by which tools attach to a process that is exec'd; NVIDIA says that nsys does not
+trace a fork without exec unless it is told to."""
+
+INJECTED_LIBRARIES = ("ToolsInjection", "TreeLauncher", "rocprof", "roctracer", "libnsys")
+"""Parts of file names in LD_PRELOAD that mean the same."""
+
+TESTED_BACKENDS: frozenset[str] = frozenset()
+"""Entry points of the group torch.backends whose import has been seen to leave a fork sound."""
+
+DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/accel", "/dev/hl")
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+TRIAL_SECONDS = 20.0
+"""A trial child that has not answered by then hangs, as its siblings would."""
+
+MAX_SCRIPT = 4 * 1024 * 1024
+"""Bytes of a script that are looked through; a longer one is data, not a first line."""
+
+
+def before_import(entry: Entry, numa: bool, environ: Mapping[str, str]) -> str:
+    """Reasons that are known before anything is imported."""
+    return (
+        _attached_tool(environ)
+        or _other_python(environ)
+        or (placement(environ) if numa else "")
+        or entry_reason(entry)
+    )
+
+
+def placement(environ: Mapping[str, str]) -> str:
+    """With cores bound per rank: libgomp fixes its places when it is loaded, in the server."""
+    for name in PLACEMENT_VARIABLES:
+        if environ.get(name):
+            return f"{name} is set, and a fork bound to its cores would get the places of others"
+    return ""
+
+
+def _attached_tool(environ: Mapping[str, str]) -> str:
+    for name, tool in TRACERS.items():
+        if environ.get(name):
+            return f"{tool} is attached by {name}, and may not follow a fork"
+    preloaded = environ.get("LD_PRELOAD", "")
+    for part in INJECTED_LIBRARIES:
+        if part in preloaded:
+            return f"a tool is attached by LD_PRELOAD ({part}), and may not follow a fork"
+    if sys.gettrace() is not None or "pydevd" in sys.modules:
+        return "a debugger is attached, and may not follow a fork"
+    return ""
+
+
+def _other_python(environ: Mapping[str, str]) -> str:
+    python = environ.get(PYTHON_EXEC, "")
+    if python and os.path.realpath(python) != os.path.realpath(sys.executable):
+        return f"{PYTHON_EXEC} names another interpreter ({python})"
+    return ""
+
+
+# ---------------------------------------------------------------- the script
+
+
+def entry_reason(entry: Entry) -> str:
+    """What the program itself says against a fork."""
+    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
+        return ""
+    path = entry.target
+    if entry.kind is EntryKind.MODULE:
+        path = _module_file(entry.target)
+    if path.endswith((".pyc", ".pyo")):
+        return f"{path} is compiled"
+    words = _words_in(path)
+    if words:
+        return f"{path} speaks of {words[0]}, which only a fresh process reads"
+    return ""
+
+
+def _words_in(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_SCRIPT).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return []
+    return sorted(word for word in FORBIDDEN_IN_TEXT if word in text)
+
+
+def _module_file(name: str) -> str:
+    """The file that `-m name` would run, found without importing its packages; or empty."""
+    folders = [os.getcwd(), *sys.path]
+    *packages, last = name.split(".")
+    for package in packages:
+        folders = [os.path.join(folder, package) for folder in folders]
+    for folder in folders:
+        for path in (f"{last}.py", os.path.join(last, "__main__.py")):
+            if os.path.isfile(os.path.join(folder, path)):
+                return os.path.join(folder, path)
+    return ""
+
+
+def shadowed(entry: Entry, names: Iterable[str]) -> str:
+    """A module of the user's with the name of one that the server has imported from elsewhere."""
+    folder = os.getcwd() if entry.kind is EntryKind.MODULE else script_folder(entry.target)
+    if entry.kind is EntryKind.RUN_PATH or sys.flags.safe_path:
+        return ""
+    try:
+        there = {name.partition(".")[0] for name in os.listdir(folder)}
+    except OSError:
+        return ""
+    for name in sorted(there.intersection(names)):
+        spec = importlib.machinery.PathFinder.find_spec(name, [folder])
+        if spec is not None and spec.origin is not None:
+            return f"{spec.origin} stands in front of the installed {name}"
+    return ""
+
+
+# ---------------------------------------------------------------- backends and builds
+
+
+def untested_backend(environ: Mapping[str, str]) -> str:
+    """A plug-in that `import torch` would load, and that might open a device."""
+    if environ.get(AUTOLOAD) == "0":
+        return ""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="torch.backends"):
+        if point.name not in TESTED_BACKENDS:
+            return f"the torch backend {point.name!r} may open a device while torch is imported"
+    return ""
+
+
+def build_reason() -> str:
+    """Builds of torch that have not been tried on their hardware."""
+    import torch
+
+    for attribute, word in (("hip", "ROCm"), ("xpu", "XPU")):
+        if getattr(torch.version, attribute, None):
+            return f"this is a {word} build of torch, for which forks have not been tried"
+    return ""
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def trial() -> str:
+    """Fork once, look around in the child, and count threads here afterwards: libraries that can
+    be forked (OpenBLAS) end their threads when a fork begins."""
+    device = _open_device()
+    if device:
+        return f"its import opened {device}"
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, json.dumps({"poisoned": _poisoned()}).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        answer = _answer(reading)
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return _verdict(answer, linux.thread_count())
+
+
+def _answer(reading: int) -> dict[str, Any] | None:
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    if not poll.poll(TRIAL_SECONDS * 1000):
+        return None
+    text = os.read(reading, 65536)
+    answer: dict[str, Any] | None = json.loads(text) if text else None
+    return answer
+
+
+def _verdict(answer: dict[str, Any] | None, threads: int) -> str:
+    if answer is None:
+        return "a trial fork died or hung"
+    if answer["poisoned"]:
+        return f"its import initialised {answer['poisoned']}"
+    if threads > 1:
+        return f"its import leaves threads that outlast a fork ({threads - 1})"
+    return ""
+
+
+def _poisoned() -> str:
+    """The device runtime that torch knows to be broken in this fork."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    names = ["cuda", "xpu", "mtia"]
+    try:
+        names.append(torch._C._get_privateuse1_backend_name())
+    except AttributeError:
+        pass
+    for name in names:
+        bad = getattr(getattr(torch, name, None), "_is_in_bad_fork", None)
+        if bad is not None and bad():
+            return f"torch.{name}"
+    return ""
+
+
+def _open_device() -> str:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(DEVICE_FILES):
+            return target
+    return ""

@@ -1,0 +1,293 @@
+"""Launching ranks from Python: `LaunchConfig`, `elastic_launch`, `launch_agent`.
+
+The names, fields, defaults and results are those of `torch.distributed.launcher`. The agent runs
+as a process of its own, so a caller never has grpc's threads in it and may fork its ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import os
+import secrets
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from elasticrun.caller.agent_process import AgentProcess, signals_passed_on
+from elasticrun.caller.function_spawner import FunctionSpawner
+from elasticrun.caller.log_words import log_words
+from elasticrun.cli.devices import this_machine
+from elasticrun.cli.resolve import resolve
+from elasticrun.cli.values import UsageError
+from elasticrun.config import AgentConfig
+from elasticrun.core.effects import Exit
+from elasticrun.errors import LaunchError, child_failed_error, signal_exception
+from elasticrun.wire import env
+from elasticrun.wire.spawner import Entry, EntryKind
+
+__all__ = ["LaunchConfig", "LaunchError", "elastic_launch", "launch_agent"]
+
+logger = logging.getLogger("elasticrun")
+
+T = TypeVar("T")
+
+
+def _ignore_unknown_fields(cls: type[T]) -> type[T]:
+    """Let a dataclass take fields of a later torch: they are ignored, and a line names them."""
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def init(self: T, *args: Any, **fields: Any) -> None:
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            logger.warning("LaunchConfig: %s has no effect here", ", ".join(unknown))
+        generated(self, *args, **{name: fields[name] for name in fields if name in known})
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_ignore_unknown_fields
+@dataclass
+class LaunchConfig:
+    """What to launch on how many nodes; fields and defaults are torch's (2.13 and later).
+
+    `rdzv_backend` defaults to "etcd" there. No etcd is ever asked here: a job of one node without
+    an endpoint needs no meeting point, and with more nodes `rdzv_endpoint` names the one whose
+    agent starts the job master, whatever the backend is called.
+    `monitor_interval` and `metrics_cfg` have no effect (nothing is polled; figures are the job
+    master's, at its status page). `logs_specs` is torch's DefaultLogsSpecs or None; for a class of
+    your own use the entry-point group `torchrun.logs_specs`.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: Any = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        elif "timeout" not in self.rdzv_configs:
+            self.rdzv_configs["timeout"] = 900
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        elif self.shutdown_timeout < 0:
+            raise ValueError(
+                f"shutdown_timeout must not be negative, it is {self.shutdown_timeout}"
+            )
+
+
+class elastic_launch:
+    """`elastic_launch(config, entrypoint)(*args)` runs the entry point as ranks of this node.
+
+    The entry point is a function (called with `args` in every rank) or the path of a program
+    (executed with `args`). Returns what the function returned, by global rank (None for programs).
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | None,
+        health_check_server: Any = None,
+    ) -> None:
+        if health_check_server is not None:
+            logger.warning("elastic_launch: health_check_server has no effect here")
+        self._config = config
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        return launch_agent(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str | None,
+    args: list[Any],
+    health_check_server: Any = None,
+) -> dict[int, Any]:
+    """Run one agent to the end of its job; see `elastic_launch`.
+
+    Raises ChildFailedError when ranks failed and no restart was left, SignalException when this
+    process received a death signal meanwhile (both are torch's classes if torch's are imported),
+    LaunchError for other ends, ValueError for a configuration that cannot be.
+    """
+    if health_check_server is not None:
+        logger.warning("launch_agent: health_check_server has no effect here")
+    if entrypoint is None:
+        raise ValueError("there is no entry point: give a function or the path of a program")
+    if not config.run_id:
+        config.run_id = str(uuid.uuid4().int)
+        logger.warning("config has no run_id, generated a random run_id: %s", config.run_id)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    agent_config = agent_config_of(config, entrypoint, args)
+    for note in agent_config.notes:
+        logger.warning("%s", note)
+    agent_config = dataclasses.replace(agent_config, notes=())
+    name = entrypoint_name(entrypoint, args)
+    if callable(entrypoint):
+        return run_function(agent_config, entrypoint, tuple(args), name)
+    return run_program(agent_config, name)
+
+
+def entrypoint_name(entrypoint: Callable[..., Any] | str, args: list[Any]) -> str:
+    """What a summary of failures calls it: the function's name, the program, or, where the program
+    is this interpreter, its script."""
+    if callable(entrypoint):
+        return str(getattr(entrypoint, "__name__", type(entrypoint).__name__))
+    if entrypoint == sys.executable:
+        return next((str(arg) for arg in args if not str(arg).startswith("-")), "")
+    return entrypoint
+
+
+def agent_config_of(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
+) -> AgentConfig:
+    """The agent's configuration; what cannot be raises ValueError with a sentence."""
+    try:
+        resolved = resolve(_as_flags(config), os.environ, this_machine())
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    if resolved.delegate:
+        raise ValueError(
+            f"rdzv_backend={config.rdzv_backend} is a plug-in of torch's: use torch.distributed."
+            "launcher for it"
+        )
+    return dataclasses.replace(
+        resolved,
+        entry=entry_of(entrypoint, args),
+        called=True,
+        logs=log_words(config),
+        set_omp_threads=False,  # as with torch, that is the command line's doing
+        numa_binding=_numa_word(config.numa_options),
+        notes=tuple(note for note in resolved.notes if "OMP_NUM_THREADS" not in note),
+    )
+
+
+def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entry:
+    """The entry point in the spawner's words. This interpreter with a script or a module is known
+    as such, so that it can be forked."""
+    if callable(entrypoint):
+        return Entry(EntryKind.FUNCTION, entrypoint_name(entrypoint, args))
+    words = [str(arg) for arg in args]
+    if entrypoint == sys.executable:
+        rest = words[1:] if words[:1] == ["-u"] else words
+        if len(rest) > 1 and rest[0] == "-m":
+            return Entry(EntryKind.MODULE, rest[1], tuple(rest[2:]))
+        if rest and not rest[0].startswith("-"):
+            return Entry(EntryKind.SCRIPT, rest[0], tuple(rest[1:]))
+    return Entry(EntryKind.COMMAND, entrypoint, tuple(words))
+
+
+def run_program(config: AgentConfig, name: str) -> dict[int, Any]:
+    """Run an agent whose ranks are programs; every rank's result is None."""
+    agent = AgentProcess(config)
+    try:
+        with signals_passed_on(agent, config.signals_to_handle):
+            outcome = agent.wait()
+    finally:
+        agent.give_up()
+        agent.close()
+    raise_for(outcome, name)
+    first = max(config.node_rank, 0) * config.nproc_per_node
+    return dict.fromkeys(range(first, first + config.nproc_per_node))
+
+
+def run_function(
+    config: AgentConfig, function: Callable[..., Any], args: tuple[Any, ...], name: str
+) -> dict[int, Any]:
+    """Run an agent whose ranks call a function; results by global rank."""
+    token = secrets.token_hex(8)
+    config = dataclasses.replace(config, env={**config.env, env.CALLER: token})
+    mark = f"{env.CALLER}={token}".encode()
+    spawner = FunctionSpawner(function, args, config.start_method, mark)
+    agent = AgentProcess(config, spawner.agents_end)
+    try:
+        with signals_passed_on(agent, config.signals_to_handle) as handlers:
+            spawner.handlers = handlers
+            spawner.serve(agent)
+            outcome = agent.wait()
+    finally:
+        agent.give_up()
+        agent.close()
+    raise_for(outcome, name)
+    return spawner.results()
+
+
+def raise_for(outcome: Exit, name: str) -> None:
+    """Raise what this end of a job is in Python; nothing for a good one."""
+    if outcome.signum:
+        raise signal_exception(outcome.signum)
+    if outcome.failures:
+        raise child_failed_error(name, outcome.failures)
+    if outcome.code:
+        raise LaunchError(outcome.reason, outcome.code)
+
+
+def _as_flags(config: LaunchConfig) -> argparse.Namespace:
+    """The same wishes in the words of the command line; what is not among them has its default."""
+    one_node = config.max_nodes == 1
+    backend, endpoint = config.rdzv_backend, config.rdzv_endpoint.strip()
+    if backend in ("etcd", "etcd-v2"):
+        if not endpoint and not one_node:
+            raise ValueError(
+                "with more than one node LaunchConfig needs rdzv_endpoint='HOST:PORT', the node "
+                "whose agent starts the job master"
+            )
+        backend = "c10d"
+    conf = {key: value for key, value in config.rdzv_configs.items() if value is not None}
+    rank = conf.pop("rank", -1)
+    if backend != "static":
+        conf.pop("timeout", None)  # torch's default for all backends; only the static one uses it
+    return argparse.Namespace(
+        nnodes=f"{config.min_nodes}:{config.max_nodes}",
+        nproc_per_node=str(config.nproc_per_node),
+        rdzv_backend=backend,
+        rdzv_endpoint=endpoint or ("localhost:0" if one_node else ""),
+        rdzv_id=config.run_id,
+        rdzv_conf=",".join(f"{key}={value}" for key, value in conf.items()),
+        node_rank=rank,
+        role=config.role,
+        max_restarts=config.max_restarts,
+        start_method=config.start_method,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        signals_to_handle=config.signals_to_handle,
+        virtual_local_rank=config.virtual_local_rank,
+        shutdown_timeout=config.shutdown_timeout,
+        training_script="",
+        training_script_args=[],
+    )
+
+
+def _numa_word(options: Any) -> str | None:
+    """The word of --numa-binding in torch's NumaOptions."""
+    if options is None:
+        return None
+    mode = getattr(options, "affinity_mode", options)
+    return str(getattr(mode, "value", mode))

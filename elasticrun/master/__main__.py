@@ -1,0 +1,17 @@
+"""`python -m elasticrun.master --config-fd N`: a job master as an agent starts it."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working folder of `python -m`: a `grpc/` there is not the grpc
+    import signal
+
+    # Before the imports below, which take long enough for a Ctrl-C.
+    for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, number), signal.SIG_IGN)
+    from elasticrun.master.main import hosted_main
+
+    sys.exit(hosted_main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""What /metrics counts beside the brain's picture; it decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import RanksFailed, Report
+
+
+class Figures:
+    """Failed ranks so far, and how old the newest round is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._round: RoundName | None = None
+        self._since = 0.0
+        self._failed: set[int] = set()
+        self._failed_in: RoundName | None = None
+        self.failures = 0
+        """Ranks that failed, each once per round, however often its node says so."""
+        self.rounds = 0
+        """Rounds this master has started."""
+
+    def started(self, name: RoundName) -> None:
+        """A Start of this round goes out."""
+        if name != self._round:
+            self._round, self._since = name, self._clock()
+            self.rounds += 1
+
+    def heard(self, report: Report) -> None:
+        """A report reached the brain."""
+        if not isinstance(report, RanksFailed):
+            return
+        if report.round != self._failed_in:
+            self._failed_in = report.round
+            self._failed.clear()
+        new = {failure.rank for failure in report.failures} - self._failed
+        self._failed |= new
+        self.failures += len(new)
+
+    def round_age(self) -> float | None:
+        """Seconds since the newest round started; None before the first."""
+        return None if self._round is None else self._clock() - self._since

@@ -1,0 +1,103 @@
+"""When the master ends: the outcome is told, nobody comes any more, or its owner is gone.
+
+over       every attached agent has hung up, or `linger` seconds later; agents whose stream is
+           broken at that moment are still dialling, so then `linger` is waited out
+alone      no agent for `lost` seconds (a master started by hand waits for its first for ever)
+lifeline   at its EOF: at once, or with `outlive` when no agent is attached any more
+signal     SIGTERM or SIGINT to a master that was started by hand
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from elasticrun.config import EXIT_MASTER_LOST, EXIT_OK, REATTACH_GRACE
+from elasticrun.core.effects import JobOver
+
+OWNER_GONE: Final = 0.5
+"""Seconds without an agent after the owner's death: its own stream breaks at that moment."""
+
+
+class Lifetime:
+    """Holds the one timer that may end the master, and the future that says with what."""
+
+    def __init__(
+        self,
+        *,
+        linger: float,
+        lost: float,
+        hosted: bool,
+        outlive: bool = False,
+        dialling: Callable[[], bool] = lambda: False,
+        several: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[tuple[int, str]] = self._loop.create_future()
+        """Exit code and the sentence for the log."""
+        self._linger = linger
+        self._lost = lost
+        self._outlive = outlive
+        self._dialling = dialling
+        self._several = several
+        self._attached = 0
+        self._outcome: JobOver | None = None
+        self._orphan = False
+        self._timer: asyncio.TimerHandle | None = None
+        if hosted:
+            self._alone()
+
+    def counted(self, attached: int) -> None:
+        """So many agents are attached now."""
+        self._attached = attached
+        if self._outcome is not None:
+            if not attached and not self._dialling():
+                self._end(self._outcome.exit_code, self._outcome.reason)
+        elif attached:
+            self._arm(None)
+        else:
+            self._alone()
+
+    def over(self, outcome: JobOver) -> None:
+        """The job's outcome is known and has been told to those who are attached."""
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        self._arm(self._linger, outcome.exit_code, outcome.reason)
+        self.counted(self._attached)
+
+    def owner_gone(self) -> None:
+        """The lifeline has reached its end."""
+        if not self._outlive:
+            self._end(EXIT_OK, "the agent that started this master has ended")
+            return
+        self._orphan = True
+        if not self._attached:
+            self._alone()
+
+    def signalled(self, signum: int, name: str) -> None:
+        """A person ends a master that was started by hand."""
+        self._end(128 + signum, f"received {name}")
+
+    def _alone(self) -> None:
+        if self._outcome is not None:
+            return
+        if self._orphan:
+            # Other nodes, if there ever were any, may only have lost their streams for a moment.
+            wait = REATTACH_GRACE if self._several() else OWNER_GONE
+            self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
+        else:
+            self._arm(self._lost, EXIT_MASTER_LOST, f"no agent for {self._lost:g} s")
+
+    def _arm(self, after: float | None, code: int = 0, reason: str = "") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if after is not None:
+            self._timer = self._loop.call_later(after, self._end, code, reason)
+
+    def _end(self, code: int, reason: str) -> None:
+        self._arm(None)
+        if not self.done.done():
+            self.done.set_result((code, reason))

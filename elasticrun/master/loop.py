@@ -1,0 +1,213 @@
+"""The master's loop: one queue of events, one brain, and the carrying out of its effects.
+
+A turn drains the inbox before it judges: while a report lies here unread, its sender is not silent.
+A turn that begins more than OVERSLEPT seconds later than its deadline tells the brain so first,
+because silence counts only while the listener listened (COORDINATION 4).
+
+The loop sleeps until an event comes or the brain's next deadline; there is no other timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+from elasticrun.core.effects import (
+    Attached,
+    Detached,
+    Hangup,
+    Heard,
+    JobEffect,
+    JobEvent,
+    JobOver,
+    Note,
+    Overslept,
+    Tell,
+    Tick,
+)
+from elasticrun.master.figures import Figures
+from elasticrun.master.mailbox import Mailbox
+from elasticrun.wire import codec
+from elasticrun.wire.messages import Beat, Echo, JobStatus, Order, Start, Welcome
+
+OVERSLEPT: Final = 0.2
+"""A turn this many seconds late was not listening in time (COORDINATION 4)."""
+
+MAX_BATCH: Final = 1024
+"""Events handled before those who write orders get their turn."""
+
+MAX_FAULTS: Final = 3
+"""So many exceptions of the brain end the master: a successor asks the agents how things stand."""
+
+PICTURE_SHARE: Final = 20
+"""A status picture is made anew only after this many times the time that it takes to make."""
+
+logger = logging.getLogger("elasticrun")
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Brain(Protocol):
+    """What the loop needs of `core.job.Job`."""
+
+    def step(self, event: JobEvent, now: float) -> list[JobEffect]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def status(self) -> JobStatus: ...
+
+
+class BrainFault(RuntimeError):
+    """The brain raised MAX_FAULTS times; its state cannot be trusted any more."""
+
+
+class Loop:
+    """Feeds events to the brain in the order of `put` and performs what it asks for."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        *,
+        job_id: str = "",
+        on_over: Callable[[JobOver], None],
+        figures: Figures | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._brain = brain
+        self._job_id = job_id
+        self._on_over = on_over
+        self.figures = figures or Figures(clock)
+        self._clock = clock
+        self._inbox: deque[JobEvent] = deque()
+        self._wake = asyncio.Event()
+        self._boxes: dict[int, Mailbox] = {}
+        self._faults = 0
+        self._picture: JobStatus | None = None
+        self._fresh_until = 0.0
+        self.status_url = ""
+        """Told to agents in Welcome; "" without a status page."""
+
+    # ------------------------------------------------------------ what handlers call
+
+    def attach(self, event: Attached, box: Mailbox) -> None:
+        """A stream said Hello: its orders go to `box` from now on."""
+        self._boxes[event.session] = box
+        self.put(event)
+
+    def put(self, event: JobEvent) -> None:
+        """Queue an event. Each session bounds how many of its own wait here."""
+        self._inbox.append(event)
+        self._wake.set()
+
+    def status(self) -> JobStatus:
+        """The brain's picture; at most a twentieth of the loop's time goes into making it."""
+        if self._picture is None or self._clock() >= self._fresh_until:
+            began = self._clock()
+            picture = self._brain.status()
+            # A brain without a spec learns the name of its job from the first Hello only.
+            self._picture = replace(picture, job_id=picture.job_id or self._job_id)
+            now = self._clock()
+            self._fresh_until = now + PICTURE_SHARE * (now - began)
+        return self._picture
+
+    # ------------------------------------------------------------ turns
+
+    async def run(self) -> None:
+        """Turn after turn, until cancelled. BrainFault when the brain cannot go on."""
+        while True:
+            self._turn()
+            if self._inbox:
+                await asyncio.sleep(0)  # writers and handlers first
+                continue
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until an event is put or the brain's deadline is due."""
+        self._wake.clear()
+        deadline = self._brain.next_deadline()
+        if deadline is None:
+            await self._wake.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(
+            max(0.0, deadline - self._clock()), self._wake.set
+        )
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+
+    def _turn(self) -> None:
+        now = self._clock()
+        deadline = self._brain.next_deadline()
+        if deadline is not None and now - deadline > OVERSLEPT:
+            self._step(Overslept(now - deadline), now)
+        for _ in range(min(len(self._inbox), MAX_BATCH)):
+            event = self._inbox.popleft()
+            self._step(event, self._clock())
+            if isinstance(event, Detached):
+                self._boxes.pop(event.session, None)
+            elif isinstance(event, Heard):
+                self.figures.heard(event.report)
+                if isinstance(event.report, Beat):  # says that this loop turns, as the Beat did
+                    self._tell((event.session,), Echo(event.report.number))
+        if self._inbox:
+            return
+        deadline = self._brain.next_deadline()
+        now = self._clock()
+        if deadline is not None and deadline <= now:
+            self._step(Tick(), now)
+
+    def _step(self, event: JobEvent, now: float) -> None:
+        try:
+            effects = self._brain.step(event, now)
+        except Exception as fault:
+            self._faulted(event, fault)
+            return
+        for effect in effects:
+            self._perform(effect)
+
+    def _faulted(self, event: JobEvent, fault: Exception) -> None:
+        """An event that the brain cannot take is a defect of ours, yet no reason to end a job."""
+        self._faults += 1
+        logger.error("a defect: %s while handling %s", fault, event, exc_info=fault)
+        if self._faults >= MAX_FAULTS:
+            raise BrainFault(f"{self._faults} events could not be handled, the last: {fault}")
+        if isinstance(event, Heard | Attached):
+            self._hang_up(event.session)
+
+    # ------------------------------------------------------------ effects
+
+    def _perform(self, effect: JobEffect) -> None:
+        match effect:
+            case Tell():
+                self._tell(effect.sessions, effect.order)
+            case Hangup():
+                self._hang_up(effect.session)
+            case Note():
+                logger.log(_LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+            case JobOver():
+                self._on_over(effect)
+
+    def _tell(self, sessions: tuple[int, ...], order: Order) -> None:
+        if isinstance(order, Welcome) and not order.status_url:
+            order = replace(order, status_url=self.status_url)
+        elif isinstance(order, Start):
+            self.figures.started(order.round)
+        try:
+            data = codec.order_to_wire(order)
+        except codec.WireError as wrong:
+            logger.error("a defect: an order that cannot be sent: %s", wrong)
+            return
+        kind = type(order).__name__
+        for session in sessions:
+            if (box := self._boxes.get(session)) is not None:
+                box.put(kind, data)
+
+    def _hang_up(self, session: int) -> None:
+        if (box := self._boxes.get(session)) is not None:
+            box.close()

@@ -1,0 +1,238 @@
+"""The job master as a process: from its configuration to its exit code.
+
+Two ways in. An agent starts `python -m elasticrun.master --config-fd N` in a session of its own;
+such a master ignores the signals that a terminal or a scheduler sends to every process of a job
+and ends as `lifetime.py` says. A person starts `elasticrun master` (`main(config)`); that one ends
+on SIGTERM or SIGINT as well.
+
+Configuration on the pipe: MasterConfig as a JSON object, `spec` an object or null. Answer on
+`ready_fd`, one line: {"port": 29400, "status_port": 43117}, or {"error": "...", "exit_code": 79}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.config import (
+    EXIT_FAILED,
+    EXIT_PORT_TAKEN,
+    EXIT_USAGE,
+    MASTER_LOST_TIMEOUT,
+    MAX_SESSIONS,
+    MasterConfig,
+)
+from elasticrun.core.job import Job
+from elasticrun.master import log
+from elasticrun.master.lifetime import Lifetime
+from elasticrun.master.loop import Brain, BrainFault, Loop
+from elasticrun.master.server import Ear
+from elasticrun.master.status import StatusPage, page_url
+from elasticrun.wire import published
+from elasticrun.wire.channel import ListenError, listen, make_server
+from elasticrun.wire.ids import mint_nonce
+from elasticrun.wire.messages import JobSpec
+
+MAX_CONFIG_BYTES: Final = 1024 * 1024
+"""A configuration is some hundred bytes."""
+
+STOP_GRACE: Final = 0.5
+"""Seconds that streams have to close when the server stops; agents have heard the outcome."""
+
+logger = logging.getLogger("elasticrun")
+
+
+def main(config: MasterConfig, *, hosted: bool = False) -> int:
+    """Serve one job until it is over; the exit code of the process. `hosted`: by an agent."""
+    lines = log.set_up(os.environ.get("LOGLEVEL", "WARNING" if hosted else "INFO"))
+    _raise_file_limit()
+    try:
+        return asyncio.run(Master(config, hosted=hosted).run())
+    except ListenError as wrong:
+        return _failed(config, str(wrong), EXIT_PORT_TAKEN if wrong.taken else EXIT_FAILED)
+    except BrainFault as fault:
+        logger.error("the master gives up: %s", fault)
+        return EXIT_FAILED
+    finally:
+        lines.drain(1.0)
+
+
+def _failed(config: MasterConfig, reason: str, code: int) -> int:
+    """An agent tells its user itself; a person at the terminal is told here."""
+    if config.ready_fd >= 0:
+        _say(config.ready_fd, {"error": reason, "exit_code": code})
+    else:
+        print(f"elasticrun master: {reason}", file=sys.stderr)
+    return code
+
+
+def _say(fd: int, answer: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # whoever asked has gone; the lifeline says what follows
+        os.write(fd, json.dumps(answer).encode() + b"\n")
+        os.close(fd)
+
+
+def _raise_file_limit() -> None:
+    """Every agent is a socket here, and the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Master:
+    """Everything one job needs, put together and taken down."""
+
+    def __init__(self, config: MasterConfig, *, hosted: bool, brain: Brain | None = None) -> None:
+        self._config = config
+        self._hosted = hosted
+        # The term only has to grow from one master of a job to the next, with no record kept
+        # between them; wall-clock seconds do, and a brain that adopts a round takes a larger one
+        # if the agents report it.
+        self._brain: Brain = brain or Job(config.spec, int(time.time()), mint_nonce)
+
+    async def run(self) -> int:
+        """Serve; the exit code. ListenError if the port cannot be had, BrainFault on a defect."""
+        config = self._config
+        spec = config.spec
+        life = Lifetime(
+            linger=config.linger,
+            lost=spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT,
+            hosted=self._hosted,
+            outlive=config.outlive,
+            dialling=lambda: any(node.state == "suspect" for node in loop.status().nodes),
+            several=lambda: len(ear.nodes) > 1,
+        )
+        loop = Loop(self._brain, job_id=config.job_id, on_over=life.over)
+        ear = Ear(loop, config.job_id, on_count=life.counted)
+        server = make_server(ear.attend, ear.status, most=MAX_SESSIONS + 256)
+        port = listen(server, config.host, config.port)
+        page = StatusPage(loop)
+        status_port = self._open(page)
+        loop.status_url = page_url(config.status_host, status_port) if status_port else ""
+        await server.start()
+        if config.ready_fd >= 0:
+            _say(config.ready_fd, {"port": port, "status_port": status_port})
+        self._watch(life)
+        listing = Listing(config, port, loop.status_url)
+        logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
+        turning = asyncio.ensure_future(loop.run())
+        try:
+            await asyncio.wait((turning, life.done), return_when=asyncio.FIRST_COMPLETED)
+            if turning.done():
+                turning.result()  # raises
+            code, reason = life.done.result()
+            logger.info("the master ends: %s", reason)
+            return code
+        finally:
+            turning.cancel()
+            listing.remove()
+            await page.close()
+            await server.stop(STOP_GRACE)
+
+    def _open(self, page: StatusPage) -> int:
+        """The page's port, 0 without one: a job does not depend on being looked at."""
+        host, port = self._config.status_host, self._config.status_port
+        try:
+            return page.listen(host, port)
+        except OSError as wrong:
+            logger.warning("no status page on %s:%d: %s", host, port, wrong.strerror or wrong)
+            return 0
+
+    def _watch(self, life: Lifetime) -> None:
+        """Events from outside that may end this process."""
+        loop = asyncio.get_running_loop()
+        if not self._hosted:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, life.signalled, int(number), number.name)
+        fd = self._config.lifeline_fd
+        if fd >= 0:
+            loop.add_reader(fd, _lifeline, loop, fd, life)
+
+
+def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, life: Lifetime) -> None:
+    try:
+        gone = not os.read(fd, 4096)
+    except BlockingIOError:
+        return
+    except OSError:
+        gone = True
+    if gone:
+        loop.remove_reader(fd)
+        life.owner_gone()
+
+
+class Listing:
+    """This master's file in the user's run folder, written and removed by a thread: the folder may
+    stand on a file system that hangs, and the loop must not."""
+
+    def __init__(self, config: MasterConfig, port: int, status_url: str) -> None:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.host, config.host)
+        self._entry = published.Published(
+            job_id=config.job_id,
+            host=host,
+            port=port,
+            status_url=status_url,
+            pid=os.getpid(),
+            started=published.start_time(os.getpid()) or 0,
+        )
+        self._path: Path | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
+        self._thread.start()
+
+    def remove(self) -> None:
+        """Take the file away; gives up after a moment, a stale file is recognised as such."""
+        self._over.set()
+        self._thread.join(timeout=0.5)
+
+    def _keep(self) -> None:
+        with contextlib.suppress(OSError):
+            folder = published.run_folder(os.environ)
+            published.published(folder)  # removes what masters that were killed have left
+            self._path = published.publish(folder, self._entry)
+        self._over.wait()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+# ---------------------------------------------------------------- python -m elasticrun.master
+
+
+def config_from_json(text: str) -> MasterConfig:
+    """What an agent writes to the pipe; ValueError with a sentence if it is not that."""
+    try:
+        fields = json.loads(text)
+        if fields.get("spec") is not None:
+            fields["spec"] = JobSpec(**fields["spec"])
+        return MasterConfig(**fields)
+    except (TypeError, AttributeError, ValueError) as wrong:
+        raise ValueError(f"this is no configuration of a master: {wrong}") from None
+
+
+def hosted_main(argv: list[str]) -> int:
+    """The process that an agent starts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m elasticrun.master",
+        description="Started by an agent; `elasticrun master` is the command for people.",
+    )
+    parser.add_argument("--config-fd", type=int, required=True, help="pipe with the configuration")
+    fd = parser.parse_args(argv).config_fd
+    try:
+        with open(fd, "rb") as pipe:
+            config = config_from_json(pipe.read(MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError) as wrong:
+        print(f"elasticrun master: {wrong}", file=sys.stderr)
+        return EXIT_USAGE
+    return main(config, hosted=True)

@@ -1,0 +1,205 @@
+"""The page that people and scrapers read: /status (JSON), /healthz, /metrics. Reading only.
+
+Its socket listens from the start, so that agents can be told the address; the HTTP server behind it
+is imported at the first connection, in a thread. Most jobs are never looked at: they pay neither
+the memory nor the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
+from typing import Any, Final
+
+from elasticrun import __version__
+from elasticrun.master.loop import Loop
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import JobStatus
+
+MAX_CONNECTIONS: Final = 64
+"""Connections served at a time; one more is closed unread."""
+
+CONNECTION_LIFE: Final = 30.0
+"""Seconds after which a connection is closed, whatever it does: against dribblers."""
+
+MAX_HEAD: Final = 16 * 1024
+"""Bytes of request line and headers; a longer head is answered with 400."""
+
+CLOSE_LIMIT: Final = 1.0
+"""Seconds that closing the page may hold up the end of the master."""
+
+PATHS: Final = ("/status", "/healthz", "/metrics")
+
+logger = logging.getLogger("elasticrun")
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class StatusPage:
+    """The listening socket, and the HTTP server once somebody has knocked."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._socket: socket.socket | None = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._body: tuple[JobStatus, bytes] | None = None
+        self._render: Callable[[], bytes] | None = None
+
+    def listen(self, host: str, port: int) -> int:
+        """Bind and wait for the first visitor; returns the port. OSError if it cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((host, port))
+            made.listen(MAX_CONNECTIONS)
+            made.setblocking(False)
+        except OSError:
+            made.close()
+            raise
+        self._socket = made
+        asyncio.get_running_loop().add_reader(made, self._visited)
+        return int(made.getsockname()[1])
+
+    def _visited(self) -> None:
+        assert self._socket is not None
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._serving = asyncio.ensure_future(self._serve(self._socket))
+
+    async def _serve(self, made: socket.socket) -> None:
+        try:
+            self._server = await asyncio.to_thread(_http_server, self._answer)
+            await self._server.serve(sockets=[made])
+        except Exception as wrong:
+            logger.warning("the status page has ended: %s", wrong)
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        if self._serving is not None:
+            if self._server is None:
+                self._serving.cancel()
+            else:
+                self._server.end()
+            await asyncio.wait((self._serving,), timeout=CLOSE_LIMIT)
+        self._socket.close()
+        self._socket = None
+
+    # ------------------------------------------------------------ the application (ASGI)
+
+    async def _answer(self, scope: dict[str, Any], _receive: object, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path, method = scope["path"], scope["method"]
+        headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+        if path not in PATHS:
+            code, body = 404, f"there is {', '.join(PATHS)}\n".encode()
+        elif method not in ("GET", "HEAD"):
+            code, body = 405, b"read only\n"
+            headers["allow"] = "GET, HEAD"
+        elif path == "/status":
+            code, body = 200, self._json()
+            headers["content-type"] = "application/json"
+        elif path == "/metrics":
+            code, body = 200, self._metrics()
+            headers["content-type"] = "text/plain; version=0.0.4; charset=utf-8"
+        else:
+            code, body = 200, b"ok\n"
+        headers["content-length"] = str(len(body))
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": code, "headers": pairs})
+        await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body})
+
+    def _json(self) -> bytes:
+        status = self._loop.status()
+        if self._body is None or self._body[0] is not status:
+            self._body = (status, status_json(status))
+        return self._body[1]
+
+    def _metrics(self) -> bytes:
+        if self._render is None:
+            from elasticrun.master.metrics import renderer
+
+            self._render = renderer(self._loop)
+        return self._render()
+
+
+def status_json(status: JobStatus) -> bytes:
+    """The picture as JSON: the fields of JobStatus, and the version of elasticrun."""
+    fields = {**asdict(status), "version": __version__}
+    if status.round is not None:
+        fields["round"]["name"] = str(status.round)
+    return json.dumps(fields, indent=1).encode() + b"\n"
+
+
+def page_url(host: str, port: int) -> str:
+    """The address of the page for people; a wildcard is told as this host's loopback."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{Endpoint(shown, port)}/status"
+
+
+def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
+    """Import the HTTP server and make one. Runs in a thread: the import takes a while."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Bounded(H11Protocol):
+        """uvicorn has no limit for a head that never ends; every connection ends in time here."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.server_state.connections) > MAX_CONNECTIONS:
+                transport.abort()
+                return
+            self._life = self.loop.call_later(CONNECTION_LIFE, transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if life := getattr(self, "_life", None):
+                life.cancel()
+            super().connection_lost(exc)
+
+    class Quiet(uvicorn.Server):
+        """Leaves signals to the master and sleeps until it is told to end, instead of looking ten
+        times a second whether it should."""
+
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            self._ended = asyncio.Event()
+
+        def end(self) -> None:
+            self.force_exit = True
+            self._ended.set()
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def main_loop(self) -> None:
+            await self._ended.wait()
+
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",
+        http=Bounded,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=5,
+        backlog=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEAD,
+    )
+    return Quiet(config)

@@ -1,0 +1,163 @@
+"""The command line as a Python API: what `torch.distributed.run` has, by the same names.
+
+`run(args)` takes a namespace of our parser, of torch's, or of a program that has made one itself
+(accelerate); what it lacks has its default. The job runs in an agent process of its own, so the
+caller never holds grpc, and an end that is not a good one is raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elasticrun.caller.log_words import specs_of
+from elasticrun.cli import flags, values
+from elasticrun.cli.devices import this_machine
+from elasticrun.cli.main import say
+from elasticrun.cli.program import check_program
+from elasticrun.cli.resolve import resolve
+from elasticrun.cli.values import UsageError
+from elasticrun.config import AgentConfig
+from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
+from elasticrun.wire.spawner import EntryKind
+
+__all__ = [
+    "config_from_args",
+    "determine_local_world_size",
+    "elastic_launch",
+    "get_args_parser",
+    "main",
+    "parse_args",
+    "parse_min_max_nnodes",
+    "run",
+    "run_script_path",
+]
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """An argparse parser of every flag of torchrun's and ours."""
+    return flags.get_args_parser()
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line (sys.argv where it is None); ends the process where it is wrong."""
+    return get_args_parser().parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Parse a command line and run it; see `run`."""
+    run(parse_args(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Launch what the namespace says and return when it has ended well.
+
+    Raises ChildFailedError when ranks failed and no restart was left, SignalException when this
+    process received a death signal (torch's classes, if torch's are imported), LaunchError for
+    other ends, ValueError for wishes that cannot be met.
+    """
+    config = _resolve(args)
+    for note in config.notes:
+        say(note)
+    if config.delegate:
+        say(f"--rdzv-backend={config.delegate} is a plug-in of torchrun's: torchrun takes over")
+        importlib.import_module("torch.distributed.run").run(args)
+        return
+    run_program(dataclasses.replace(config, notes=(), called=True), config.entry.target)
+
+
+def config_from_args(
+    args: argparse.Namespace,
+) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """The namespace as `elastic_launch` takes it: configuration, entry point, its arguments."""
+    config = _resolve(args)
+    entry = config.entry
+    command: Callable[..., Any] | str = config.python_exec or sys.executable
+    words = ["-u", entry.target]
+    if entry.kind is EntryKind.RUN_PATH:
+        command, words = run_script_path, [entry.target]
+    elif entry.kind is EntryKind.MODULE:
+        words = ["-u", "-m", entry.target]
+    elif entry.kind is EntryKind.COMMAND:
+        command, words = entry.target, []
+    return _launch_config(args, config), command, [*words, *entry.args]
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` as two numbers. Raises RuntimeError for another number of colons, and
+    ValueError for what is no number, as torch's function does."""
+    parts = nnodes.split(":")
+    if len(parts) > 2:
+        raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
+    return int(parts[0]), int(parts[-1])
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """How many ranks `N`, cpu, gpu, xpu, auto or a private backend's name means on this node.
+    Raises ValueError."""
+    wish = argparse.Namespace(
+        nproc_per_node=str(nproc_per_node), standalone=True, training_script="-",
+        training_script_args=(),
+    )  # fmt: skip
+    return _resolve(wish).nproc_per_node
+
+
+def run_script_path(training_script: str, *training_script_args: str) -> None:
+    """Run a script within this interpreter, as `__main__`, with these arguments."""
+    sys.argv = [training_script, *training_script_args]
+    runpy.run_path(training_script, run_name="__main__")
+
+
+def _resolve(args: argparse.Namespace) -> AgentConfig:
+    try:
+        config = resolve(args, os.environ, this_machine(say=say))
+        hint = check_program(config.entry)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    if hint:
+        say(hint)
+    return config
+
+
+def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfig:
+    spec, place, logs = config.spec, config.rendezvous, config.logs
+    static = place.kind == "static"
+    endpoint = "localhost:0" if place.kind == "standalone" else f"{place.host}:{place.port}"
+    configs: dict[str, Any] = {**values.pairs(getattr(args, "rdzv_conf", "") or "")}
+    if static:
+        configs["rank"] = config.node_rank
+    return LaunchConfig(
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        nproc_per_node=config.nproc_per_node,
+        logs_specs=specs_of(logs),
+        run_id=spec.job_id,
+        role=config.role,
+        rdzv_endpoint=endpoint,
+        rdzv_backend="static" if static else "c10d",
+        rdzv_configs=configs,
+        max_restarts=spec.max_restarts,
+        monitor_interval=float(getattr(args, "monitor_interval", 0.1)),
+        start_method=config.start_method,
+        log_line_prefix_template=logs.prefix_template or None,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_binding,
+        signals_to_handle=",".join(config.signals_to_handle),
+        duplicate_stdout_filters=list(logs.stdout_filters) or None,
+        duplicate_stderr_filters=list(logs.stderr_filters) or None,
+        virtual_local_rank=config.virtual_local_rank,
+        shutdown_timeout=int(config.shutdown_timeout),
+    )
+
+
+if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and all
+    from elasticrun.cli.main import main as command_line
+
+    sys.exit(command_line())

@@ -1,0 +1,33 @@
+"""The virtual clock: a queue of things that will happen, and nothing happens in between."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+
+class Clock:
+    """Runs what was scheduled in the order of time, things of one time in the order of asking."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+
+    def after(self, delay: float, what: Callable[[], None]) -> None:
+        """Do `what` in `delay` seconds."""
+        self.at(self.now + delay, what)
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Do `what` at `when`, or now if that is over."""
+        self._serial += 1
+        heapq.heappush(self._queue, (max(when, self.now), self._serial, what))
+
+    def next(self) -> float | None:
+        """When something happens next."""
+        return self._queue[0][0] if self._queue else None
+
+    def run_one(self) -> None:
+        """Go to the next thing and do it."""
+        self.now, _, what = heapq.heappop(self._queue)
+        what()

@@ -1,0 +1,108 @@
+"""Streams between agents and the master: in order within a stream, in any order between streams.
+
+A stream delivers each direction first in, first out, with a delay for every message; what is on its
+way when it breaks is lost. The two ends learn of a break at different times, and either end may
+take long: that is what a cut cable looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from elasticrun.core.effects import Attached, Detached, Heard
+from elasticrun.sim.clock import Clock
+from elasticrun.wire.messages import Hello, Order, Report
+
+
+class AgentEnd(Protocol):
+    """What a stream tells the agent."""
+
+    def ordered(self, stream: Stream, order: Order) -> None: ...
+
+    def link_broke(self, stream: Stream, reason: str) -> None: ...
+
+
+class MasterEnd(Protocol):
+    """What a stream tells the master."""
+
+    def step(self, event: Attached | Heard | Detached) -> None: ...
+
+
+class Stream:
+    """One `Attend` stream. `cut` loses everything in both directions and tells nobody."""
+
+    def __init__(
+        self,
+        session: int,
+        clock: Clock,
+        delay: Callable[[], float],
+        agent: AgentEnd,
+        master: MasterEnd,
+    ) -> None:
+        self.session = session
+        self._clock = clock
+        self._delay = delay
+        self._agent = agent
+        self._master = master
+        self.agent_open = True
+        self.master_open = False  # until the Hello has arrived
+        self.cut = False
+        self._up_free = self._down_free = 0.0
+
+    def hello(self, hello: Hello) -> None:
+        """Open it."""
+
+        def arrive() -> None:
+            self.master_open = True
+            self._master.step(Attached(self.session, hello))
+
+        self._up(arrive)
+
+    def report(self, report: Report) -> None:
+        """Agent to master."""
+
+        def arrive() -> None:
+            if self.master_open:
+                self._master.step(Heard(self.session, report))
+
+        self._up(arrive)
+
+    def order(self, order: Order) -> None:
+        """Master to agent."""
+
+        def arrive() -> None:
+            if self.agent_open:
+                self._agent.ordered(self, order)
+
+        self._down(arrive)
+
+    def close_from_agent(self, *, clean: bool) -> None:
+        """The agent closed it or is gone; the master learns of it after what was said before."""
+        self.agent_open = False
+        self._up(lambda: self.break_at_master(clean=clean))
+
+    def close_from_master(self) -> None:
+        """The master hung up, or is gone; the agent learns of it after what was told before."""
+        self.master_open = False
+        self._down(lambda: self.break_at_agent("the stream was closed"))
+
+    def break_at_master(self, *, clean: bool = False) -> None:
+        """The master's side is told that it broke."""
+        if self.master_open:
+            self.master_open = False
+            self._master.step(Detached(self.session, clean))
+
+    def break_at_agent(self, reason: str) -> None:
+        """The agent's side is told that it broke."""
+        if self.agent_open:
+            self.agent_open = False
+            self._agent.link_broke(self, reason)
+
+    def _up(self, arrive: Callable[[], None]) -> None:
+        self._up_free = max(self._up_free, self._clock.now + self._delay())
+        self._clock.at(self._up_free, lambda: None if self.cut else arrive())
+
+    def _down(self, arrive: Callable[[], None]) -> None:
+        self._down_free = max(self._down_free, self._clock.now + self._delay())
+        self._clock.at(self._down_free, lambda: None if self.cut else arrive())

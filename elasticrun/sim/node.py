@@ -1,0 +1,384 @@
+"""A node of the simulated world: the real agent's brain with a fake shell around it.
+
+The shell does what the real one owes: it dials and says Hello, beats, prepares stores, starts and
+signals ranks, sweeps, and ends. Everything takes a little virtual time and can be made to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elasticrun.core.effects import (
+    AgentEffect,
+    AgentEvent,
+    Exit,
+    LinkBack,
+    LinkLost,
+    Note,
+    Ordered,
+    PrepareStore,
+    RankExited,
+    RankSpawned,
+    RanksSwept,
+    Say,
+    Signalled,
+    SignalRanks,
+    SpawnerLost,
+    SpawnRanks,
+    StoreLost,
+    StoreReady,
+    SweepRanks,
+    Tick,
+)
+from elasticrun.core.failures import classify
+from elasticrun.core.worker_group import WorkerGroup
+from elasticrun.sim.network import Stream
+from elasticrun.sim.ranks import Rank
+from elasticrun.sim.words import in_short
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Failure,
+    Hello,
+    JobSpec,
+    Order,
+    Report,
+    Wait,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from elasticrun.sim.world import World
+
+SIGKILL, SIGTERM = 9, 15
+DEATH = 0.002
+"""Seconds from a signal to the end of a rank that does not handle it."""
+
+
+@dataclass(slots=True)
+class NodeSetup:
+    """How a node is started."""
+
+    name: str
+    spec: JobSpec
+    nproc: int = 1
+    node_rank: int = -1
+    role: str = "default"
+    shutdown_timeout: float = 30.0
+    exit_barrier: float | None = None
+    first_store: float = 1.0  # the first store waits for torch's import
+    store: float = 0.05
+    spawn: float = 0.005
+    term: float = 0.0  # seconds that its ranks take to obey SIGTERM
+    term_code: int | None = None  # their exit code then; None: die of the signal
+
+
+class Node:
+    """One life of one agent."""
+
+    def __init__(self, world: World, setup: NodeSetup, incarnation: str) -> None:
+        self.world = world
+        self.setup = setup
+        self.name = setup.name
+        self.incarnation = incarnation
+        self.alive = True
+        self.frozen = False
+        self.cut = False
+        self.exited: Exit | None = None
+        self.stream: Stream | None = None
+        self.ranks: dict[int, Rank] = {}
+        self.stuck_pids: tuple[int, ...] = ()
+        self._held: list[Callable[[], None]] = []  # what came in while frozen
+        self._stores = 0
+        self._spawner = 1
+        self._beats = 0
+        self._tick_at: float | None = None
+        self._dialling = False
+        self._last_wait = ""
+        self.group = WorkerGroup(
+            nproc=setup.nproc,
+            restart_grace=setup.spec.restart_grace,
+            shutdown_timeout=setup.shutdown_timeout,
+            exit_barrier_timeout=setup.exit_barrier,
+            master_lost_timeout=setup.spec.master_lost_timeout,
+            host=setup.name,
+        )
+        self._schedule_tick()
+        self.dial()
+
+    # ------------------------------------------------------------ the loop
+
+    def feed(self, event: AgentEvent) -> None:
+        """Give the brain an event, unless the process is gone or stopped."""
+        if self.frozen:
+            self._held.append(lambda: self.feed(event))
+            return
+        if not self.alive:
+            return
+        for effect in self.group.step(event, self.world.clock.now):
+            self._perform(effect)
+        self._schedule_tick()
+
+    def _schedule_tick(self) -> None:
+        when = self.group.next_deadline()
+        if not self.alive or when is None or when == self._tick_at:
+            return
+        self._tick_at = when
+
+        def tick() -> None:
+            if self._tick_at == when:
+                self._tick_at = None
+                self.feed(Tick())
+
+        self.world.clock.at(when, tick)
+
+    def _perform(self, effect: AgentEffect) -> None:
+        after = self.world.clock.after
+        if isinstance(effect, Say):
+            self._say(effect.report)
+        elif isinstance(effect, Note):
+            if effect.text != self._last_wait:  # the trace has it already, as an order
+                self.world.trace(self.name, effect.text)
+        elif isinstance(effect, PrepareStore):
+            self._prepare_store()
+        elif isinstance(effect, SpawnRanks):
+            self._spawn(effect)
+        elif isinstance(effect, SignalRanks):
+            for local_rank in effect.local_ranks:
+                self._signal(self.ranks[local_rank], effect.signum)
+        elif isinstance(effect, SweepRanks):
+            spawner = self._spawner
+            after(0.001, lambda: self._swept(spawner))
+        elif isinstance(effect, Exit):
+            self._exit(effect)
+
+    # ------------------------------------------------------------ the link
+
+    def dial(self) -> None:
+        """Attach to the master, again and again until it answers."""
+        self._dialling = False
+        if not self.alive or self.stream is not None:
+            return
+        if self.frozen:
+            self._held.append(self.dial)
+            return
+        master = self.world.master
+        if master is None or self.cut:
+            self.feed(LinkLost("the master does not answer"))
+            self._dial_again()
+            return
+        self.stream = self.world.new_stream(self, master)
+        self.stream.hello(self.hello())
+        self.feed(LinkBack())
+        self._beat(self.stream)
+
+    def _dial_again(self) -> None:
+        if not self._dialling:
+            self._dialling = True
+            self.world.clock.after(self.world.redial, self.dial)
+
+    def hello(self) -> Hello:
+        """The first message of a stream."""
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            version="sim",
+            node=self.name,
+            incarnation=self.incarnation,
+            host=self.name,
+            address=self.name,
+            pid=1,
+            node_rank=self.setup.node_rank,
+            local_world_size=self.setup.nproc,
+            role=self.setup.role,
+            spec=self.setup.spec,
+            attached=self.group.attached(),
+            last_term=self.group.term,
+        )
+
+    def ordered(self, stream: Stream, order: Order) -> None:
+        """An order came in."""
+        if self.frozen:
+            self._held.append(lambda: self.ordered(stream, order))
+            return
+        if not self.alive or stream is not self.stream:
+            return
+        if not isinstance(order, Welcome):
+            self.world.trace(self.name, f"< {in_short(order)}")
+        if self.world.on_order is not None:
+            self.world.on_order(self, order)
+        if isinstance(order, Wait):
+            self._last_wait = order.reason
+        self.feed(Ordered(order))
+
+    def link_broke(self, stream: Stream, reason: str) -> None:
+        """The stream is gone."""
+        if self.frozen:
+            self._held.append(lambda: self.link_broke(stream, reason))
+            return
+        if self.alive and stream is self.stream:
+            self.stream = None
+            self.feed(LinkLost(reason))
+            self._dial_again()
+
+    def _beat(self, stream: Stream) -> None:
+        if not self.alive or stream is not self.stream or not self.world.beats:
+            return
+        if not self.frozen:
+            self._beats += 1
+            stream.report(Beat(self._beats))
+        self.world.clock.after(self.world.beat_interval, lambda: self._beat(stream))
+
+    def _say(self, report: Report) -> None:
+        if self.stream is not None:
+            self.world.trace(self.name, f"> {in_short(report)}")
+            self.stream.report(report)
+
+    # ------------------------------------------------------------ stores and ranks
+
+    def _prepare_store(self) -> None:
+        spawner = self._spawner
+        delay = self.setup.first_store if self._stores == 0 else self.setup.store
+        self._stores += 1
+        store = Endpoint(self.name, self.world.new_port())
+
+        def ready() -> None:
+            if spawner == self._spawner:
+                self.feed(StoreReady(store))
+
+        self.world.clock.after(delay, ready)
+
+    def lose_store(self) -> None:
+        """The store on offer ends by itself."""
+        offered = self.group.status().offered_store
+        if offered is not None:
+            self.feed(StoreLost(offered))
+
+    def _spawn(self, effect: SpawnRanks) -> None:
+        start, spawner = effect.start, self._spawner
+        self.ranks.clear()
+
+        def born(local_rank: int) -> None:
+            if not self.alive or spawner != self._spawner:
+                return
+            rank = Rank(
+                round=start.round,
+                rank=start.first_rank + local_rank,
+                local_rank=local_rank,
+                world_size=start.world_size,
+                pid=self.world.new_pid(),
+                on_exit=lambda code, message: self._rank_ended(rank, code, message),
+                ignores_term=self.setup.term,
+                exit_on_term=self.setup.term_code,
+            )
+            self.ranks[local_rank] = rank
+            self.world.worlds.born(rank)
+            self.feed(RankSpawned(local_rank, rank.pid))
+
+        for local_rank in range(self.setup.nproc):
+            delay = self.setup.spawn * (local_rank + 1)
+            self.world.clock.after(delay, partial(born, local_rank))
+
+    def _signal(self, rank: Rank, signum: int) -> None:
+        delay = DEATH
+        code = -signum
+        if signum != SIGKILL:
+            delay += rank.ignores_term
+            code = code if rank.exit_on_term is None else rank.exit_on_term
+        self.world.clock.after(delay, lambda: self.end_rank(rank, code, ""))
+
+    def end_rank(self, rank: Rank, code: int, message: str) -> None:
+        """A rank ends by itself or of a signal; its agent reaps it."""
+        if rank.alive and rank.pid not in self.stuck_pids:
+            rank.alive = False
+            self.world.rank_died(self, rank, code)
+            rank.on_exit(code, message)
+
+    def _rank_ended(self, rank: Rank, code: int, message: str) -> None:
+        failure = None
+        if code != 0:
+            failure = Failure(
+                host=self.name,
+                rank=rank.rank,
+                local_rank=rank.local_rank,
+                pid=rank.pid,
+                exitcode=code,
+                time_us=round(self.world.clock.now * 1e6),
+                kind=classify(code, message, stopping=False, oom=False),
+                message=message,
+                traceback="",
+                error_file="",
+            )
+        self.feed(RankExited(rank.local_rank, code, failure))
+
+    def _swept(self, spawner: int) -> None:
+        if spawner == self._spawner:
+            self.feed(RanksSwept(self.stuck_pids))
+
+    # ------------------------------------------------------------ what befalls it
+
+    def signal(self, signum: int, name: str, *, death: bool) -> None:
+        """The agent receives a signal."""
+        self.feed(Signalled(signum, name, death))
+
+    def lose_spawner(self) -> None:
+        """The fork server is killed: its ranks and stores go with it."""
+        self._spawner += 1
+        self._stores = 0
+        self._kill_ranks()
+        self.feed(SpawnerLost("killed by signal 9"))
+
+    def _kill_ranks(self) -> None:
+        for rank in self.ranks.values():
+            if rank.alive:
+                rank.alive = False
+                self.world.rank_died(self, rank, -SIGKILL)
+
+    def kill(self) -> None:
+        """kill -9 of the agent: its ranks go with it, the kernel closes its stream."""
+        self.alive = False
+        self._kill_ranks()
+        if self.stream is not None:
+            self.stream.close_from_agent(clean=False)
+            self.stream = None
+
+    def vanish(self) -> None:
+        """The host loses its power: nobody is told; only unanswered pings tell the master."""
+        self.alive = False
+        self._kill_ranks()
+        if self.stream is not None:
+            self.world.cut_stream(self.stream, self)
+            self.stream = None
+
+    def freeze(self) -> None:
+        """SIGSTOP to the agent: its ranks run on."""
+        self.frozen = True
+        if self.stream is not None:
+            stream = self.stream
+
+            def unanswered() -> None:
+                if self.frozen:
+                    stream.break_at_master()
+
+            self.world.clock.after(self.world.ping_timeout, unanswered)
+
+    def thaw(self) -> None:
+        """SIGCONT: what came in is read now, in its order."""
+        self.frozen = False
+        held, self._held = self._held, []
+        for what in held:
+            what()
+        if self.stream is not None and not self.stream.master_open:
+            self.stream.break_at_agent("the stream broke while this process was stopped")
+
+    def _exit(self, effect: Exit) -> None:
+        self.exited = effect
+        self.alive = False
+        self.world.trace(self.name, f"exits {effect.code}: {effect.reason}")
+        self._kill_ranks()
+        if self.stream is not None:
+            self.stream.close_from_agent(clean=True)
+            self.stream = None

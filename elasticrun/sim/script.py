@@ -1,0 +1,279 @@
+"""Scenarios as text: what befalls a world, and the whole trace that is expected of it.
+
+    # why this case exists, in a line or two
+    job 2:4 max_restarts=1          the job's numbers; `world` and `job` lines come first
+    0 node a b nproc=2              at second 0 two agents start
+    5 fail b 1 ValueError: boom     at second 5 local rank 1 of b ends with code 1
+    20 end
+    ---
+    the trace, line by line
+
+`python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
+was seen into the file, to be read before it is committed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticrun.config import (
+    GROW_COOLDOWN,
+    HEARTBEAT_TIMEOUT,
+    JOIN_TIMEOUT,
+    LAST_CALL_TIMEOUT,
+    MASTER_LOST_TIMEOUT,
+    RESTART_BACKOFF,
+    RESTART_WINDOW,
+    SHUTDOWN_TIMEOUT,
+)
+from elasticrun.sim.node import NodeSetup
+from elasticrun.sim.world import World
+from elasticrun.wire.messages import JobSpec
+
+SEPARATOR = "---"
+SIGNALS = {"SIGHUP": 1, "SIGINT": 2, "SIGUSR1": 10, "SIGUSR2": 12, "SIGTERM": 15}
+FORWARD_ONLY = ("SIGUSR1", "SIGUSR2")
+
+DEFAULT_SPEC = JobSpec(
+    job_id="job",
+    min_nodes=1,
+    max_nodes=1,
+    node_unit=1,
+    max_restarts=0,
+    restart_backoff=RESTART_BACKOFF,
+    restart_window=RESTART_WINDOW,
+    join_timeout=JOIN_TIMEOUT,
+    last_call_timeout=LAST_CALL_TIMEOUT,
+    heartbeat_timeout=HEARTBEAT_TIMEOUT,
+    grow="auto",
+    grow_cooldown=GROW_COOLDOWN,
+    restart_grace=float(SHUTDOWN_TIMEOUT),
+    master_lost_timeout=MASTER_LOST_TIMEOUT,
+)
+
+
+class ScriptError(ValueError):
+    """A line that is not understood."""
+
+
+@dataclass(slots=True)
+class Script:
+    """A scenario that was read."""
+
+    why: str
+    commands: str  # the text above the separator, as it was
+    expected: list[str]
+    spec: JobSpec = DEFAULT_SPEC
+    world: dict[str, str] = field(default_factory=dict)
+    steps: list[tuple[float, list[str], str]] = field(default_factory=list)
+
+
+def read(text: str) -> Script:
+    """Parse a script; ScriptError names the line that is wrong."""
+    commands, _, trace = text.partition(f"\n{SEPARATOR}\n")
+    lines = commands.splitlines()
+    why = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    if not lines or not lines[0].startswith("#"):
+        raise ScriptError("the first line must say why the case exists")
+    script = Script(why, commands, trace.splitlines())
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or line.startswith("#"):
+            continue
+        try:
+            _read_line(script, words, line)
+        except (ValueError, IndexError, TypeError, AttributeError) as fault:
+            raise ScriptError(f"line {number}: {line!r}: {fault}") from fault
+    return script
+
+
+def _read_line(script: Script, words: list[str], line: str) -> None:
+    if words[0] == "job":
+        low, high = words[1].split(":")
+        script.spec = replace(script.spec, min_nodes=int(low), max_nodes=int(high))
+        for name, value in _pairs(words[2:]).items():
+            kind = type(getattr(DEFAULT_SPEC, name))
+            script.spec = replace(script.spec, **{name: kind(value)})
+    elif words[0] == "world":
+        script.world.update(_pairs(words[1:]))
+    else:
+        script.steps.append((float(words[0]), words[1:], line))
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
+def run(script: Script) -> World:
+    """Carry a script out; the world as it is at the end."""
+    world = World(
+        peer_delay=float(script.world.get("peer_delay", "0.05")) or None,
+        redial=float(script.world.get("redial", "0.2")),
+        ping_timeout=float(script.world.get("ping_timeout", "5")),
+        beats=script.world.get("beats", "0") == "1",
+    )
+    world.start_master(script.spec)
+    for when, words, line in script.steps:
+        world.run_until(when)
+        if words[0] == "end":
+            break
+        world.trace("*", " ".join(words))
+        verb = VERBS.get(words[0])
+        if verb is None:
+            raise ScriptError(f"{line!r}: there is no {words[0]}")
+        verb(world, script.spec, words[1:])
+    world.lines.extend(f"FAULT: {fault}" for fault in world.worlds.faults)
+    return world
+
+
+def difference(script: Script, seen: list[str]) -> str:
+    """A unified diff of the expected trace and what was seen; empty if they are the same."""
+    lines = difflib.unified_diff(script.expected, seen, "expected", "seen", lineterm="")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Run scripts; 0 if every trace is as expected."""
+    rewrite = "--rewrite" in arguments
+    status = 0
+    for name in (word for word in arguments if word != "--rewrite"):
+        path = Path(name)
+        try:
+            script = read(path.read_text())
+            seen = run(script).lines
+        except (ScriptError, OSError) as fault:
+            print(f"{name}: {fault}")
+            status = 2
+            continue
+        if rewrite:
+            path.write_text("\n".join([script.commands, SEPARATOR, *seen]) + "\n")
+        else:
+            diff = difference(script, seen)
+            print(diff or f"{name}: as expected")
+            status = max(status, int(bool(diff)))
+    return status
+
+
+# -------------------------------------------------------------------- the verbs
+
+
+def _node(world: World, spec: JobSpec, words: list[str]) -> None:
+    options = _pairs([word for word in words if "=" in word])
+    own = {k: v for k, v in options.items() if hasattr(spec, k)}
+    typed = {k: type(getattr(spec, k))(v) for k, v in own.items()}
+    for name in (word for word in words if "=" not in word):
+        setup = NodeSetup(
+            name,
+            replace(spec, **typed),
+            nproc=int(options.get("nproc", "1")),
+            node_rank=int(options.get("node_rank", "-1")),
+            role=options.get("role", "default"),
+            shutdown_timeout=float(options.get("shutdown_timeout", str(SHUTDOWN_TIMEOUT))),
+            first_store=float(options.get("first_store", "1")),
+            store=float(options.get("store", "0.05")),
+            term=float(options.get("term", "0")),
+        )
+        if "exit_barrier" in options:
+            setup.exit_barrier = float(options["exit_barrier"])
+        if "term_code" in options:
+            setup.term_code = int(options["term_code"])
+        world.start_node(setup)
+
+
+def _fail(world: World, spec: JobSpec, words: list[str]) -> None:
+    node = world.nodes[words[0]]
+    message = " ".join(words[2:])
+    code = -9 if message == "SIGKILL" else 1
+    node.end_rank(node.ranks[int(words[1])], code, "" if code < 0 else message)
+
+
+def _done(world: World, spec: JobSpec, words: list[str]) -> None:
+    for name in words:
+        node, _, local_rank = name.partition(".")
+        ranks = world.nodes[node].ranks
+        for rank in [ranks[int(local_rank)]] if local_rank else list(ranks.values()):
+            world.nodes[node].end_rank(rank, 0, "")
+
+
+def _heal(world: World, spec: JobSpec, words: list[str]) -> None:
+    for name in words:
+        world.nodes[name].cut = False
+
+
+def _signal(world: World, spec: JobSpec, words: list[str]) -> None:
+    for name in words[1:]:
+        world.nodes[name].signal(SIGNALS[words[0]], words[0], death=words[0] not in FORWARD_ONLY)
+
+
+def _signal_ranks(world: World, spec: JobSpec, words: list[str]) -> None:
+    """A scheduler signals every process: the ranks directly."""
+    for name in words[1:]:
+        node = world.nodes[name]
+        for rank in list(node.ranks.values()):
+            node.end_rank(rank, -SIGNALS[words[0]], "")
+
+
+def _stuck(world: World, spec: JobSpec, words: list[str]) -> None:
+    node = world.nodes[words[0]]
+    node.stuck_pids = tuple(rank.pid for rank in node.ranks.values())
+
+
+def _left_over(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.nodes[words[0]].stuck_pids = (4711,)
+
+
+def _master(world: World, spec: JobSpec, words: list[str]) -> None:
+    if words[0] == "kill":
+        world.kill_master()
+    elif words[0] == "start":
+        world.start_master(None, term=int(words[1]))
+    elif words[0] == "stall":
+        world.stall_master(float(words[1]))
+    else:
+        raise ScriptError(f"master {words[0]}")
+
+
+def _status(world: World, spec: JobSpec, words: list[str]) -> None:
+    if world.master is None:
+        return
+    status = world.master.job.status()
+    world.trace("status", f"{status.phase}, {status.reason or 'nothing is awaited'}")
+    for node in status.nodes:
+        why = f": {node.reason}" if node.reason else ""
+        world.trace("status", f"{node.node} {node.state} {node.activity}{why}")
+
+
+Verb = Callable[[World, JobSpec, list[str]], None]
+
+
+def _each(what: Callable[[World, str], None]) -> Verb:
+    def verb(world: World, spec: JobSpec, words: list[str]) -> None:
+        for name in words:
+            what(world, name)
+
+    return verb
+
+
+VERBS: dict[str, Verb] = {
+    "node": _node,
+    "fail": _fail,
+    "done": _done,
+    "kill": _each(lambda world, name: world.nodes[name].kill()),
+    "vanish": _each(lambda world, name: world.nodes[name].vanish()),
+    "cut": _each(lambda world, name: world.cut(world.nodes[name])),
+    "heal": _heal,
+    "break": _each(lambda world, name: world.break_stream(world.nodes[name])),
+    "freeze": _each(lambda world, name: world.nodes[name].freeze()),
+    "thaw": _each(lambda world, name: world.nodes[name].thaw()),
+    "spawner": _each(lambda world, name: world.nodes[name].lose_spawner()),
+    "store": _each(lambda world, name: world.nodes[name].lose_store()),
+    "signal": _signal,
+    "signal-ranks": _signal_ranks,
+    "stuck": _stuck,
+    "left-over": _left_over,
+    "master": _master,
+    "status": _status,
+}

@@ -1,0 +1,50 @@
+"""Messages as lines of a trace."""
+
+from __future__ import annotations
+
+from elasticrun.wire.messages import (
+    Beat,
+    Finished,
+    Hello,
+    Join,
+    Leaving,
+    Order,
+    RanksFailed,
+    Refused,
+    Report,
+    Running,
+    Start,
+    Stop,
+    Stopped,
+    Stopping,
+    Wait,
+    Welcome,
+)
+
+
+def in_short(message: Report | Order) -> str:
+    """A message as one line of a trace."""
+    if isinstance(message, Start):
+        return (
+            f"Start {message.round.number}: group {message.group_rank}/{message.group_world_size}, "
+            f"ranks from {message.first_rank} of {message.world_size}, store {message.store.host}, "
+            f"restarts {message.restart_count}"
+        )
+    if isinstance(message, Stop):
+        return f"Stop {message.round.number}: {message.reason}"
+    if isinstance(message, RanksFailed):
+        ranks = ", ".join(f"{f.rank} ({f.exitcode}, {f.kind.value})" for f in message.failures)
+        return f"RanksFailed {message.round.number}: {ranks}"
+    if isinstance(message, Stopping):
+        return f"Stopping {message.round.number}: {message.remaining:g} s"
+    if isinstance(message, Running | Stopped | Finished):
+        return f"{type(message).__name__} {message.round.number}"
+    if isinstance(message, Join):
+        return "Join"
+    if isinstance(message, Wait | Refused | Leaving):
+        return f"{type(message).__name__}: {message.reason}"
+    if isinstance(message, Hello | Welcome | Beat):
+        return type(message).__name__
+    exit_code = getattr(message, "exit_code", 0)
+    reason = getattr(message, "reason", "")
+    return f"End {exit_code}: {reason}"

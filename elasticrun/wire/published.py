@@ -1,0 +1,105 @@
+"""Masters that run on this host, as small files in the user's own run folder.
+
+A master writes one when it serves and removes it when it ends; `elasticrun status` without an
+endpoint reads them. A file whose process is gone (no such pid, or another process by that pid now)
+is stale and removed by whoever finds it. Nothing here is needed for a job to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.wire.ids import Endpoint
+
+MAX_FILE_BYTES: Final = 16 * 1024
+"""A longer file is not one of ours."""
+
+MAX_FILES: Final = 4096
+"""Files looked at; nobody has that many jobs on one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One running master. `started` is the kernel's start time of `pid`, in clock ticks."""
+
+    job_id: str
+    host: str
+    port: int
+    status_url: str
+    pid: int
+    started: int
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where `GetStatus` is answered."""
+        return Endpoint(self.host, self.port)
+
+
+def run_folder(environ: Mapping[str, str]) -> Path:
+    """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun where that is not set or not usable;
+    made with mode 0700. OSError if there is none that is ours alone."""
+    base = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    if not (base.is_absolute() and base.is_dir() and os.access(base, os.W_OK)):
+        base = Path.home() / ".cache"
+    folder = base / "elasticrun"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{folder} is not a folder of this user")
+    folder.chmod(0o700)
+    return folder
+
+
+def start_time(pid: int) -> int | None:
+    """When the kernel started this process, in clock ticks since boot; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def publish(folder: Path, master: Published) -> Path:
+    """Write the file of a master; returns its path. OSError if that cannot be done."""
+    path = folder / f"master-{master.pid}-{master.started}.json"
+    draft = path.with_suffix(".new")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(master), file)
+    draft.rename(path)
+    return path
+
+
+def published(folder: Path) -> list[Published]:
+    """The masters that run now, in order of job id; stale files are removed."""
+    return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
+
+
+def _living(folder: Path) -> Iterator[Published]:
+    for path in sorted(folder.glob("master-*.json"))[:MAX_FILES]:
+        master = _read(path)
+        if master is not None and start_time(master.pid) == master.started:
+            yield master
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _read(path: Path) -> Published | None:
+    try:
+        with path.open() as file:
+            fields: Any = json.loads(file.read(MAX_FILE_BYTES))
+        master = Published(**fields)
+    except (OSError, ValueError, TypeError):
+        return None
+    numbers = (master.port, master.pid, master.started)
+    words = (master.job_id, master.host, master.status_url)
+    right = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
+    return master if right else None

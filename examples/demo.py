@@ -1,0 +1,268 @@
+"""The demo: two agents train a real model, one rank is killed on purpose, the job goes on.
+
+Both agents run on this machine, as they would on two. Every figure that is printed was measured in
+this run; the exit code is not 0 if anything did not go as promised.
+
+    python examples/demo.py [--epochs N] [--keep FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+HERE = Path(__file__).parent
+NODES = 2
+RANKS_PER_NODE = 2
+WANTED_ACCURACY = 0.95
+LIMIT = 180.0
+"""Seconds the whole demo may take before it is called a failure."""
+
+COLOURS = ("cyan", "magenta")
+
+Lines = queue.Queue[tuple[int, str | None]]
+"""Lines of all agents with the agent's number; None when that agent has ended."""
+
+
+class Broken(Exception):
+    """Something was not as promised; the text is for the user."""
+
+
+@dataclass
+class Story:
+    """What has been seen of the job so far."""
+
+    ranks: dict[tuple[int, int], int] = field(default_factory=dict)  # (life, rank) -> pid
+    resumed_at: int = -1
+    killed_at: float = 0.0
+    killed_in_epoch: int = 0
+    recovery: float = 0.0
+    epochs: list[int] = field(default_factory=list)
+    accuracy: float = 0.0
+
+
+class Agent:
+    """One elasticrun with its output, line by line, in the common queue."""
+
+    def __init__(self, number: int, command: list[str], lines: Lines) -> None:
+        self.number = number
+        self.log: list[str] = []
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: Lines) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line)
+            lines.put((self.number, line.rstrip("\n")))
+        self.process.wait()
+        lines.put((self.number, None))
+
+    def end(self) -> None:
+        """Make sure that it is gone."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def facts(line: str) -> tuple[str, dict[str, str]]:
+    """`epoch number=3 of=9` as its first word and its values."""
+    word, _, rest = line.strip().partition(" ")
+    return word, dict(re.findall(r"(\w+)=(\S+)", rest))
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
+    """Both agents, with the command that a user would type on each of two hosts."""
+    command = [
+        *(sys.executable, "-m", "elasticrun"),
+        *(f"--nnodes={NODES}", f"--nproc-per-node={RANKS_PER_NODE}", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=demo"),
+        "--preload=torch._dynamo",  # DDP imports it when it is built: a second a life
+        *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
+        *(f"--folder={folder}", f"--epochs={epochs}"),
+    ]
+    return [Agent(number, command, lines) for number in range(NODES)]
+
+
+class Show:
+    """Turns the job's lines into the story, and the story into something to look at."""
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self.console = console
+        self.epochs = epochs
+        self.story = Story()
+        self.began = time.monotonic()
+        self.progress = Progress(
+            TextColumn("  training"),
+            BarColumn(36),
+            TextColumn("epoch {task.completed:.0f} of {task.total:.0f}   {task.fields[loss]}"),
+            console=console,
+        )
+        self.task: TaskID = self.progress.add_task("training", total=epochs, loss="")
+
+    def say(self, text: str) -> None:
+        """One line with the time since the start."""
+        passed = time.monotonic() - self.began
+        self.progress.console.print(f"[dim]{passed:6.2f} s[/dim]  {text}", highlight=False)
+
+    def see(self, node: int, line: str) -> None:
+        """Take in one line of an agent's output."""
+        now = time.monotonic()
+        word, values = facts(line)
+        story = self.story
+        if word == "start" and "pid" in values:
+            rank, life = int(values["rank"]), int(values["life"])
+            story.ranks[life, rank] = int(values["pid"])
+            epoch = int(values["epoch"])
+            origin = f"from the checkpoint of epoch {epoch}" if epoch else "from nothing"
+            if life and rank == 0:
+                story.resumed_at = epoch
+            colour = COLOURS[node % len(COLOURS)]
+            self.say(f"[{colour}]node {node}[/{colour}]  rank {rank} starts {origin}")
+        elif word == "step" and values.get("life") != "0" and not story.recovery:
+            story.recovery = now - story.killed_at
+            self.say(f"[bold green]training goes on, {story.recovery:.2f} s after the kill[/]")
+        elif word == "epoch" and "number" in values:
+            number = int(values["number"])
+            story.epochs.append(number)
+            self.progress.update(self.task, completed=number, loss=f"loss {values['loss']}")
+            if not story.killed_at and number >= self.epochs // 3:
+                self.kill(number)
+        elif word == "done" and "accuracy" in values:
+            story.accuracy = float(values["accuracy"])
+
+    def kill(self, epoch: int) -> None:
+        """Kill the last rank, which lives on the other node than rank 0's checkpoint."""
+        rank = NODES * RANKS_PER_NODE - 1
+        self.story.killed_in_epoch = epoch + 1
+        self.say(f"[bold red]kill -9 rank {rank}[/], in the middle of epoch {epoch + 1}")
+        self.story.killed_at = time.monotonic()
+        os.kill(self.story.ranks[0, rank], signal.SIGKILL)
+
+
+def judge(story: Story, agents: list[Agent], epochs: int) -> None:
+    """Raise what was not as promised."""
+    codes = [agent.process.wait() for agent in agents]
+    lives = {life for life, _ in story.ranks}
+    checks = [
+        (story.killed_at > 0, "no rank was killed: training never got that far"),
+        (codes == [0] * NODES, f"the agents ended with {codes}, not with 0"),
+        (lives == {0, 1}, f"there were {len(lives)} lives, not two"),
+        (story.recovery > 0, "training did not go on"),
+        (story.resumed_at > 0, "the second life did not start from a checkpoint"),
+        (story.epochs[-1:] == [epochs], "the last epoch was not reached"),
+        (
+            story.accuracy >= WANTED_ACCURACY,
+            f"accuracy {story.accuracy:.1%} is below {WANTED_ACCURACY:.0%}",
+        ),
+    ]
+    for good, sentence in checks:
+        if not good:
+            raise Broken(sentence)
+
+
+def result(story: Story, epochs: int, seconds: float) -> Panel:
+    """The figures of this run, at the end."""
+    table = Table.grid(padding=(0, 3))
+    rows = (
+        ("test accuracy", f"[bold]{story.accuracy:.1%}[/] of 360 images never trained on"),
+        ("recovery", f"[bold]{story.recovery:.2f} s[/] from the kill to the next training step"),
+        ("work lost", f"a part of epoch {story.killed_in_epoch}; went on at its beginning"),
+        ("restarts", "1 of 3, on both nodes together"),
+        ("in all", f"{seconds:.1f} s for {epochs} epochs, with two starts"),
+    )
+    for name, value in rows:
+        table.add_row(f"[dim]{name}[/]", value)
+    return Panel.fit(table, title="as promised", border_style="green", padding=(1, 2))
+
+
+def run(console: Console, folder: Path, epochs: int) -> None:
+    """Start, watch, kill, judge."""
+    lines: Lines = queue.Queue()
+    show = Show(console, epochs)
+    agents = start(folder, epochs, lines)
+    try:
+        with show.progress:
+            running = len(agents)
+            while running:
+                rest = LIMIT - (time.monotonic() - show.began)
+                try:
+                    node, line = lines.get(timeout=max(0.01, rest))
+                except queue.Empty:
+                    raise Broken(f"the job did not end within {LIMIT:g} s") from None
+                if line is None:
+                    running -= 1
+                else:
+                    show.see(node, line)
+        judge(show.story, agents, epochs)
+        console.print(result(show.story, epochs, time.monotonic() - show.began))
+    except Broken:
+        for agent in agents:
+            console.print(f"[dim]--- what agent {agent.number} printed last ---[/]")
+            console.print("".join(agent.log[-40:]), markup=False, highlight=False)
+        raise
+    finally:
+        for agent in agents:
+            agent.end()
+
+
+def main() -> int:
+    """Run the demo in a folder of its own; 0 if all was as promised."""
+    parser = argparse.ArgumentParser(description="Two agents, a real model, one rank killed.")
+    parser.add_argument("--epochs", type=int, default=18)
+    parser.add_argument("--keep", type=Path, help="a folder for checkpoints and logs, kept")
+    arguments = parser.parse_args()
+    console = Console()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="elasticrun-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    console.print(
+        f"\n[bold]elasticrun[/]: {NODES} agents with {RANKS_PER_NODE} ranks each train on "
+        "scikit-learn's digits; one rank is killed on the way\n"
+    )
+    try:
+        run(console, folder, arguments.epochs)
+    except Broken as broken:
+        console.print(f"[bold red]not as promised:[/] {broken}")
+        return 1
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

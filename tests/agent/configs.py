@@ -1,0 +1,63 @@
+"""Configurations for tests of the agent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticrun.config import AgentConfig, LogPlan, Rendezvous
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import JobSpec, Start
+from elasticrun.wire.spawner import Entry, EntryKind
+
+
+def job_spec(**changes: Any) -> JobSpec:
+    """What a job of one node agrees on."""
+    values: dict[str, Any] = {
+        "job_id": "the-job",
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "node_unit": 1,
+        "max_restarts": 3,
+        "restart_backoff": 0.0,
+        "restart_window": 0.0,
+        "join_timeout": 60.0,
+        "last_call_timeout": 1.0,
+        "heartbeat_timeout": 5.0,
+        "grow": "auto",
+        "grow_cooldown": 600.0,
+        "restart_grace": 30.0,
+        "master_lost_timeout": 60.0,
+        **changes,
+    }
+    return JobSpec(**values)
+
+
+def agent_config(spec: dict[str, Any] | None = None, **changes: Any) -> AgentConfig:
+    """An agent with two ranks on one node."""
+    values: dict[str, Any] = {
+        "spec": job_spec(**(spec or {})),
+        "rendezvous": Rendezvous("standalone"),
+        "entry": Entry(EntryKind.SCRIPT, "train.py", ("--lr=1",)),
+        "logs": LogPlan(log_dir="/dev/null"),
+        "nproc_per_node": 2,
+        **changes,
+    }
+    return AgentConfig(**values)
+
+
+def start(**changes: Any) -> Start:
+    """A place: the second of three nodes, two ranks on each."""
+    values: dict[str, Any] = {
+        "round": RoundName(7, 3, "n"),
+        "group_rank": 1,
+        "group_world_size": 3,
+        "first_rank": 2,
+        "world_size": 6,
+        "role_first_rank": 2,
+        "role_world_size": 6,
+        "restart_count": 2,
+        "store": Endpoint("10.0.0.7", 4711),
+        "host_store": False,
+        **changes,
+    }
+    return Start(**values)

@@ -1,0 +1,354 @@
+"""Deaths and signals, with real processes: nothing is left behind, and what must live lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.harness import (
+    ELASTICRUN,
+    SCRIPTS,
+    Launched,
+    Peer,
+    World,
+    await_exit,
+    free_port,
+    is_alive,
+)
+
+PUPPET = str(SCRIPTS / "puppet.py")
+
+
+def helper(job: Launched, word: str) -> psutil.Process:
+    """The agent's own child whose command line has `word`."""
+    for process in psutil.Process(job.pid).children():
+        if any(word in part for part in process.cmdline()):
+            return process
+    raise AssertionError(f"the agent has no child with {word} in its command line")
+
+
+def all_of(job: Launched) -> list[int]:
+    """Every process of the job."""
+    return [job.pid, *(process.pid for process in job.below())]
+
+
+def puppets(world: World, *args: str, count: int = 2) -> tuple[Launched, list[Peer]]:
+    """A job of one node whose ranks wait for orders."""
+    job = world.launch(ELASTICRUN, f"--nproc-per-node={count}", *args, PUPPET)
+    return job, world.hub.ranks(count, restart=0)
+
+
+def finish(world: World, job: Launched, ranks: list[Peer]) -> None:
+    for rank in ranks:
+        rank.order("exit")
+    assert job.wait() == 0
+
+
+def with_children(world: World, rank: Peer) -> list[int]:
+    """Have the rank start a plain child, and one that leads a session of its own."""
+    pids = []
+    for session in (False, True):
+        rank.order("child", session=session)
+        found = world.hub.until(
+            lambda: [m["pid"] for m in rank.said if m["event"] == "done"][len(pids) :],
+            "a child of a rank",
+        )
+        pids.append(found[0])
+    return pids
+
+
+# ---------------------------------------------------------------- kill -9
+
+
+def test_kill_9_of_the_agent_leaves_nothing(world: World) -> None:
+    job, ranks = puppets(world)
+    children = with_children(world, ranks[1])
+    everything = [*all_of(job), *children]
+    job.process.kill()
+    assert await_exit(everything) == set()
+    world.nothing_left()
+
+
+def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> None:
+    job = world.launch(
+        ELASTICRUN,
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        PUPPET,
+        env={"LOGLEVEL": "INFO"},
+    )
+    job.until_text("waiting for nodes")
+    job.process.kill()
+    world.nothing_left()
+
+
+def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    children = with_children(world, ranks[0])
+    server = helper(job, "forkserver")
+    below = [process.pid for process in server.children(recursive=True)]
+    assert set(children) <= set(below)
+    server.kill()
+    assert await_exit([server.pid, *below]) == set()
+    again = world.hub.ranks(2, restart=1)
+    assert helper(job, "forkserver").pid != server.pid
+    finish(world, job, again)
+    assert "fork server" in job.stderr
+
+
+def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -> None:
+    job, ranks = puppets(world)
+    helper(job, "forkserver").kill()
+    assert job.wait() == 1
+    world.hub.lost(ranks)
+    assert "FAILED" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    master = helper(job, "elasticrun.master")
+    master.kill()
+    assert await_exit([master.pid]) == set()
+    job.until_text("a new one is started")
+    assert all(is_alive(rank.pid) and not rank.gone for rank in ranks)
+    # The new master must have adopted the round: it restarts it, with the budget of the job.
+    ranks[1].order("die")
+    again = world.hub.ranks(2, restart=1)
+    assert {rank.world_size for rank in again} == {2}
+    finish(world, job, again)
+
+
+def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
+    job, ranks = puppets(world)
+    for rank in ranks:
+        rank.order("exit")
+    helper(job, "elasticrun.master").kill()
+    assert job.wait() == 0
+
+
+def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) -> None:
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    children = with_children(world, ranks[1])
+    ranks[1].order("die")
+    again = world.hub.ranks(2, restart=1)
+    assert [pid for pid in children if is_alive(pid)] == []
+    assert not any(is_alive(rank.pid) for rank in ranks)
+    finish(world, job, again)
+
+
+def test_what_finished_ranks_leave_behind_goes_with_the_job(world: World) -> None:
+    job, ranks = puppets(world)
+    children = with_children(world, ranks[0])
+    finish(world, job, ranks)
+    assert [pid for pid in children if is_alive(pid)] == []
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_every_process_at_once_lets_the_script_save(
+    world: World, signum: signal.Signals
+) -> None:
+    job, ranks = puppets(world)
+    saved = [world.scratch / f"saved-{rank.rank}" for rank in ranks]
+    for rank, path in zip(ranks, saved, strict=True):
+        rank.order("trap", signums=[signum], how="save", path=str(path))
+        world.hub.word(rank, "done", what="trap")
+        rank.order("wait")
+    for pid in all_of(job):
+        os.kill(pid, signum)
+    assert job.wait() == 1
+    assert all(path.read_text().endswith("whole\n") for path in saved)
+    assert f"Received {signum.value} death signal, shutting down workers" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_sigusr1_is_forwarded_and_the_agent_lives_on(world: World) -> None:
+    job, ranks = puppets(world)
+    for rank in ranks:
+        rank.order("trap", signums=[signal.SIGUSR1])
+        world.hub.word(rank, "done", what="trap")
+    job.signal(signal.SIGUSR1)
+    for rank in ranks:
+        world.hub.word(rank, "signal", signum=signal.SIGUSR1.value)
+    finish(world, job, ranks)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
+    job, ranks = puppets(world, "--shutdown-timeout=1")
+    for rank in ranks:
+        rank.order("trap", signums=[signal.SIGTERM], how="ignore")
+        world.hub.word(rank, "done", what="trap")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    for rank in ranks:
+        assert f"Sending process {rank.pid} closing signal SIGTERM" in job.stderr
+        line = f"Unable to shutdown process {rank.pid} via 15, forcefully exiting via 9"
+        assert line in job.stderr
+
+
+def test_sigterm_while_nodes_are_awaited_ends_in_order(world: World) -> None:
+    job = world.launch(
+        ELASTICRUN,
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        PUPPET,
+        env={"LOGLEVEL": "INFO"},
+    )
+    job.until_text("waiting for nodes")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert "Received 15 death signal" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+# ---------------------------------------------------------------- ports
+
+
+@pytest.fixture
+def web_server() -> Iterator[int]:
+    """A port where somebody answers, but not in HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    visitor, _ = listener.accept()
+                except OSError:
+                    return
+                with visitor:
+                    visitor.recv(100)
+                    visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_a_port_of_somebody_else_is_one_sentence(world: World, web_server: int) -> None:
+    job = world.launch(
+        ELASTICRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{web_server}", PUPPET
+    )
+    assert job.wait() == 1
+    assert f"{web_server} is held by a process that does not answer" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_a_taken_master_port_is_one_sentence(world: World, web_server: int) -> None:
+    job = world.launch(
+        ELASTICRUN, "--nnodes=2", "--node-rank=0", f"--master-port={web_server}", PUPPET
+    )
+    assert job.wait() == 1
+    assert f"cannot listen on the master port 127.0.0.1:{web_server}" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_the_port_is_free_again_when_the_command_returns(world: World) -> None:
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    for _ in range(2):
+        job = world.launch(ELASTICRUN, "--rdzv-backend=c10d", endpoint, "--no-python", "/bin/true")
+        assert job.wait() == 0, job.stderr
+
+
+# ---------------------------------------------------------------- several agents
+
+
+def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
+    command = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--rdzv-id=two",
+        "--max-restarts=1",
+        "--restart-backoff=0",
+        PUPPET,
+    )
+    jobs = [world.launch(ELASTICRUN, *command) for _ in range(2)]
+    ranks = world.hub.ranks(2, restart=0, world_size=2)
+    assert {rank.rank for rank in ranks} == {0, 1}
+    ranks[1].order("die")
+    again = world.hub.ranks(2, restart=1)
+    for rank in again:
+        rank.order("exit")
+    assert [job.wait() for job in jobs] == [0, 0]
+
+
+def test_a_static_job_has_the_port_that_was_named(world: World) -> None:
+    port = free_port()
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--max-restarts=1")
+    jobs = [
+        world.launch(ELASTICRUN, *common, "--restart-backoff=0", f"--node-rank={rank}", PUPPET)
+        for rank in (1, 0)
+    ]
+    ranks = world.hub.ranks(2, restart=0)
+    assert [(rank.rank, rank.master_port) for rank in ranks] == [(0, port), (1, port)]
+    for rank in ranks:
+        rank.order("allreduce")
+    assert {world.hub.word(rank, "done", what="allreduce")["sum"] for rank in ranks} == {2}
+    ranks[0].order("die")
+    again = world.hub.ranks(2, restart=1)
+    assert [rank.group_rank for rank in again] == [0, 1]
+    for rank in again:
+        rank.order("allreduce")
+    assert {world.hub.word(rank, "done", what="allreduce")["sum"] for rank in again} == {2}
+    for rank in again:
+        rank.order("exit")
+    assert [job.wait() for job in jobs] == [0, 0]
+
+
+def test_standard_streams_may_be_closed(world: World) -> None:
+    script = 'exec "$0" -m elasticrun --nproc-per-node=2 "$1" <&- >&- 2>&-'
+    job = world.command(["/bin/sh", "-c", script, sys.executable, PUPPET])
+    ranks = world.hub.ranks(2)
+    finish(world, job, ranks)
+
+
+def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
+    """COORDINATION 12: its master lives on for the others, and a new agent finds it."""
+    command = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--rdzv-id=hosted",
+        "--max-restarts=2",
+        "--restart-backoff=0",
+        PUPPET,
+    )
+    host = world.launch(ELASTICRUN, *command, env={"LOGLEVEL": "INFO"})
+    host.until_text("serving job")
+    other = world.launch(ELASTICRUN, *command)
+    first = world.hub.ranks(2, world_size=2)
+    host.process.kill()
+    replacement = world.launch(ELASTICRUN, *command)
+    known = {rank.pid for rank in first}
+    again = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
+    for rank in again:
+        rank.order("exit")
+    assert [job.wait() for job in (other, replacement)] == [0, 0]
+
+
+def test_a_master_that_cannot_start_is_one_sentence(world: World) -> None:
+    """A broken installation: here the interpreter's own start-up hook refuses the master."""
+    hook = world.scratch / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import sys\nif 'elasticrun.master' in sys.orig_argv: raise SystemExit(3)\n"
+    )
+    job = world.launch(ELASTICRUN, PUPPET, env={"PYTHONPATH": str(hook)})
+    assert job.wait() == 1
+    assert "the job master cannot be started: it ended with 1 each time" in job.stderr

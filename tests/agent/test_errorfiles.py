@@ -1,0 +1,225 @@
+"""What a rank died of, from torch's own error files and from rubbish; the kernel's count."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrun.agent import errorfiles
+from elasticrun.agent.oom import NEAR_US, OomKills
+from elasticrun.wire.messages import MAX_TEXT, Failure, FailureKind
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def describe(path: Path | str, **more: Any) -> Failure:
+    words: dict[str, Any] = {
+        "host": "here", "rank": 5, "local_rank": 1, "pid": 77, "exitcode": 1,
+        "time_us": now_us(), "error_file": str(path), "stopping": False,
+    }  # fmt: skip
+    return errorfiles.describe(**(words | more))
+
+
+def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error file written by torch itself."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    try:
+        raise ValueError("boom\nand more")
+    except ValueError as error:
+        ErrorHandler().record_exception(error)
+
+
+def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    recorded(path, monkeypatch)
+    failure = describe(path)
+    assert failure.message == "ValueError: boom and more"
+    assert failure.traceback.startswith("Traceback (most recent call last)")
+    assert failure.traceback.endswith("and more")
+    assert failure.kind is FailureKind.SCRIPT
+    assert failure.error_file == str(path)
+    assert failure.time_us == path.stat().st_mtime_ns // 1000
+
+
+def test_the_time_is_the_files_when_the_rank_took_long_to_exit(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    extra = {"py_callstack": "tb", "timestamp": "1795229851"}
+    path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
+    assert describe(path).time_us == 1_795_229_851_000_000
+    os.utime(path, ns=(0, 1_795_229_852_250_000_000))
+    assert describe(path).time_us == 1_795_229_852_250_000
+    assert describe(path, time_us=5).time_us == 5
+
+
+def test_the_new_format(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": "it broke", "timestamp": 1_795_229_851}))
+    failure = describe(path)
+    assert (failure.message, failure.traceback) == ("it broke", "")
+    assert failure.time_us == 1_795_229_851_000_000
+
+
+def test_no_file() -> None:
+    assert describe("").message == errorfiles.NO_TRACEBACK
+    failure = describe("/nowhere/error.json", exitcode=-9)
+    assert failure.message == "Signal 9 (SIGKILL) received by PID 77"
+    assert failure.error_file == ""
+    assert failure.kind is FailureKind.SIGNAL
+    assert describe("", exitcode=-63).message == "Signal 63 (<N/A>) received by PID 77"
+
+
+def test_a_stopped_rank_is_no_cause() -> None:
+    assert describe("", exitcode=-15, stopping=True).kind is FailureKind.STOPPED
+
+
+def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    stack = "begin\n" + "x" * 100_000 + "\nTheError: end\n"
+    extra = {"py_callstack": stack, "timestamp": "1"}
+    path.write_text(json.dumps({"message": {"message": "m" * 5000, "extraInfo": extra}}))
+    failure = describe(path)
+    assert len(failure.traceback) == MAX_TEXT
+    assert failure.traceback.startswith("begin\n")
+    assert failure.traceback.endswith("\nTheError: end")
+    assert len(failure.message) == errorfiles.MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "no message"),
+        (b"{}", "no message"),
+        (b'{"message": "%s"}' % (b"x" * errorfiles.MAX_ERROR_FILE_BYTES), "longer than"),
+    ],
+)
+def test_rubbish_is_named(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(content)
+    failure = describe(path)
+    assert why in failure.message
+    assert failure.error_file == str(path)
+
+
+def test_what_is_no_plain_file_does_not_block(tmp_path: Path) -> None:
+    fifo = tmp_path / "error.json"
+    os.mkfifo(fifo)
+    assert "not a plain file" in describe(fifo).message
+    assert "its error file cannot be read" in describe(tmp_path).message
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["message", "extraInfo", "py_callstack", "timestamp", "other"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=json_values | st.dictionaries(st.just("message"), json_values, min_size=1))
+def test_any_json_is_described(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.json"
+    path.write_text(json.dumps(data))
+    failure = describe(path)
+    assert failure.message
+    assert "\n" not in failure.message
+    assert len(failure.traceback) <= MAX_TEXT
+    assert 0 < failure.time_us <= now_us()
+
+
+# ---------------------------------------------------------------- the launcher's own error file
+
+
+def test_the_launchers_copy_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    rank_file, own, theirs = (tmp_path / name for name in ("rank.json", "own.json", "torch.json"))
+    recorded(rank_file, monkeypatch)
+    failure = describe(rank_file, exitcode=3)
+    assert errorfiles.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)}) == str(own)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(theirs))
+    ErrorHandler().dump_error_file(str(rank_file), 3)
+    assert json.loads(own.read_text()) == json.loads(theirs.read_text())
+
+
+def test_the_launchers_copy_of_a_failure_on_another_node(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text("an older one")
+    failure = Failure(
+        "there", 9, 1, 5, -11, 1_795_229_851_500_000, FailureKind.SIGNAL, "Signal 11", "tb",
+        "/on/another/node/error.json",
+    )  # fmt: skip
+    errorfiles.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)})
+    message = json.loads(own.read_text())["message"]
+    assert message == {
+        "message": "Signal 11",
+        "extraInfo": {"py_callstack": "tb", "timestamp": "1795229851"},
+        "errorCode": -11,
+    }
+    assert list(tmp_path.iterdir()) == [own]
+
+
+def test_no_copy_where_torchrun_makes_none(tmp_path: Path) -> None:
+    own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "own.json")}
+    assert errorfiles.write_own(describe(""), own) == ""
+    assert errorfiles.write_own(describe(""), {}) == ""
+    assert errorfiles.write_own_words("SignalException", "s", 1, {}) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "such" / "folder")}
+    assert errorfiles.write_own_words("SignalException", "sentence", 1, own) == ""
+
+
+# ---------------------------------------------------------------- out of memory
+
+
+def test_the_kernels_count_explains_deaths_near_its_rise(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 4\noom_kill 3\n")
+    kills = OomKills([tmp_path / "missing", events])
+    assert not kills.near(NEAR_US)
+    events.write_text("low 0\noom 5\noom_kill 5\n")
+    assert kills.near(2 * NEAR_US)
+    assert kills.near(2 * NEAR_US + 1000)
+    assert not kills.near(4 * NEAR_US)
+
+
+def test_no_count_explains_nothing(tmp_path: Path) -> None:
+    kills = OomKills([tmp_path / "missing"])
+    assert not kills.near(now_us())
+
+
+def test_this_hosts_count_can_be_read() -> None:
+    assert not OomKills().near(now_us())
+
+
+def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 0\n")
+    monkeypatch.setattr(errorfiles, "_oom_kills", OomKills([events]))
+    events.write_text("oom_kill 1\n")
+    failure = describe("", exitcode=-9)
+    assert failure.kind is FailureKind.OOM
+    assert "out of memory" in failure.message

@@ -1,0 +1,111 @@
+"""The lines of --event-log-handler=console against those of torch's own agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.agent.events import EventLog, check_handler
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import Failure, FailureKind, Start
+from tests.harness import LIMIT, clean_environment
+
+START = Start(
+    round=RoundName(1, 1, "n"), group_rank=0, group_world_size=1, first_rank=0, world_size=2,
+    role_first_rank=0, role_world_size=2, restart_count=0, store=Endpoint("h", 1), host_store=True,
+)  # fmt: skip
+BOOM = Failure("h", 1, 1, 11, 3, 5, FailureKind.SCRIPT, "m", "", "")
+
+
+def log(lines: list[str], handler: str = "console", level: str = "") -> EventLog:
+    return EventLog(
+        handler, lines.append, run_id="r", role="default", host="h", backend="c10d",
+        entry_point="e", environ={"LOGLEVEL": level} if level else {},
+    )  # fmt: skip
+
+
+def say_all(events: EventLog, failures: list[Failure]) -> None:
+    events.rendezvous(START, 0.25, 1)
+    events.started(START, {0: 10, 1: 11}, 2)
+    events.ended(START, {0: 10, 1: 11}, failures, succeeded=not failures, run_seconds=1.5, now_ms=3)
+
+
+def shape(value: Any) -> Any:
+    """Keys in order and types; what numbers and texts stand there is another matter."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return type(value).__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
+def test_names_and_fields_are_torchs(code: int, tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '1' else 0)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--event-log-handler=console",
+         "--nproc-per-node=2", str(script)],
+        capture_output=True, text=True, timeout=LIMIT, env=clean_environment(), check=False,
+    )  # fmt: skip
+    theirs = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    lines: list[str] = []
+    say_all(log(lines), [BOOM] if code else [])
+    ours = [json.loads(line) for line in lines]
+    assert len(theirs) == 7
+    for our, their in zip(ours, theirs, strict=True):
+        inner = json.loads(their["metadata"].pop("metadata"))
+        our_inner = json.loads(our["metadata"].pop("metadata"))
+        assert list(our) == list(their)
+        assert list(our["metadata"]) == list(their["metadata"])
+        assert list(our_inner) == list(inner)
+        assert (our["name"], our["source"]) == (their["name"], their["source"])
+        for key in ("global_rank", "role", "state"):
+            assert our["metadata"][key] == their["metadata"][key]
+        if our["name"].endswith(("SUCCEEDED", "FAILED", "TERMINATED")):
+            assert shape(our["metadata"]) == shape(their["metadata"])
+        for key in ("local_rank", "role_rank", "role_world_size", "exit_code"):
+            assert our_inner.get(key) == inner.get(key)
+
+
+def test_torch_can_read_them_back() -> None:
+    from torch.distributed.elastic.events import Event, EventSource
+
+    lines: list[str] = []
+    say_all(log(lines), [BOOM])
+    events = [Event.deserialize(line) for line in lines]
+    assert [event.source for event in events].count(EventSource.WORKER) == 4
+    assert events[0].timestamp == 1
+
+
+@pytest.mark.parametrize("handler", ["null", "dynamic_rendezvous"])
+def test_the_others_say_nothing(handler: str) -> None:
+    lines: list[str] = []
+    say_all(log(lines, handler), [])
+    assert lines == []
+
+
+def test_loglevel_counts_as_under_torchrun() -> None:
+    for level, expected in (("WARNING", 0), ("debug", 7), ("30", 0), ("10", 7), ("nonsense", 7)):
+        lines: list[str] = []
+        say_all(log(lines, level=level), [])
+        assert len(lines) == expected
+
+
+def test_an_end_without_a_round() -> None:
+    lines: list[str] = []
+    log(lines).ended(None, {}, [], succeeded=False, run_seconds=0.1, now_ms=9, agent_failed=True)
+    (event,) = map(json.loads, lines)
+    assert event["name"] == "torchelastic.worker.status.FAILED"
+    assert event["metadata"]["group_rank"] is None
+
+
+def test_an_unknown_handler_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="--event-log-handler=kafka is not known: use one of null"):
+        check_handler("kafka")

@@ -1,0 +1,106 @@
+"""Who hosts the master: the bind test with real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from elasticrun.agent import identity
+from elasticrun.agent.host import (
+    Bind,
+    HostError,
+    NotYet,
+    bind_test,
+    listen_door,
+    resolve,
+    settle,
+)
+from elasticrun.config import Rendezvous
+from elasticrun.wire.ids import Endpoint
+from tests.agent.configs import agent_config
+from tests.harness import free_port
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of loopback where somebody listens, with SO_REUSEPORT as gRPC's default has it."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_free_port_is_ours_and_stays_free() -> None:
+    port = free_port()
+    assert bind_test("127.0.0.1", port) is Bind.OURS
+    assert bind_test("127.0.0.1", port) is Bind.OURS
+
+
+def test_a_listening_port_is_taken_even_with_reuseport(taken: int) -> None:
+    assert bind_test("127.0.0.1", taken) is Bind.TAKEN
+
+
+def test_an_address_of_another_host_is_elsewhere() -> None:
+    assert bind_test("192.0.2.1", free_port()) is Bind.ELSEWHERE
+
+
+def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> None:
+    several = {"max_nodes": 2}
+    free = free_port()
+    first = settle(agent_config(several, rendezvous=Rendezvous("elastic", "localhost", free)))
+    assert first.bind == Endpoint("127.0.0.1", free)
+    second = settle(agent_config(several, rendezvous=Rendezvous("elastic", "localhost", taken)))
+    assert second.bind is None
+    assert second.dial == Endpoint("127.0.0.1", taken)
+
+
+def test_is_host_0_never_hosts() -> None:
+    where = Rendezvous("elastic", "localhost", free_port(), is_host=False)
+    assert settle(agent_config(rendezvous=where)).bind is None
+
+
+def test_is_host_1_hosts_although_the_address_is_not_ours() -> None:
+    where = Rendezvous("elastic", "192.0.2.1", free_port(), is_host=True)
+    assert settle(agent_config(rendezvous=where)).bind == Endpoint("::", where.port)
+    assert settle(
+        agent_config(rendezvous=Rendezvous("elastic", "192.0.2.1", where.port))
+    ) .bind is None  # fmt: skip
+
+
+def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routed = identity.routed_address()
+    if not routed:
+        pytest.skip("this host has no address beyond loopback")
+    # Debian writes `127.0.1.1 hostname` into /etc/hosts; this host's resolver is given that line.
+    ask = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: ask("127.0.1.1", *a, **k))
+    where = Rendezvous("elastic", "debian-host", free_port())
+    place = settle(agent_config({"max_nodes": 2}, rendezvous=where))
+    assert place.bind == Endpoint(routed, where.port)
+    alone = settle(agent_config(rendezvous=where))
+    assert alone.bind == Endpoint("127.0.1.1", where.port)
+
+
+def test_a_name_that_does_not_resolve_may_yet() -> None:
+    with pytest.raises(NotYet, match=r"no-such-host\.invalid"):
+        resolve("no-such-host.invalid", 1)
+
+
+def test_static_rank_0_has_a_door_and_the_others_dial_it() -> None:
+    where = Rendezvous("static", "127.0.0.1", free_port())
+    head = settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
+    assert head.door == Endpoint("127.0.0.1", where.port)
+    assert head.bind == Endpoint("127.0.0.1", 0)
+    other = settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=1))
+    assert (other.door, other.bind) == (None, None)
+    assert other.dial == Endpoint("127.0.0.1", where.port)
+
+
+def test_a_taken_door_is_a_sentence(taken: int) -> None:
+    with pytest.raises(HostError, match=f"{taken}: another process listens there"):
+        listen_door(Endpoint("127.0.0.1", taken))

@@ -1,0 +1,108 @@
+"""Node ids and the address offered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import identity
+from elasticrun.agent.identity import identify, names_this_host_only, offered_address
+
+
+def test_a_given_id_is_taken(tmp_path: Path) -> None:
+    found = identify("node-7", "job", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert found.node == "node-7"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_agents_of_one_job_get_different_slots_and_the_lowest_free_one(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    first, second, other = (identify("", job, environ) for job in ("a", "a", "b"))
+    assert first.node.endswith("-0")
+    assert second.node.endswith("-1")
+    assert other.node.endswith("-0")
+    first.release()
+    again = identify("", "a", environ)
+    assert again.node == identity.host_id() + "-0"
+    for each in (second, other, again):
+        each.release()
+    assert list((tmp_path / "elasticrun" / "slots").iterdir()) == []
+
+
+def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    script = (
+        "import sys, os; from elasticrun.agent.identity import identify;"
+        "print(identify('', 'a', dict(os.environ)).node, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        name = holder.stdout.readline().strip()
+        ours = identify("", "a", environ)
+        assert ours.node != name
+        holder.kill()
+        holder.wait()
+    again = identify("", "a", environ)
+    assert again.node == name
+    ours.release()
+    again.release()
+
+
+def test_without_a_folder_the_id_holds_for_one_life_and_says_so(tmp_path: Path) -> None:
+    blocked = tmp_path / "elasticrun"
+    blocked.write_text("a file in the way")
+    found = identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert "only as long as this agent" in found.note
+    assert found.node != identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)}).node
+
+
+def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
+    identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)}).release()
+    assert (tmp_path / "elasticrun").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("host", "only"),
+    [
+        ("localhost", True),
+        ("LOCALHOST.", True),
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("head", False),
+        ("10.0.0.1", False),
+    ],
+)
+def test_names_of_this_host(host: str, only: bool) -> None:
+    assert names_this_host_only(host) is only
+
+
+def test_local_addr_is_offered_as_given() -> None:
+    assert offered_address("10.9.8.7", "head", "127.0.0.1") == "10.9.8.7"
+
+
+def test_an_endpoint_on_loopback_means_loopback() -> None:
+    assert offered_address(None, "localhost", "127.0.0.1") == "127.0.0.1"
+
+
+def test_a_name_that_resolves_to_loopback_is_not_offered_to_other_hosts() -> None:
+    routed = identity.routed_address()
+    if not routed:
+        pytest.skip("this host has no address beyond loopback")
+    assert offered_address(None, "debian-host", "127.0.1.1") == routed
+
+
+def test_the_address_of_the_way_to_the_master() -> None:
+    routed = identity.routed_address()
+    if not routed:
+        pytest.skip("this host has no address beyond loopback")
+    assert offered_address(None, "head", routed) == routed

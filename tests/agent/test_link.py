@@ -1,0 +1,239 @@
+"""The session with a real master: welcomes, refusals, broken and silent connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticrun.agent.helpers import MasterProcess
+from elasticrun.agent.link import Link
+from elasticrun.agent.probe import Answer, probe
+from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Refused, Start, Welcome
+from tests.agent.configs import agent_config
+from tests.aio import run
+from tests.harness import LIMIT
+
+CONFIG = agent_config()
+
+
+@pytest.fixture
+def master() -> Iterator[tuple[MasterProcess, Endpoint]]:
+    """A job master as an agent starts it."""
+    process = MasterProcess(CONFIG, Endpoint("127.0.0.1", 0))
+    try:
+        answer = json.loads(os.read(process.ready_fd, 4096))
+        yield process, Endpoint("127.0.0.1", answer["port"])
+    finally:
+        process.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.process.pid, signal.SIGCONT)
+        process.process.wait(LIMIT)
+
+
+def hello(**changes: Any) -> Hello:
+    made = Hello(
+        protocol=PROTOCOL_VERSION,
+        version="0",
+        node="node",
+        incarnation="life",
+        host="host",
+        address="127.0.0.1",
+        pid=1,
+        node_rank=-1,
+        local_world_size=2,
+        role="default",
+        spec=CONFIG.spec,
+        attached=None,
+    )
+    return replace(made, **changes)
+
+
+class Heard:
+    """What a link delivered, and a wait for the next of a kind."""
+
+    def __init__(self) -> None:
+        self.events: list[AgentEvent] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, event: AgentEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, good: Callable[[list[AgentEvent]], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not good(self.events):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(event, kind) for event in self.events)
+
+    def orders(self, kind: type) -> list[Any]:
+        found = (event.order for event in self.events if isinstance(event, Ordered))
+        return [order for order in found if isinstance(order, kind)]
+
+
+@contextlib.asynccontextmanager
+async def linked(endpoint: Endpoint, say: Hello | None = None) -> AsyncIterator[tuple[Link, Heard]]:
+    heard = Heard()
+    link = Link(lambda: endpoint, lambda: say or hello(), heard)
+    link.start()
+    try:
+        yield link, heard
+    finally:
+        await link.close(5.0)
+
+
+def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
+    async def main() -> None:
+        async with linked(master[1]) as (link, heard):
+            await heard.until(lambda events: LinkBack() in events)
+            assert isinstance(heard.events[0], Ordered)
+            assert isinstance(heard.events[0].order, Welcome)
+            link.say(Join(Endpoint("127.0.0.1", 4711)))
+            await heard.until(lambda _: bool(heard.orders(Start)))
+            assert heard.orders(Start)[0].store == Endpoint("127.0.0.1", 4711)
+
+    run(main())
+
+
+def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint]) -> None:
+    async def main() -> None:
+        other = hello(spec=replace(CONFIG.spec, job_id="another"))
+        async with linked(master[1], other) as (_, heard):
+            await heard.until(lambda _: bool(heard.orders(Refused)))
+            assert "'another'" in heard.orders(Refused)[0].reason
+            assert heard.count(LinkBack) == 0
+
+    run(main())
+
+
+def test_another_version_is_one_sentence(master: tuple[MasterProcess, Endpoint]) -> None:
+    async def main() -> None:
+        async with linked(master[1], hello(protocol=99, version="9.9")) as (_, heard):
+            await heard.until(lambda _: bool(heard.orders(Refused)))
+            assert "install one version" in heard.orders(Refused)[0].reason
+
+    run(main())
+
+
+def test_a_master_that_comes_back_is_found(master: tuple[MasterProcess, Endpoint]) -> None:
+    process, endpoint = master
+
+    async def main() -> None:
+        async with linked(endpoint) as (_, heard):
+            await heard.until(lambda _: heard.count(LinkBack) == 1)
+            process.process.kill()
+            await heard.until(lambda _: heard.count(LinkLost) == 1)
+            process.process.wait()
+            again = MasterProcess(CONFIG, endpoint)
+            try:
+                await heard.until(lambda _: heard.count(LinkBack) == 2)
+            finally:
+                again.process.kill()
+                again.close()
+                again.process.wait()
+
+    run(main())
+
+
+class Relay:
+    """A wire between two ports that can be cut without a word: what is on it never arrives."""
+
+    def __init__(self, target: Endpoint) -> None:
+        self._target = target
+        self._frozen: set[asyncio.StreamWriter] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> Endpoint:
+        self._server = await asyncio.start_server(self._visit, "127.0.0.1", 0)
+        return Endpoint("127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    def freeze(self) -> None:
+        """Nothing passes any more on the connections there are; new ones work."""
+        self._frozen |= self._writers
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection(
+            self._target.host, self._target.port
+        )
+        self._writers |= {writer, back_writer}
+        for source, sink in ((reader, back_writer), (back_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                if sink not in self._frozen:
+                    sink.write(data)
+            if sink not in self._frozen:
+                sink.close()
+
+
+def test_without_an_echo_a_fresh_connection_takes_over(
+    master: tuple[MasterProcess, Endpoint],
+) -> None:
+    async def main() -> None:
+        relay = Relay(master[1])
+        endpoint = await relay.start()
+        async with linked(endpoint) as (_, heard):
+            await heard.until(lambda _: heard.count(LinkBack) == 1)
+            relay.freeze()
+            await heard.until(lambda _: heard.count(LinkBack) == 2)
+            # The old connection was never lost, as far as anybody could tell.
+            assert heard.count(LinkLost) == 0
+        await relay.stop()
+
+    run(main())
+
+
+# ---------------------------------------------------------------- whose port is it
+
+
+def test_the_probe_knows_a_master(master: tuple[MasterProcess, Endpoint]) -> None:
+    assert run(probe(master[1], LIMIT)) is Answer.HTTP2
+
+
+def test_the_probe_knows_strangers_and_nobody() -> None:
+    async def main() -> None:
+        async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+            await writer.drain()
+            writer.close()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        for handler, limit, answer in ((rude, LIMIT, Answer.FOREIGN), (silent, 0.1, Answer.SILENT)):
+            server = await asyncio.start_server(handler, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            assert await probe(Endpoint("127.0.0.1", port), limit) is answer
+            server.close()
+            await server.wait_closed()
+
+    run(main())
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        assert run(probe(Endpoint("127.0.0.1", port), LIMIT)) is Answer.NOBODY

@@ -1,0 +1,439 @@
+"""The output of ranks: the tree of files against torch's own, and the copy for people."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent.console import ConsoleWriter
+from elasticrun.agent.logs import LogsUnusable, RankOutput
+from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES
+from elasticrun.config import LogPlan
+from tests.harness import LIMIT
+
+
+class Pipe:
+    """A console that a test reads: blocking reads, with a limit."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+        self.seen = b""
+
+    def until(self, needle: bytes) -> bytes:
+        """Read until `needle` was seen; everything seen so far."""
+        timer = threading.Timer(LIMIT, self.close_writer)
+        timer.start()
+        try:
+            while needle not in self.seen:
+                data = os.read(self.out, 65536)
+                assert data, f"{needle!r} never came, only {self.seen[-500:]!r}"
+                self.seen += data
+        finally:
+            timer.cancel()
+        return self.seen
+
+    def rest(self) -> bytes:
+        """What is in the pipe after all writers have closed it."""
+        self.close_writer()
+        while data := os.read(self.out, 65536):
+            self.seen += data
+        return self.seen
+
+    def close_writer(self) -> None:
+        if self.into >= 0:
+            os.close(self.into)
+            self.into = -1
+
+    def close(self) -> None:
+        self.close_writer()
+        os.close(self.out)
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[Pipe, Pipe]]:
+    both = Pipe(), Pipe()
+    yield both
+    for pipe in both:
+        pipe.close()
+
+
+def make_envs(nproc: int, run_id: str = "job") -> dict[int, dict[str, str]]:
+    return {
+        i: {
+            "RANK": str(i + 4),
+            "LOCAL_RANK": str(i),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        for i in range(nproc)
+    }
+
+
+def make(plan: LogPlan, pipes: tuple[Pipe, Pipe], nproc: int = 2, **more: float) -> RankOutput:
+    return RankOutput(
+        plan, "job", "default", nproc, stdout_fd=pipes[0].into, stderr_fd=pipes[1].into, **more
+    )
+
+
+PLANS = {
+    "nothing": {},
+    "redirect all": {"redirects_all": 3},
+    "redirect out of one": {"redirects": {1: 1}},
+    "tee err": {"tee_all": 2},
+    "tee and redirect": {"redirects_all": 1, "tee": {0: 2}},
+    "filter": {"local_ranks_filter": (1,)},
+    "filter and tee": {"tee_all": 3, "local_ranks_filter": (0,)},
+    "filter and redirect": {"redirects_all": 2, "local_ranks_filter": (0,)},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("log_dir", ["given", "none", "/dev/null"])
+def test_places_are_torchs(
+    name: str,
+    log_dir: str,
+    tmp_path: Path,
+    pipes: tuple[Pipe, Pipe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    words = PLANS[name]
+    base = {"given": str(tmp_path / "logs"), "none": None}.get(log_dir, log_dir)
+    nproc = 2
+
+    def std(key: str) -> object:
+        if key in words:
+            return {rank: Std(value) for rank, value in words[key].items()}
+        return Std(words.get(f"{key}_all", 0))
+
+    envs = make_envs(nproc)
+    shown = words.get("local_ranks_filter")
+    theirs = DefaultLogsSpecs(
+        base, std("redirects"), std("tee"), set(shown) if shown else None
+    ).reify(envs)
+    our_envs = make_envs(nproc)
+    output = make(LogPlan(log_dir=base, **words), pipes)
+    ours = output.open_attempt(0, our_envs)
+    output.close(LIMIT)
+
+    def relative(path: str) -> str:
+        return path.partition("/attempt_0/")[2] or path
+
+    for rank in range(nproc):
+        assert relative(ours[rank].stdout) == relative(theirs.stdouts[rank])
+        assert relative(ours[rank].stderr) == relative(theirs.stderrs[rank])
+        error_file = envs[rank]["TORCHELASTIC_ERROR_FILE"]
+        assert relative(our_envs[rank]["TORCHELASTIC_ERROR_FILE"]) == relative(error_file)
+        assert ours[rank].error_file == our_envs[rank]["TORCHELASTIC_ERROR_FILE"]
+
+
+def test_the_runs_folder_is_named_like_torchs(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path / "a" / "b")), pipes)
+    logs = output.open_attempt(3, make_envs(1))
+    (run,) = (tmp_path / "a" / "b").iterdir()
+    assert run.name.startswith("job_")
+    assert len(run.name) == len("job_") + 8
+    assert logs[0].error_file == str(run / "attempt_3" / "0" / "error.json")
+
+
+def test_an_id_with_slashes_makes_one_folder(tmp_path: Path) -> None:
+    output = RankOutput(LogPlan(log_dir=str(tmp_path)), "../a/b", "default", 1)
+    output.open_attempt(0, make_envs(1))
+    (run,) = tmp_path.iterdir()
+    assert run.name.startswith(".._a_b_")
+
+
+def test_earlier_attempts_stay(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), redirects_all=3), pipes, nproc=1)
+    files = []
+    for attempt in (0, 1, 1):
+        files.append(Path(output.open_attempt(attempt, make_envs(1))[0].stdout))
+        files[-1].write_text(str(len(files)))
+    output.close(LIMIT)
+    assert [file.read_text() for file in files] == ["1", "2", "3"]
+    assert [file.parent.parent.name for file in files] == ["attempt_0", "attempt_1", "attempt_1.1"]
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "logs"
+    file.write_text("")
+    with pytest.raises(LogsUnusable, match="is a file") as caught:
+        RankOutput(LogPlan(log_dir=str(file)), "job", "default", 1).prepare()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(LogsUnusable, match="cannot make a log folder"):
+        RankOutput(LogPlan(log_dir=str(file / "logs")), "job", "default", 1).prepare()
+
+
+def test_tee_copies_lines_with_their_prefix(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), pipes)
+    logs = output.open_attempt(0, make_envs(2))
+    with open(logs[0].stdout, "wb") as zero, open(logs[1].stderr, "wb") as one:
+        zero.write(b"first\nsec")
+        zero.flush()
+        assert pipes[0].until(b"first\n") == b"[default0]:first\n"
+        zero.write(b"ond\r10%\r\nlast")
+        one.write(b"oops\n")
+    assert pipes[1].until(b"oops\n") == b"[default1]:oops\n"
+    output.close(LIMIT)
+    lines = [b"first", b"second", b"10%", b"last"]
+    assert pipes[0].rest() == b"".join(b"[default0]:" + line + b"\n" for line in lines)
+
+
+def test_lines_arrive_while_the_rank_lives(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    logs = output.open_attempt(0, make_envs(1))
+    script = "import sys\nfor line in sys.stdin: print('heard', line, end='', flush=True)"
+    with open(logs[0].stdout, "wb") as file:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=file, text=True
+        )
+    assert rank.stdin is not None
+    for word in ("one", "two", "three"):
+        rank.stdin.write(f"{word}\n")
+        rank.stdin.flush()
+        pipes[0].until(f"[default0]:heard {word}\n".encode())
+    rank.stdin.close()
+    rank.wait(LIMIT)
+    output.rank_exited(0)
+    output.close(LIMIT)
+    assert pipes[0].rest().count(b"\n") == 3
+
+
+def test_what_a_rank_leaves_behind_does_not_hold_the_end_up(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe]
+) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    logs = output.open_attempt(0, make_envs(1))
+    with open(logs[0].stdout, "wb") as still_open:
+        still_open.write(b"rank\n")
+        still_open.flush()
+        output.rank_exited(0)
+        still_open.write(b"grandchild")
+        still_open.flush()
+        output.close(LIMIT)
+        assert pipes[0].rest() == b"[default0]:rank\n[default0]:grandchild\n"
+
+
+def test_the_template(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    template = "${role_name}|${local_rank}|${rank}|${hostname}|${other}> "
+    plan = LogPlan(log_dir=str(tmp_path), tee_all=1, prefix_template=template)
+    output = make(plan, pipes)
+    logs = output.open_attempt(0, make_envs(2))
+    Path(logs[1].stdout).write_text("x\n")
+    output.close(LIMIT)
+    host = os.uname().nodename
+    assert pipes[0].rest().decode() == f"default|1|5|{host}|${{other}}> x\n"
+
+
+def test_lines_of_one_life_come_before_those_of_the_next(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe]
+) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    for attempt in range(20):
+        logs = output.open_attempt(attempt, make_envs(1))
+        Path(logs[0].stdout).write_text(f"{attempt}\nend of {attempt}")
+        output.rank_exited(0)
+    output.close(LIMIT)
+    expected = [f"[default0]:{text}" for i in range(20) for text in (str(i), f"end of {i}")]
+    assert pipes[0].rest().decode().splitlines() == expected
+
+
+def test_duplicate_filters(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    plan = LogPlan(
+        log_dir=str(tmp_path), tee_all=3, stdout_filters=("loss", "a,b"), stderr_filters=("warn",)
+    )
+    output = make(plan, pipes)
+    logs = output.open_attempt(0, make_envs(2))
+    Path(logs[0].stdout).write_text("loss 1\nother\nsee a,b\n")
+    Path(logs[1].stderr).write_text("loss 2\nwarning\n")
+    output.close(LIMIT)
+    attempt = Path(logs[0].stdout).parent.parent
+    out = (attempt / "filtered_stdout.log").read_text()
+    assert out == "[default0]:loss 1\n[default0]:see a,b\n"
+    assert (attempt / "filtered_stderr.log").read_text() == "[default1]:warning\n"
+    assert b"other" in pipes[0].rest()
+
+
+def test_no_inotify_is_said_and_made_up_for(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left() -> object:
+        raise OSError(24, "Too many open files")
+
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    output._reader.make_inotify = none_left  # type: ignore[assignment]
+    with caplog.at_level("WARNING", logger="elasticrun"):
+        logs = output.open_attempt(0, make_envs(1))
+        with open(logs[0].stdout, "wb", buffering=0) as file:
+            for number in range(3):
+                file.write(b"%d\n" % number)
+                pipes[0].until(b"[default0]:%d\n" % number)
+        output.close(LIMIT)
+    assert "no inotify for log files (Too many open files)" in caplog.text
+
+
+def test_a_log_that_its_script_cuts_is_read_from_the_start(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe]
+) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    logs = output.open_attempt(0, make_envs(1))
+    Path(logs[0].stdout).write_text("a long line before\n")
+    pipes[0].until(b"before\n")
+    os.truncate(logs[0].stdout, 0)
+    with open(logs[0].stdout, "ab", buffering=0) as file:
+        file.write(b"after\n")
+        pipes[0].until(b"after\n")
+    output.close(LIMIT)
+    assert pipes[0].rest() == b"[default0]:a long line before\n[default0]:after\n"
+
+
+def test_a_line_without_an_end_is_passed_on_in_pieces(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe]
+) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    logs = output.open_attempt(0, make_envs(1))
+    size = 1_000_000
+    Path(logs[0].stdout).write_bytes(b"x" * size + b"\nend\n")
+    text = pipes[0].until(b":end\n")
+    output.close(LIMIT)
+    assert text.count(b"x") == size
+    assert max(map(len, text.splitlines())) < READ_BYTES + MAX_LINE_BYTES + 100
+
+
+def test_a_frozen_console_drops_lines_and_counts_them(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody reads the pipe: the file is read on, all filters get their lines, close returns."""
+    lines = 50_000
+    plan = LogPlan(log_dir=str(tmp_path), tee_all=1, stdout_filters=("needle",))
+    output = make(plan, pipes, nproc=1, patience=0.05)
+    logs = output.open_attempt(0, make_envs(1))
+    with open(logs[0].stdout, "wb") as file:
+        for number in range(lines):
+            file.write(b"line %d\n" % number)
+        file.write(b"needle\n")
+    output.rank_exited(0)
+    with caplog.at_level("WARNING", logger="elasticrun"):
+        dropped = output.close(0.2)
+    assert 0 < dropped <= lines + 1
+    assert f"{dropped} lines of rank output were not shown" in caplog.text
+    filtered = Path(logs[0].stdout).parent.parent / "filtered_stdout.log"
+    assert filtered.read_text() == "[default0]:needle\n"
+
+
+def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe, Pipe]) -> None:
+    console = ConsoleWriter(pipes[0].into, capacity=10, patience=0.05)
+    console.put(b"%06d\n" % number for number in range(40_000))  # more than a pipe holds
+    dropped = console.dropped
+    assert dropped > 0
+    shown = 40_000 - dropped
+    pipes[0].until(b"%06d\n" % (shown - 1))
+    console.put([b"thawed\n"])
+    text = pipes[0].until(b"thawed\n")
+    assert (
+        b"elasticrun: %d lines were not shown: the console was frozen\nthawed\n" % dropped in text
+    )
+    assert console.close(LIMIT) == dropped
+
+
+def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
+    console = ConsoleWriter(pipes[0].into, capacity=10, patience=LIMIT)
+    writer = threading.Thread(target=lambda: console.put(b"%d\n" % n for n in range(30_000)))
+    writer.start()
+    text = pipes[0].until(b"\n29999\n")
+    writer.join(LIMIT)
+    assert console.close(LIMIT) == 0
+    assert text.split() == [b"%d" % n for n in range(30_000)]
+
+
+def test_a_console_that_is_closed_stops_nobody(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
+    os.close(pipes[0].out)
+    pipes[0].out = os.open("/dev/null", os.O_RDONLY)
+    logs = output.open_attempt(0, make_envs(1))
+    Path(logs[0].stdout).write_text("line\n" * 100_000)
+    output.close(LIMIT)
+
+
+PLUGIN = """
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class Mine(LogsSpecs):
+        def reify(self, envs):
+            name = self._root_log_dir + "/rank{RANK}.txt"
+            paths = {rank: name.format(**env) for rank, env in envs.items()}
+            return LogsDest(
+                stdouts=paths,
+                stderrs={rank: "" for rank in envs},
+                tee_stdouts={0: paths[0]},
+                error_files={rank: path + ".json" for rank, path in paths.items()},
+            )
+
+        @property
+        def root_log_dir(self):
+            return self._root_log_dir
+"""
+
+
+def test_a_plug_in_decides(
+    tmp_path: Path,
+    pipes: tuple[Pipe, Pipe],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    about = tmp_path / "h7plug-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: h7plug\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[torchrun.logs_specs]\nmine = h7plug:Mine\n")
+    (tmp_path / "h7plug.py").write_text(textwrap.dedent(PLUGIN))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    output = make(LogPlan(log_dir=str(tmp_path), logs_specs="mine", tee_all=1), pipes)
+    envs = make_envs(2)
+    with caplog.at_level("WARNING", logger="elasticrun"):
+        logs = output.open_attempt(0, envs)
+    assert "loading torch in the agent for --logs-specs mine" in caplog.text
+    assert logs[0].stdout == str(tmp_path / "rank4.txt")
+    assert logs[1].error_file == str(tmp_path / "rank5.txt.json")
+    assert envs[1]["TORCHELASTIC_ERROR_FILE"] == logs[1].error_file
+    for rank in (0, 1):
+        Path(logs[rank].stdout).write_text(f"of {rank}\n")
+    output.close(LIMIT)
+    assert pipes[0].rest() == b"[default0]:of 0\n"
+
+
+def test_a_plug_in_that_is_not_there() -> None:
+    output = RankOutput(LogPlan(log_dir=None, logs_specs="nowhere"), "job", "default", 1)
+    with pytest.raises(LogsUnusable, match="--logs-specs nowhere cannot be used: no entry point"):
+        output.prepare()
+
+
+def test_an_empty_folder_under_tmp_is_removed_and_a_used_one_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    unused = RankOutput(LogPlan(log_dir=None), "job", "default", 2)
+    unused.open_attempt(0, make_envs(2))
+    assert len(list(tmp_path.iterdir())) == 1
+    unused.close(LIMIT)
+    assert list(tmp_path.iterdir()) == []
+
+    used = RankOutput(LogPlan(log_dir=None), "job", "default", 2)
+    logs = used.open_attempt(0, make_envs(2))
+    Path(logs[1].error_file).write_text("{}")
+    used.close(LIMIT)
+    assert Path(logs[1].error_file).exists()

@@ -1,0 +1,208 @@
+"""Ranks between the brain and a spawner: what the real processes of test_deaths hardly show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from elasticrun.agent import ranks as ranks_module
+from elasticrun.agent.logs import RankLogs, RankOutput
+from elasticrun.agent.ranks import Ranks
+from elasticrun.agent.spawner import Spawners
+from elasticrun.config import LogPlan
+from elasticrun.core.effects import (
+    AgentEvent,
+    RankExited,
+    RankSpawned,
+    RanksSwept,
+    SpawnRanks,
+)
+from elasticrun.wire.messages import FailureKind
+from elasticrun.wire.spawner import Exited, Spawned, SpawnFailed, SpawnRank, Sweep, Swept
+from tests.agent.configs import agent_config, start
+from tests.harness import LIMIT
+
+
+class Orders:
+    """In the place of the spawners: keeps what it is told."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self.told = told
+        self.given: list[Any] = []
+        self._keys = 0
+
+    def new_key(self) -> int:
+        self._keys += 1
+        return self._keys
+
+    def start(self, order: SpawnRank) -> None:
+        self.given.append(order)
+        self.told()
+
+    def send(self, key: int, order: Any) -> None:
+        self.given.append(order)
+
+    def owner(self, key: int) -> object:
+        return self
+
+    def forget(self, keys: list[int]) -> None:
+        pass
+
+
+class HungDisk(RankOutput):
+    """Log folders on a file system that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(LogPlan(log_dir="/dev/null"), "job", "default", 2)
+        self.go = threading.Event()
+
+    def open_attempt(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> dict[int, RankLogs]:
+        self.go.wait(LIMIT)
+        return super().open_attempt(attempt, envs)
+
+
+class Stage:
+    """Ranks with everything around them."""
+
+    def __init__(self, output: RankOutput) -> None:
+        self.events: list[AgentEvent] = []
+        self._changed = asyncio.Event()
+        self.orders = Orders(self._changed.set)
+        self.ranks = Ranks(
+            agent_config(),
+            cast(Spawners, self.orders),
+            output,
+            host=lambda: "host",
+            deliver=self._deliver,
+            fatal=lambda sentence: pytest.fail(sentence),
+        )
+
+    def _deliver(self, event: AgentEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, good: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not good():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def play(body: Callable[[Stage], Awaitable[None]], output: RankOutput | None = None) -> None:
+    async def main() -> None:
+        plan = LogPlan(log_dir="/dev/null")
+        stage = Stage(output or RankOutput(plan, "job", "default", 2))
+        try:
+            await body(stage)
+        finally:
+            stage.ranks.close()
+
+    asyncio.run(main())
+
+
+async def spawned(stage: Stage) -> list[SpawnRank]:
+    stage.ranks.spawn(SpawnRanks(start(), 2))
+    await stage.until(lambda: len(stage.orders.given) == 2)
+    for order in stage.orders.given:
+        stage.ranks.spawned(Spawned(order.key, 100 + order.local_rank, True))
+    return list(stage.orders.given)
+
+
+def test_a_life_from_birth_to_sweep() -> None:
+    async def body(stage: Stage) -> None:
+        orders = await spawned(stage)
+        assert [order.env["RANK"] for order in orders] == ["2", "3"]
+        assert stage.events == [RankSpawned(0, 100), RankSpawned(1, 101)]
+        for order, code in zip(orders, (0, -11), strict=True):
+            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, code, 5))
+        await stage.until(lambda: len(stage.events) == 4)
+        good, bad = stage.events[2:]
+        assert good == RankExited(0, 0, None)
+        assert isinstance(bad, RankExited)
+        assert bad.failure is not None
+        assert (bad.failure.rank, bad.failure.exitcode, bad.failure.pid) == (3, -11, 101)
+        assert bad.failure.kind is FailureKind.SIGNAL
+        stage.ranks.sweep(1.5)
+        keys = tuple(order.key for order in orders)
+        assert stage.orders.given[-1] == Sweep(keys, 1.5)
+        stage.ranks.swept(Swept(keys, (7,)))
+        assert stage.events[-1] == RanksSwept((7,))
+
+    play(body)
+
+
+def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind() -> None:
+    async def body(stage: Stage) -> None:
+        stage.ranks.spawn(SpawnRanks(start(), 2))
+        await stage.until(lambda: len(stage.orders.given) == 2)
+        stage.ranks.spawn_failed(SpawnFailed(stage.orders.given[1].key, "no such file"))
+        await stage.until(lambda: bool(stage.events))
+        (event,) = stage.events
+        assert isinstance(event, RankExited)
+        assert event.failure is not None
+        assert (event.failure.kind, event.failure.message) == (FailureKind.SPAWN, "no such file")
+
+    play(body)
+
+
+def test_ranks_that_wait_for_a_disk_can_be_called_off() -> None:
+    disk = HungDisk()
+
+    async def body(stage: Stage) -> None:
+        stage.ranks.spawn(SpawnRanks(start(), 2))
+        stage.ranks.call_off()
+        stage.ranks.call_off()
+        kinds = [e.failure.kind for e in stage.events if isinstance(e, RankExited) and e.failure]
+        assert kinds == [FailureKind.STOPPED, FailureKind.STOPPED]
+        disk.go.set()
+        stage.ranks.spawn(SpawnRanks(start(), 3))  # the next life is not disturbed by the first
+        await stage.until(lambda: len(stage.orders.given) == 2)
+
+    play(body, disk)
+
+
+def test_an_error_file_that_cannot_be_read_holds_up_neither_the_exit_nor_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung = threading.Event()
+    really = ranks_module.describe
+
+    def slow_for_rank_2(**known: Any) -> Any:
+        if known["rank"] == 2 and known["error_file"]:
+            hung.wait(LIMIT)
+        return really(**known)
+
+    monkeypatch.setattr(ranks_module, "describe", slow_for_rank_2)
+    output = RankOutput(LogPlan(log_dir=str(tmp_path)), "job", "default", 2)
+
+    async def body(stage: Stage) -> None:
+        orders = await spawned(stage)
+        for order in orders:
+            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, 1, 5))
+        await stage.until(lambda: len(stage.events) == 4)
+        exits = [event for event in stage.events if isinstance(event, RankExited)]
+        assert [event.local_rank for event in exits] == [0, 1]
+        assert all(event.failure is not None for event in exits)
+
+    play(body, output)
+    hung.set()
+    assert os.path.isdir(output.run_dir)
+
+
+def test_ranks_of_a_lost_spawner_are_heard_of_no_more() -> None:
+    async def body(stage: Stage) -> None:
+        orders = await spawned(stage)
+        stage.ranks.exited(Exited(orders[0].key, 100, -9, 5))
+        stage.ranks.all_lost()
+        stage.ranks.spawned(Spawned(orders[1].key, 1, True))
+        stage.ranks.exited(Exited(orders[1].key, 1, -9, 5))
+        stage.ranks.sweep(1.0)
+        assert stage.events[2:] == [RanksSwept(())]
+
+    play(body)

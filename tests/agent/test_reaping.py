@@ -1,0 +1,198 @@
+"""Children: reaped, watched, swept; and signals that came before there was a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent.processes import below
+from elasticrun.agent.signals import SignalInbox
+from tests.harness import LIMIT
+
+
+def in_child(tmp_path: Path, body: str) -> dict[str, object]:
+    """What an agent-like process says: it reaps all its children, which a test must not."""
+    script = tmp_path / "body.py"
+    script.write_text(
+        textwrap.dedent("""
+            import asyncio, json, os, signal, subprocess, sys
+            from elasticrun.agent.processes import Reaper, become_subreaper, below
+            SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]
+            def started(code):
+                process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+                assert process.stdout is not None
+                return process, json.loads(process.stdout.readline())
+            """)
+        + textwrap.dedent(body)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+NEST = """
+import json, os, signal, subprocess, sys
+deep = subprocess.Popen(
+    [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+     "print(1, flush=True); signal.pause()"], start_new_session=True, stdout=subprocess.PIPE)
+deep.stdout.readline()
+print(json.dumps(deep.pid), flush=True)
+signal.pause()
+"""
+
+
+def test_a_sweep_leaves_only_what_is_to_be_kept(tmp_path: Path) -> None:
+    found = in_child(
+        tmp_path,
+        f"""
+        become_subreaper()
+        old = subprocess.Popen(SLEEP)  # the caller's own, from before
+        reaper = Reaper()
+        async def main():
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
+            kept, kept_below = started({NEST!r})
+            gone, gone_below = started({NEST!r})
+            codes = []
+            reaper.watch(gone, codes.append)
+            stuck = await reaper.sweep(keep={{kept.pid}}, limit=30)
+            left = below(os.getpid())
+            for pid in (kept.pid, kept_below, old.pid):
+                os.kill(pid, signal.SIGKILL)
+            print(json.dumps({{
+                "stuck": stuck, "codes": codes,
+                "left": left == {{kept.pid, kept_below, old.pid}},
+            }}))
+        asyncio.run(main())
+        """,
+    )
+    assert found == {"stuck": [], "codes": [-9], "left": True}
+
+
+def test_orphans_are_reaped_and_a_callers_child_is_not(tmp_path: Path) -> None:
+    found = in_child(
+        tmp_path,
+        """
+        become_subreaper()
+        mine = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+        os.waitid(os.P_PID, mine.pid, os.WEXITED | os.WNOWAIT)
+        reaper = Reaper()
+        orphan = '''
+        import json, os, sys
+        if os.fork() == 0:
+            os.setsid(); sys.stdin.read()
+        else:
+            print(json.dumps(0), flush=True); os._exit(3)
+        '''
+        import textwrap
+        code = textwrap.dedent(orphan)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        async def main():
+            ends = asyncio.Queue()
+            reaped = asyncio.Event()
+            def reap():
+                reaper.reap()
+                reaped.set()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, reap)
+            reaper.watch(process, ends.put_nowait)
+            reap()
+            code = await ends.get()
+            orphans = below(os.getpid(), without={mine.pid})
+            process.stdin.close()  # the orphan ends, and is ours to reap by now
+            while below(os.getpid(), without={mine.pid}):
+                reaped.clear()
+                await asyncio.wait_for(reaped.wait(), 30)
+            print(json.dumps({"code": code, "orphans": len(orphans), "mine": mine.wait()}))
+        asyncio.run(main())
+        """,
+    )
+    assert found == {"code": 3, "orphans": 1, "mine": 7}
+
+
+def test_below_names_grandchildren() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True);" \
+        "import sys; sys.stdin.read()'])"  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = below(os.getpid())
+        assert child.pid in found
+        assert len(below(child.pid)) == 1
+        assert below(child.pid) <= found
+        assert below(os.getpid(), without={child.pid}).isdisjoint(below(child.pid) | {child.pid})
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_signals_from_before_the_loop_are_handed_over_in_order() -> None:
+    inbox = SignalInbox(("SIGTERM", "SIGHUP"))
+    before = signal.getsignal(signal.SIGTERM)
+    inbox.install()
+    try:
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        seen: list[tuple[int, bool]] = []
+        inbox.attach(lambda number, death: seen.append((number, death)), lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        inbox.restore()
+    assert seen == [
+        (signal.SIGHUP, True),
+        (signal.SIGUSR1, False),
+        (signal.SIGTERM, True),
+        (signal.SIGUSR2, False),
+    ]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGNOTHING", "SIG_BLOCK"])
+def test_what_cannot_be_handled_is_named(name: str) -> None:
+    inbox = SignalInbox((name, "SIGTERM"))
+    inbox.install()
+    inbox.restore()
+    assert inbox.unknown == [name]
+
+
+def test_a_listed_sigusr1_is_a_death_signal() -> None:
+    inbox = SignalInbox(("SIGUSR1",))
+    inbox.install()
+    seen: list[tuple[int, bool]] = []
+    try:
+        inbox.attach(lambda number, death: seen.append((number, death)), lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        inbox.restore()
+    assert seen == [(signal.SIGUSR1, True)]
+
+
+def test_a_hung_thread_does_not_hold_up_the_loop() -> None:
+    from elasticrun.agent.threads import in_thread
+
+    read, write = os.pipe()
+
+    async def main() -> str:
+        with pytest.raises(TimeoutError):
+            await in_thread(lambda: os.read(read, 1), limit=0.05)
+        return await in_thread(lambda: "other work")
+
+    try:
+        assert asyncio.run(main()) == "other work"
+    finally:
+        os.close(write)  # lets the thread go

@@ -1,0 +1,233 @@
+"""The command itself: verbs, sentences for bad input, --dry-run, completion, hand-over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elasticrun import __version__
+from elasticrun.cli.main import verb_of
+from elasticrun.cli.master_verb import configure
+from elasticrun.cli.program import check_program
+from elasticrun.cli.values import UsageError
+from elasticrun.wire.spawner import Entry, EntryKind
+from tests.harness import clean_environment
+
+
+def command(
+    *words: str, cwd: Path, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the real command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "elasticrun", *words], cwd=cwd, capture_output=True, text=True,
+        env=clean_environment() | dict(environ or {}), timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- verbs
+
+
+def test_a_verb_is_the_first_word_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert verb_of(["status"]) == "status"
+    assert verb_of(["master", "--port", "7"]) == "master"
+    assert verb_of(["./status"]) == ""
+    assert verb_of(["--standalone", "status"]) == ""
+    assert verb_of(["-m", "status"]) == ""
+    assert verb_of(["train.py", "status"]) == ""
+    assert verb_of([]) == ""
+    (tmp_path / "status").write_text("print('a script')")
+    assert verb_of(["status"]) == ""
+    (tmp_path / "master").symlink_to("nowhere")
+    assert verb_of(["master"]) == ""
+
+
+def test_help_lists_verbs_and_every_flag(tmp_path: Path) -> None:
+    done = command("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for word in ("elasticrun status", "elasticrun master", "--nproc-per-node", "--preload", "-m,"):
+        assert word in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    done = command("--version", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"elasticrun {__version__} (torch ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    done = command("--print-completion", shell, cwd=tmp_path)
+    assert done.returncode == 0
+    for flag in ("rdzv-endpoint", "rdzv_endpoint", "restart-backoff"):
+        assert flag in done.stdout
+    if shell == "bash":
+        checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=60)
+        assert checked.returncode == 0
+
+
+def test_completion_without_shtab(tmp_path: Path) -> None:
+    (tmp_path / "shtab.py").write_text("raise ImportError('not here')")
+    done = command("--print_completion=bash", cwd=tmp_path, environ={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "pip install shtab" in done.stderr
+
+
+# ---------------------------------------------------------------- bad input: one sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        ([], 2, "the following arguments are required: script"),
+        (["--nproc-per-node"], 2, "expected one argument"),
+        (["--wrong", "train.py"], 2, "unrecognized arguments: --wrong"),
+        (["missing.py"], 1, "there is no script missing.py"),
+        (["package.module"], 1, "for a module write -m"),
+        (["empty"], 1, "without __main__.py"),
+        (["--run-path", "missing.py"], 1, "there is no script missing.py"),
+        (["--no-python", "missing.sh"], 1, "there is no program missing.sh"),
+        (["--no-python", "./train.py"], 1, "may not be executed"),
+        (["--nnodes=0", "train.py"], 1, "--nnodes=0"),
+        (["--rdzv-backend=etcd", "train.py"], 1, "use --rdzv-backend=c10d"),
+        (["master", "--port", "x"], 2, "invalid int value: 'x'"),
+        (["master", "--nnodes", "x"], 1, "--nnodes=x"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_one_sentence_and_no_traceback(
+    words: list[str], code: int, part: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("print('never')")
+    (tmp_path / "empty").mkdir()
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == code
+    assert part in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("elasticrun")
+    assert done.stdout == ""
+
+
+def test_a_binary_is_no_script(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="add --no-python"):
+        check_program(Entry(EntryKind.SCRIPT, sys.executable))
+    assert check_program(Entry(EntryKind.COMMAND, sys.executable)) == ""
+    shell = tmp_path / "run.sh"
+    shell.write_text("#!/bin/bash\necho hello\n")
+    assert "meant for /bin/bash" in check_program(Entry(EntryKind.SCRIPT, str(shell)))
+    shell.write_text("#!/usr/bin/env python3\n")
+    assert check_program(Entry(EntryKind.SCRIPT, str(shell))) == ""
+    assert check_program(Entry(EntryKind.MODULE, "no.such.module")) == ""
+    assert check_program(Entry(EntryKind.SCRIPT, "-")) == ""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_script_that_may_not_be_read(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("")
+    script.chmod(0)
+    with pytest.raises(UsageError, match="cannot be read: Permission denied"):
+        check_program(Entry(EntryKind.SCRIPT, str(script)))
+
+
+# ---------------------------------------------------------------- --dry-run
+
+
+def test_dry_run_shows_values_and_sources(tmp_path: Path) -> None:
+    environ = {
+        "PET_MAX_RESTARTS": "4", "ELASTICRUN_RESTART_BACKOFF": "2", "PET_NNODES": "2",
+        "PET_MASTER_PORT": "7007", "PET_MASTER_ADDR": "head", "PET_NODE_RANK": "1",
+    }  # fmt: skip
+    done = command(
+        "--dry-run", "--nproc_per_node=2", "-m", "pkg.train", "--lr", "a b",
+        cwd=tmp_path, environ=environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert f"{sys.executable} -u -m pkg.train --lr 'a b'" in text
+    assert "head:7007, started by node 0" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["nproc-per-node"] == ["2", "--nproc_per_node"]
+    assert rows["max-restarts"] == ["4", "$PET_MAX_RESTARTS"]
+    assert rows["restart-backoff"] == ["2", "$ELASTICRUN_RESTART_BACKOFF"]
+    assert rows["role"] == ["default", "default"]
+    assert rows["module"] == ["True", "-m"]
+    assert "note: OMP_NUM_THREADS is 1" in text
+
+
+def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
+    done = command("--dry-run", "missing.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- elasticrun master
+
+
+def test_master_without_flags_takes_the_first_agents_word() -> None:
+    config = configure([], {})
+    assert (config.host, config.port, config.spec, config.job_id) == (
+        "0.0.0.0",
+        29400,
+        None,
+        "none",
+    )
+
+
+def test_master_with_flags_of_the_job() -> None:
+    words = "--host ::1 --port 0 --nnodes 2:4 --rdzv-id j --max_restarts=3 --status_port 8080"
+    config = configure(words.split(), {"PET_NODE_UNIT": "2"})
+    assert (config.host, config.port, config.status_port, config.job_id) == ("::1", 0, 8080, "j")
+    assert config.spec is not None
+    assert (config.spec.min_nodes, config.spec.max_nodes, config.spec.node_unit) == (2, 4, 2)
+    assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
+
+
+# ---------------------------------------------------------------- plug-ins of torchrun's
+
+PLUGIN = """
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+def create(params):
+    print("the plug-in was asked", flush=True)
+    params.endpoint = "localhost:0"
+    backend, store = create_backend(params)
+    type(backend).name = property(lambda self: "homemade")
+    return create_handler(store, backend, params)
+
+def get():
+    return create
+"""
+
+
+@pytest.mark.slow
+def test_a_rendezvous_plugin_is_left_to_torchrun(tmp_path: Path) -> None:
+    """A real entry point of torchrun.handlers, found in metadata, served by the real torchrun."""
+    site = tmp_path / "site"
+    info = site / "homemade-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "homemade.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: homemade\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torchrun.handlers]\nhomemade = homemade:get\n")
+    (tmp_path / "train.py").write_text(
+        "import os; os.write(1, b'rank %s\\n' % os.environ['RANK'].encode())"
+    )
+    done = command(
+        "--rdzv-backend=homemade", "--nproc-per-node=2", "train.py",
+        cwd=tmp_path, environ={"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "torchrun takes over from here" in done.stderr
+    assert "the plug-in was asked" in done.stdout
+    assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines())

@@ -1,0 +1,495 @@
+"""Flags and environment to configuration: every rule of `cli.resolve`, as tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticrun import config
+from elasticrun.cli.devices import Machine
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.resolve import UsageError, resolve
+from elasticrun.cli.table import NOTHING_YET
+from elasticrun.config import AgentConfig, LogPlan, Rendezvous
+from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.spawner import Entry, EntryKind
+
+PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
+
+
+def machine(devices: Mapping[str, int] | None = None, cores: int = 6) -> Machine:
+    counts = {"gpu": 0, "xpu": 0, "auto": 0} | dict(devices or {})
+    return Machine(lambda: cores, counts.get, lambda group: PLUGINS.get(group, []))
+
+
+def made(
+    words: str = "", environ: Mapping[str, str] | None = None, on: Machine | None = None
+) -> AgentConfig:
+    environ = {} if environ is None else environ
+    ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
+    return resolve(ns, environ, on or machine())
+
+
+def notes(config: AgentConfig) -> str:
+    return "\n".join(config.notes)
+
+
+def test_every_default() -> None:
+    """A bare command, field by field: torchrun's defaults, and ours where it has none."""
+    bare = made()
+    job_id = bare.spec.job_id
+    assert len(job_id) == 36  # a uuid: nobody else needs to find this job
+    assert bare == AgentConfig(
+        spec=JobSpec(
+            job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0,
+            restart_backoff=30.0, restart_window=0.0, join_timeout=600.0, last_call_timeout=30.0,
+            heartbeat_timeout=config.HEARTBEAT_TIMEOUT, grow="auto", grow_cooldown=600.0,
+            restart_grace=30.0, master_lost_timeout=600.0,
+        ),
+        rendezvous=Rendezvous("standalone", "127.0.0.1", 0),
+        entry=Entry(EntryKind.SCRIPT, "s.py", ()),
+        logs=LogPlan(log_dir=None),
+        nproc_per_node=1,
+        launch="auto",
+        start_method="spawn",
+        signals_to_handle=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),
+        shutdown_timeout=30.0,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- where nodes meet
+
+KUBEFLOW = {
+    "PET_NNODES": "4", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "3",
+    "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
+}  # fmt: skip
+STALE = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "2", "MASTER_ADDR": "old",
+    "MASTER_PORT": "1234", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "outer",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+DLROVER = {"DLROVER_MASTER_ADDR": "pod-0:50001", "NODE_RANK": "2", "NODE_NUM": "4"}
+
+MEETINGS: list[tuple[str, Mapping[str, str], Rendezvous, str, tuple[int, int], int]] = [
+    # words, environment, where, job id ("*": fresh), nodes, node rank
+    ("", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone --rdzv-id x", {}, Rendezvous("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("--rdzv-id x", {}, Rendezvous("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("--standalone --rdzv-endpoint h:1 --rdzv-backend c10d", {},
+     Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--master-addr h", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--nnodes 1:1 --node-rank 0", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), 0),
+    ("--standalone --nnodes 1:4", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    # static
+    ("--master-port 29611", {}, Rendezvous("static", "127.0.0.1", 29611), "none", (1, 1), 0),
+    ("--nnodes 2", {}, Rendezvous("static", "127.0.0.1", 29500), "none", (2, 2), 0),
+    ("--nnodes 2 --node-rank 1 --master-addr h --master-port 7", {},
+     Rendezvous("static", "h", 7), "none", (2, 2), 1),
+    ("--nnodes 2 --master-addr [::1] --master-port 7", {},
+     Rendezvous("static", "::1", 7), "none", (2, 2), 0),
+    ("--nnodes 2 --master-addr ::1 --master-port 7", {},
+     Rendezvous("static", "::1", 7), "none", (2, 2), 0),
+    ("--nnodes 2 --rdzv-endpoint h:7 --master-port 8", {},
+     Rendezvous("static", "h", 7), "none", (2, 2), 0),
+    ("--nnodes 1 --rdzv-endpoint h:7", {}, Rendezvous("static", "h", 7), "none", (1, 1), 0),
+    ("--nnodes 1:2 --master-port 7", {}, Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
+    ("--master-port 0", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("", KUBEFLOW, Rendezvous("static", "job-master-0", 23456), "none", (4, 4), 3),
+    ("--node-rank 1", KUBEFLOW, Rendezvous("static", "job-master-0", 23456), "none", (4, 4), 1),
+    ("--nnodes 2 --master-port 7", {"NODE_RANK": "1"},
+     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 1),
+    ("--nnodes 2 --master-port 7 --node-rank 0", {"NODE_RANK": "1"},
+     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
+    ("--nnodes 2 --master-port 7", {"NODE_RANK": "1", "PET_NODE_RANK": "0"},
+     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
+    ("--nnodes 1 --master-port 7", {"NODE_RANK": "1"},
+     Rendezvous("static", "127.0.0.1", 7), "none", (1, 1), 0),
+    # elastic
+    ("--rdzv-backend c10d", {}, Rendezvous("elastic", "localhost", 29400), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint h --nnodes 2:4", {},
+     Rendezvous("elastic", "h", 29400), "none", (2, 4), -1),
+    ("--rdzv-backend elasticrun --rdzv-endpoint h:7 --rdzv-id j --nnodes 2", {},
+     Rendezvous("elastic", "h", 7), "j", (2, 2), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint [fe80::1]:7", {},
+     Rendezvous("elastic", "fe80::1", 7), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint [::1]", {},
+     Rendezvous("elastic", "::1", 29400), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint ::1", {},
+     Rendezvous("elastic", "::1", 29400), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {},
+     Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=false", {},
+     Rendezvous("elastic", "h", 7, is_host=False), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=1,store_type=tcp", {},
+     Rendezvous("elastic", "h", 7, is_host=True), "none", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 2", {},
+     Rendezvous("elastic", "h", 7), "none", (4, 4), 2),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 0", {},
+     Rendezvous("elastic", "h", 7), "none", (4, 4), 0),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4", {"NODE_RANK": "2"},
+     Rendezvous("elastic", "h", 7), "none", (4, 4), -1),
+    # dlrover-run's words
+    ("", DLROVER, Rendezvous("external", "pod-0", 50001), "none", (4, 4), 2),
+    ("--nnodes 2:8 --node-rank 1", DLROVER,
+     Rendezvous("external", "pod-0", 50001), "none", (2, 8), 1),
+    ("", DLROVER | {"PET_NNODES": "3", "PET_NODE_RANK": "0"},
+     Rendezvous("external", "pod-0", 50001), "none", (3, 3), 0),
+    ("", {"DLROVER_MASTER_ADDR": "pod-0:50001", "WORKER_RANK": "1", "ELASTIC_JOB_NAME": "j"},
+     Rendezvous("external", "pod-0", 50001), "j", (1, 1), 1),
+    ("--standalone", DLROVER, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--rdzv-backend c10d --rdzv-endpoint h:7", DLROVER,
+     Rendezvous("elastic", "h", 7), "none", (1, 1), -1),
+    ("--nnodes 3 --master-port 7", DLROVER,
+     Rendezvous("static", "127.0.0.1", 7), "none", (3, 3), 2),
+    ("--auto-config --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
+     Rendezvous("elastic", "h", 7), "none", (3, 3), -1),
+    ("--auto-config --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
+     Rendezvous("elastic", "h", 7), "none", (2, 2), -1),
+    ("--rdzv-backend c10d", {"NODE_NUM": "3"},
+     Rendezvous("elastic", "localhost", 29400), "none", (1, 1), -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "environ", "where", "job", "nodes", "rank"), MEETINGS)
+def test_where_nodes_meet(
+    words: str, environ: Mapping[str, str], where: Rendezvous, job: str,
+    nodes: tuple[int, int], rank: int,
+) -> None:  # fmt: skip
+    found = made(words, environ)
+    assert found.rendezvous == where
+    assert (found.spec.min_nodes, found.spec.max_nodes) == nodes
+    assert found.node_rank == rank
+    if job == "*":
+        assert found.spec.job_id not in ("", "none")
+        assert found.spec.job_id != made(words, environ).spec.job_id
+    else:
+        assert found.spec.job_id == job
+
+
+@pytest.mark.parametrize("words", ["", "--nnodes 2", "--rdzv-backend c10d"])
+def test_nothing_of_an_outer_launcher_leaks_in(words: str) -> None:
+    inside, outside = made(words, STALE), made(words, {})
+    same_id = replace(outside.spec, job_id=inside.spec.job_id)
+    assert inside == replace(outside, spec=same_id)
+
+
+# ---------------------------------------------------------------- errors
+
+ERRORS = [
+    # words, environment, exit code, part of the sentence
+    ("--nnodes x", {}, 1, "--nnodes=x is neither"),
+    ("--nnodes 1:2:3", {}, 1, "--nnodes=1:2:3 is neither"),
+    ("--nnodes 0", {}, 1, "at least 1"),
+    ("--nnodes 3:2", {}, 1, "not above the largest"),
+    ("--nnodes=-1:2", {}, 1, "at least 1"),
+    ("--nnodes 1000000", {}, 1, "100000 nodes"),
+    ("--nproc-per-node 0", {}, 1, "at least one rank"),
+    ("--nproc-per-node many", {}, 1, "auto, cpu, gpu or xpu"),
+    ("--nproc-per-node gpu", {}, 1, "no GPU is available"),
+    ("--nproc-per-node xpu", {}, 1, "no XPU is available"),
+    ("--max-restarts -1", {}, 1, "not negative"),
+    ("--standalone --nnodes 2", {}, 1, "--standalone is for one node"),
+    ("--nnodes 2 --node-rank 2", {}, 1, "from 0 to 1"),
+    ("--nnodes 2 --node-rank -1", {}, 1, "from 0 to 1"),
+    ("--nnodes 2", {"NODE_RANK": "x"}, 1, "NODE_RANK=x is not a node rank"),
+    ("--nnodes 2 --master-port 0", {}, 1, "name a port"),
+    ("--master-port 70000", {}, 1, "from 0 to 65535"),
+    ("--nnodes 2 --master-addr a/b", {}, 1, "neither a host name nor an address"),
+    ("--nnodes 2 --rdzv-endpoint h", {}, 1, "names no port"),
+    ("--rdzv-backend c10d --rdzv-endpoint h:x", {}, 1, "from 0 to 65535"),
+    ("--rdzv-backend c10d --rdzv-endpoint h:65536", {}, 1, "from 0 to 65535"),
+    ("--rdzv-backend c10d --rdzv-endpoint :7", {}, 1, "neither a host name"),
+    ("--rdzv-backend c10d --rdzv-endpoint h:0 --nnodes 2", {}, 1, "cannot know"),
+    ("--rdzv-backend c10d --rdzv-conf store_type=file", {}, 1, "store_type=file has no use"),
+    ("--rdzv-backend c10d --rdzv-conf is_host=maybe", {}, 1, "is_host=maybe"),
+    ("--rdzv-backend etcd", {}, 1, "use --rdzv-backend=c10d"),
+    ("--rdzv-backend etcd-v2 --rdzv-endpoint h:2379", {}, 1, "use --rdzv-backend=c10d"),
+    ("--rdzv-backend zeus", {}, 1, "static, c10d, elasticrun"),
+    ("--rdzv-backend mine --launch exec", {}, 2, "--launch is not a flag of torchrun"),
+    ("--rdzv-conf a", {}, 1, "'a' is not KEY=VALUE"),
+    ("--rdzv-conf a=", {}, 1, "'a=' is not KEY=VALUE"),
+    ("--rdzv-conf =1", {}, 1, "'=1' is not KEY=VALUE"),
+    ("--rdzv-conf join_timeout=x", {}, 1, "join_timeout=x is not a positive"),
+    ("--rdzv-conf join_timeout=0", {}, 1, "join_timeout=0 is not a positive"),
+    ("--rdzv-conf join_timeout=inf", {}, 1, "join_timeout=inf is not a positive"),
+    ("--rdzv-conf heartbeat_timeout=nan", {}, 1, "heartbeat_timeout=nan is not"),
+    ("-r 4", {}, 1, "--redirects=4 is neither"),
+    ("-t 0:1,", {}, 1, "--tee=0:1, is neither"),
+    ("--local-ranks-filter 0,x", {}, 1, "--local-ranks-filter=0,x"),
+    ("--logs-specs nobody", {}, 1, "torchrun.logs_specs"),
+    ("--no-python -m", {}, 1, "contradict each other"),
+    ("--signals-to-handle SIGTERM,SIGFOO", {}, 1, "SIGFOO is not the name of a signal"),
+    ("--signals-to-handle SIGKILL", {}, 1, "cannot be handled"),
+    ("--shutdown-timeout -1", {}, 1, "--shutdown-timeout=-1"),
+    ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"}, 1, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=soon"),
+    ("--restart-backoff -1", {}, 1, "--restart-backoff=-1"),
+    ("--node-unit 0", {}, 1, "--node-unit=0"),
+    ("--node-unit 3 --nnodes 2", {}, 1, "--node-unit=3"),
+    ("--rdzv-conf node_unit=x", {}, 1, "--node-unit=0"),
+    ("--precheck 3", {}, 2, "use 0, 1 or 2"),
+    ("--preload a-b", {}, 2, "not the name of a module"),
+    ("--status-port 99999", {}, 1, "--status-port=99999"),
+    ("", {"DLROVER_MASTER_ADDR": "pod"}, 1, "DLROVER_MASTER_ADDR=pod names no port"),
+    ("", DLROVER | {"NODE_NUM": "many"}, 1, "NODE_NUM=many"),
+    ("", DLROVER | {"NODE_RANK": "-3"}, 1, "NODE_RANK=-3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "environ", "code", "part"), ERRORS)
+def test_one_sentence_for_bad_input(
+    words: str, environ: Mapping[str, str], code: int, part: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        made(words, environ)
+    sentence = str(caught.value)
+    assert part in sentence
+    assert "\n" not in sentence
+    assert caught.value.exit_code == code
+
+
+PARSE_ERRORS = [
+    ("--max-restarts x", {}, "'x' is not a whole number"),
+    ("", {"PET_MAX_RESTARTS": "x"}, "(from PET_MAX_RESTARTS) is not a whole number"),
+    ("", {"PET_START_METHOD": "x"}, "(from PET_START_METHOD) is not one of spawn, fork"),
+    ("", {"PET_STANDALONE": "maybe"}, "PET_STANDALONE: 'maybe' is not a switch"),
+    ("", {"ELASTICRUN_LAUNCH": "x"}, "(from ELASTICRUN_LAUNCH) is not one of auto, fork, exec"),
+    ("--shutdown-timeout nan", {}, "is not a number of seconds"),
+    ("--launch x", {}, "invalid choice: 'x'"),
+    ("--no-such-flag", {}, "unrecognized arguments: --no-such-flag"),
+]
+
+
+@pytest.mark.parametrize(("words", "environ", "part"), PARSE_ERRORS)
+def test_argparse_errors_are_one_line(
+    words: str, environ: Mapping[str, str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        made(words, environ)
+    printed = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert printed.startswith("elasticrun: error: ")
+    assert part in printed
+    assert printed.count("\n") == 1
+
+
+# ---------------------------------------------------------------- ranks on this node
+
+COUNTS = [
+    ("3", {}, 3), ("cpu", {}, 6), ("auto", {}, 6), ("auto", {"auto": 4}, 4),
+    ("gpu", {"gpu": 8}, 8), ("xpu", {"xpu": 2}, 2), ("npu", {"npu": 5}, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "devices", "count"), COUNTS)
+def test_ranks_per_node(word: str, devices: Mapping[str, int], count: int) -> None:
+    assert made(f"--nproc-per-node {word}", on=machine(devices)).nproc_per_node == count
+
+
+def test_devices_are_counted_only_when_asked_for() -> None:
+    def never(word: str) -> int:
+        raise AssertionError(word)
+
+    here = Machine(lambda: 6, never, lambda group: [])
+    assert made("--nproc-per-node 2", on=here).nproc_per_node == 2
+    assert made("--nproc-per-node cpu", on=here).nproc_per_node == 6
+
+
+def test_auto_config() -> None:
+    words = "--auto-config --rdzv-backend c10d --rdzv-endpoint h:7"
+    four = made(words, {"NODE_NUM": "4"}, machine({"gpu": 8}))
+    assert (four.spec.min_nodes, four.spec.max_nodes, four.nproc_per_node) == (4, 4, 8)
+    flags_win = made(words + " --nproc-per-node 2", {"NODE_NUM": "4"}, machine({"gpu": 8}))
+    assert flags_win.nproc_per_node == 2
+    bare = made("--auto-config")
+    assert (bare.spec.max_nodes, bare.nproc_per_node) == (1, 1)
+    assert "NODE_NUM is not set" in notes(bare)
+    assert "no GPU" in notes(bare)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "expected"),
+    [
+        ("", {}, False),
+        ("--nproc-per-node 2", {}, True),
+        ("--nproc-per-node 2", {"OMP_NUM_THREADS": "4"}, False),
+        ("--nproc-per-node 2", {"OMP_NUM_THREADS": ""}, False),
+    ],
+)
+def test_threads_rule(words: str, environ: Mapping[str, str], expected: bool) -> None:
+    found = made(words, environ)
+    assert found.set_omp_threads is expected
+    assert ("OMP_NUM_THREADS" in notes(found)) is expected
+
+
+# ---------------------------------------------------------------- the rest, field by field
+
+FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
+    ("--role r", {}, "role", "r"),
+    ("--local-addr 10.0.0.1", {}, "local_addr", "10.0.0.1"),
+    ("--node-id n7", {}, "node_id", "n7"),
+    ("", {"ELASTICRUN_NODE_ID": "n8"}, "node_id", "n8"),
+    ("--launch exec", {}, "launch", "exec"),
+    ("", {"ELASTICRUN_LAUNCH": "fork"}, "launch", "fork"),
+    ("--launch exec", {"ELASTICRUN_LAUNCH": "fork"}, "launch", "exec"),
+    ("--start-method forkserver", {}, "start_method", "forkserver"),
+    ("", {"PET_START_METHOD": "fork"}, "start_method", "fork"),
+    ("--preload a.b,c", {}, "preload", ("a.b", "c")),
+    ("--preload learn,c", {}, "preload", ("c",)),
+    ("--preload learn", {}, "preload_learn", True),
+    ("", {"ELASTICRUN_PRELOAD": "learn"}, "preload_learn", True),
+    ("", {"PYTHON_EXEC": "/opt/python"}, "python_exec", "/opt/python"),
+    ("--numa-binding socket", {}, "numa_binding", "socket"),
+    ("--numa-affinity", {}, "numa_affinity", True),
+    ("--numa-affinity", {}, "membind_policy", "preferred"),
+    ("--numa-affinity --membind_policy bind", {}, "membind_policy", "bind"),
+    ("--membind-policy bind", {}, "membind_policy", None),
+    ("--virtual-local-rank", {}, "virtual_local_rank", True),
+    ("--signals-to-handle SIGTERM,SIGUSR1,", {}, "signals_to_handle", ("SIGTERM", "SIGUSR1")),
+    ("--shutdown-timeout 5", {}, "shutdown_timeout", 5.0),
+    ("--shutdown-timeout 0", {}, "shutdown_timeout", 0.0),
+    ("--shutdown-timeout 2.5", {}, "shutdown_timeout", 2.5),
+    ("", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"},
+     "shutdown_timeout", 6.0),
+    ("--shutdown-timeout 5", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"},
+     "shutdown_timeout", 5.0),
+    ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, "shutdown_timeout", 7.0),
+    ("--exit-barrier-timeout 9", {}, "exit_barrier_timeout", 9.0),
+    ("", {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "8"}, "exit_barrier_timeout", 8.0),
+    ("--event-log-handler console", {}, "event_log_handler", "console"),
+    ("--status-port 8080", {}, "status_port", 8080),
+    ("--max-restarts 3", {}, "spec.max_restarts", 3),
+    ("--restart-backoff 0", {}, "spec.restart_backoff", 0.0),
+    ("", {"ELASTICRUN_RESTART_BACKOFF": "1.5"}, "spec.restart_backoff", 1.5),
+    ("--restart-window 60", {}, "spec.restart_window", 60.0),
+    ("--restart-grace 3", {}, "spec.restart_grace", 3.0),
+    ("--shutdown-timeout 4", {}, "spec.restart_grace", 4.0),
+    ("--grow now", {}, "spec.grow", "now"),
+    ("--node-unit 2 --nnodes 4", {}, "spec.node_unit", 2),
+    ("--node_unit 2 --nnodes 4 --rdzv-conf node_unit=4", {}, "spec.node_unit", 2),
+    ("--nnodes 4 --rdzv-conf node_unit=4", {}, "spec.node_unit", 4),
+    ("--rdzv-conf join_timeout=1.5", {}, "spec.join_timeout", 1.5),
+    ("--rdzv-conf last_call_timeout=0", {}, "spec.last_call_timeout", 0.0),
+    ("--rdzv-conf lastcall_timeout=4", {}, "spec.last_call_timeout", 4.0),
+    ("--rdzv-conf heartbeat=4", {}, "spec.heartbeat_timeout", 4.0),
+    ("--rdzv-conf heartbeat_timeout=4", {}, "spec.heartbeat_timeout", 4.0),
+    ("--rdzv-conf master_lost_timeout=4,grow_cooldown=0", {}, "spec.grow_cooldown", 0.0),
+    ("--master-port 7 --rdzv-conf timeout=40", {}, "spec.join_timeout", 40.0),
+    ("--master-port 7 --rdzv-conf timeout=40,join_timeout=30", {}, "spec.join_timeout", 30.0),
+    ("--log-dir /x", {}, "logs.log_dir", "/x"),
+    ("-r 3", {}, "logs.redirects_all", 3),
+    ("-t 2", {}, "logs.tee_all", 2),
+    ("-r 12:1,3:0", {}, "logs.redirects", {12: 1, 3: 0}),
+    ("-t 0:3", {}, "logs.tee", {0: 3}),
+    ("--local-ranks-filter 2,0,2", {}, "logs.local_ranks_filter", (0, 2)),
+    ("--duplicate-stdout-filters a,,b,c", {}, "logs.stdout_filters", ("a,b", "c")),
+    ("--duplicate_stderr_filters x", {}, "logs.stderr_filters", ("x",)),
+    ("--log-line-prefix-template ${hostname}", {}, "logs.prefix_template", "${hostname}"),
+    ("", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, "logs.prefix_template", "${rank}"),
+    ("--log-line-prefix-template a", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "b"},
+     "logs.prefix_template", "a"),
+    ("--logs-specs fancy", {}, "logs.logs_specs", "fancy"),
+    ("-m", {}, "entry", Entry(EntryKind.MODULE, "s.py")),
+    ("--no-python", {}, "entry", Entry(EntryKind.COMMAND, "s.py")),
+    ("--run-path --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
+    ("--run-path -m --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
+    ("--rdzv-backend mine", {}, "delegate", "mine"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "environ", "field", "expected"), FIELDS)
+def test_fields(words: str, environ: Mapping[str, str], field: str, expected: Any) -> None:
+    value: Any = made(words, environ)
+    for name in field.split("."):
+        value = getattr(value, name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_arguments_of_the_script_are_left_alone() -> None:
+    ns = get_args_parser({}).parse_args(["s.py", "--lr", "1", "--", "-t", "${local_rank}"])
+    entry = resolve(ns, {}, machine()).entry
+    assert entry.args == ("--lr", "1", "--", "-t", "${local_rank}")
+
+
+# ---------------------------------------------------------------- notes
+
+NOTES = [
+    ("--rdzv-conf close_timeout=3,read_timeout=1", {}, "close_timeout, read_timeout; no effect"),
+    ("--rdzv-conf colour=red", {}, "colour is not known and has no effect"),
+    ("--nnodes 1:2 --master-port 7", {}, "a fixed number of nodes, 2"),
+    ("--rdzv-backend c10d --master-addr h", {}, "count only with --rdzv-backend=static"),
+    ("--standalone --nnodes 1:2", {}, "no other node can join"),
+    ("--standalone", DLROVER, "DLROVER_MASTER_ADDR is not used: --standalone"),
+    ("", DLROVER, "expected at pod-0:50001"),
+    ("", DLROVER, "NODE_NUM=4"),
+    ("--membind-policy bind", {}, "no effect without --numa-affinity"),
+]
+
+
+@pytest.mark.parametrize(("words", "environ", "part"), NOTES)
+def test_notes(words: str, environ: Mapping[str, str], part: str) -> None:
+    assert part in notes(made(words, environ))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--standalone", "--nnodes 2 --master-port 7", "--rdzv-backend c10d --rdzv-endpoint h:7",
+     "--master-port 7 --rdzv-conf timeout=900", "--rdzv-conf join_timeout=5,is_host=1",
+     "--numa-affinity --membind-policy bind"],
+)  # fmt: skip
+def test_ordinary_commands_have_no_notes(words: str) -> None:
+    assert made(words).notes == ()
+
+
+VALUES_THAT_DIFFER = {
+    "precheck": "2", "accelerator": "ascend-npu", "training_port": "61000",
+    "ucp_device_type": "gpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dest", NOTHING_YET)
+def test_one_line_for_what_does_nothing_yet(dest: str) -> None:
+    for name in ("--" + dest, "--" + dest.replace("_", "-")):
+        found = made(f"{name} {VALUES_THAT_DIFFER.get(dest, '')}")
+        assert [note for note in found.notes if "does nothing yet" in note] == [
+            f"--{dest.replace('_', '-')} is accepted, but does nothing yet in this version"
+        ]
+
+
+# ---------------------------------------------------------------- namespaces of other makers
+
+
+def test_a_namespace_without_our_flags() -> None:
+    """What torch's own parser, or accelerate, would hand in: only torch's names."""
+    ours = get_args_parser({}).parse_args(["--nnodes=2", "--node-rank=1", "s.py", "a"])
+    contract = get_args_parser({}).contract | {"training_script", "training_script_args"}
+    theirs = argparse.Namespace(**{k: v for k, v in vars(ours).items() if k in contract})
+    environ = {"NODE_RANK": "0"}
+    assert resolve(theirs, environ, machine()) == resolve(ours, environ, machine())
+
+
+def test_a_namespace_as_accelerate_fills_it() -> None:
+    """Numbers as texts, and a port that no flag has given."""
+    ns = get_args_parser({}).parse_args(["s.py"])
+    ns.nproc_per_node, ns.nnodes, ns.master_port, ns.node_rank = "2", "2", "29612", 1
+    found = resolve(ns, {}, machine())
+    assert found.rendezvous == Rendezvous("static", "127.0.0.1", 29612)
+    assert (found.nproc_per_node, found.node_rank, found.spec.max_nodes) == (2, 1, 2)
+
+
+def test_the_legacy_launcher_passes_the_local_rank() -> None:
+    ns = get_args_parser({}).parse_args(["s.py", "a"])
+    ns.use_env = False
+    assert resolve(ns, {}, machine()).entry.args == ("--local-rank=${local_rank}", "a")
+
+
+def test_choices_are_checked_whoever_made_the_namespace() -> None:
+    ns = get_args_parser({}).parse_args(["s.py"])
+    ns.start_method = "thread"
+    with pytest.raises(UsageError, match="--start-method=thread: use one of spawn"):
+        resolve(ns, {}, machine())

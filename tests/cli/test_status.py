@@ -1,0 +1,140 @@
+"""`elasticrun status`: the page for people, and a sentence where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.cli import status as verb
+from elasticrun.wire import published
+from elasticrun.wire.ids import Endpoint
+from tests import aio
+from tests.master.people import LIMIT, Recorder, Served, serving
+from tests.master.people import status as page
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path / "elasticrun"
+
+
+async def _status(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the verb in a process of its own."""
+    code = "import sys; from elasticrun.cli.status import main; sys.exit(main(sys.argv[1:]))"
+    made = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        *words,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(made.communicate(), LIMIT)
+    return made.returncode or 0, out.decode(), err.decode()
+
+
+def _entry(served: Served, pid: int | None = None) -> published.Published:
+    pid = pid or os.getpid()
+    return published.Published(
+        "job", "127.0.0.1", served.endpoint.port, "", pid, published.start_time(pid) or 1
+    )
+
+
+def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            code, out, err = await _status(str(served.endpoint))
+            assert (code, err) == (0, "")
+            for word in (
+                "job",
+                "running",
+                "round 1",
+                "2 of 3 left",
+                "waits: reason",
+                "last failure: boom",
+                "n0",
+                "alive",
+                "0-1",
+                "7 8",
+                "because [so]",
+            ):
+                assert word in out, out
+
+    aio.run(run())
+
+
+def test_json_is_the_page(home: Path) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            code, out, _ = await _status(str(served.endpoint), "--json")
+            assert code == 0
+            shown = json.loads(out)
+            assert shown["nodes"][0]["pids"] == [7, 8]
+            assert shown["restarts_left"] == page().restarts_left
+
+    aio.run(run())
+
+
+def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
+    async def run() -> None:
+        async with serving(Recorder()) as served:
+            folder = published.run_folder(os.environ)
+            published.publish(folder, _entry(served))
+            stale = published.publish(folder, _entry(served, 2**22 - 1))
+            (folder / "master-odd.json").write_text("{}")
+            code, out, err = await _status()
+            assert (code, err) == (0, "")
+            assert "round 1" in out
+            assert not stale.exists()
+            assert [path.name for path in folder.iterdir()] == [
+                f"master-{os.getpid()}-{published.start_time(os.getpid())}.json"
+            ]
+
+    aio.run(run())
+
+
+def test_nobody_there_is_one_sentence(home: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{sock.getsockname()[1]}"
+    code, out, err = aio.run(_status(dead))
+    assert (code, out) == (1, "")
+    assert dead in err
+    assert err.count("\n") == 1
+    code, _, err = aio.run(_status())
+    assert code == 1
+    assert "no master of yours runs on this host" in err
+
+
+def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:
+    folder = published.run_folder(os.environ)
+    entry = published.Published("job", "127.0.0.1", 1, "", os.getpid(), 1)
+    published.publish(folder, entry)
+    assert published.published(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("h:1", "h", 1),
+        ("h", "h", verb.DEFAULT_PORT),
+        ("[::1]:5", "::1", 5),
+        ("[::1]", "::1", verb.DEFAULT_PORT),
+    ],
+)
+def test_endpoints(text: str, host: str, port: int) -> None:
+    assert verb.parse_endpoint(text) == Endpoint(host, port)
+
+
+@pytest.mark.parametrize("text", ["", ":1", "h:x", "h:0", "h:70000", "h:-1"])
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(verb.NoStatus, match="host:port"):
+        verb.parse_endpoint(text)

@@ -1,0 +1,1 @@
+"""The contract as tables: the installed torch's torchrun beside elasticrun, on one script."""

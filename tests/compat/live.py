@@ -1,0 +1,66 @@
+"""Jobs of puppets that a test conducts while they run, under either launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.harness import SCRIPTS, Launched, Peer, World
+
+PUPPET = str(SCRIPTS / "puppet.py")
+
+
+def job(
+    world: World,
+    launcher: str,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    console: int | None = None,
+) -> Launched:
+    """One agent whose ranks are puppets."""
+    return world.launch(launcher, *flags, PUPPET, env=env, stdout=console, stderr=console)
+
+
+def agents(
+    world: World,
+    launcher: str,
+    count: int,
+    nnodes: str,
+    port: int,
+    *flags: str,
+    first: int = 0,
+    static: bool = False,
+    env: Mapping[str, str] | None = None,
+    console: int | None = None,
+) -> list[Launched]:
+    """`count` agents of one job on this host, one puppet each unless the flags say otherwise.
+
+    `console`: a descriptor for their standard output and error, a file each if there is none."""
+    if static:
+        meet = (f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={port}")
+        return [
+            job(
+                world, launcher, *meet, f"--node-rank={first + i}", *flags, env=env, console=console
+            )
+            for i in range(count)
+        ]
+    meet = (
+        f"--nnodes={nnodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=agents",
+        "--local-addr=127.0.0.1",
+    )
+    return [job(world, launcher, *meet, *flags, env=env, console=console) for _ in range(count)]
+
+
+def allreduce(world: World, peers: list[Peer], limit: float = 60.0) -> list[int]:
+    """Let all of these puppets sum up ones; what each of them got."""
+    for peer in peers:
+        peer.order("allreduce")
+    return [world.hub.word(peer, "done", limit, what="allreduce")["sum"] for peer in peers]
+
+
+def finish(peers: list[Peer], code: int = 0) -> None:
+    """Let all of these puppets exit."""
+    for peer in peers:
+        peer.order("exit", code=code)

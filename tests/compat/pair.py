@@ -1,0 +1,151 @@
+"""One command, run by torchrun and by elasticrun at the same time, and what came of each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harness import (
+    ELASTICRUN,
+    SCRIPTS,
+    TORCHRUN,
+    Launched,
+    World,
+    free_port,
+    world_in,
+)
+
+RUN_LIMIT = 120.0
+"""Seconds one side of a pair may take on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, without the launcher's name. `{port}` in flags becomes a free port of each
+    side; `{scratch}` its scratch folder; `agents` are further flags, one tuple for each agent."""
+
+    flags: tuple[str, ...] = ()
+    program: tuple[str, ...] = ("dump.py",)
+    env: Mapping[str, str] = field(default_factory=dict)
+    agents: tuple[tuple[str, ...], ...] = ((),)
+    cwd: str = ""  # below tests/, "": the scratch folder
+    umask: int = -1
+    user_port: bool = False  # the ranks must see exactly `{port}`
+    log_dir: str = ""  # where the log tree is looked for, below the scratch folder
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@dataclass
+class Outcome:
+    """What one launcher made of a case."""
+
+    launcher: str
+    codes: list[int]
+    stdout: list[str]
+    stderr: list[str]
+    dumps: dict[tuple[int, int], dict[str, Any]]  # by rank and restart count
+    tree: dict[str, str]  # files below the log folder, run folder's name made plain
+    scratch: Path
+    port: int
+
+    @property
+    def code(self) -> int:
+        """The first agent's exit code."""
+        return self.codes[0]
+
+    def plain(self, text: str) -> str:
+        """Text without what must differ: folders, ports, run ids, random suffixes."""
+        text = text.replace(str(self.scratch), "$SCRATCH").replace(str(self.port), "$PORT")
+        text = re.sub(r"/(torchelastic|elasticrun)_[^/]+/", "/TEMPORARY/", text)
+        text = re.sub(r"/[^/ ]+_[a-z0-9_]{8}/attempt_", "/RUN/attempt_", text)
+        return re.sub(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}", "UUID", text)
+
+
+def fill(words: tuple[str, ...], world: World, port: int) -> list[str]:
+    """The words of a command with its placeholders filled in."""
+    return [w.replace("{port}", str(port)).replace("{scratch}", str(world.scratch)) for w in words]
+
+
+def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
+    """Start all agents of a case."""
+    dumps = world.scratch / "dumps"
+    dumps.mkdir()
+    name, *args = fill(case.program, world, port)
+    script = str(SCRIPTS / name) if (SCRIPTS / name).exists() and not case.cwd else name
+    env = {"DUMP_DIR": str(dumps), **{k: fill((v,), world, port)[0] for k, v in case.env.items()}}
+    cwd = Path(__file__).parent.parent / case.cwd if case.cwd else world.scratch
+    flags = fill(case.flags, world, port)
+    jobs = []
+    for more in case.agents:
+        argv = (*flags, *fill(more, world, port), script, *args)
+        jobs.append(world.launch(launcher, *argv, env=env, cwd=cwd, umask=case.umask))
+    return jobs
+
+
+def collect(launcher: str, case: Case, world: World, jobs: list[Launched], port: int) -> Outcome:
+    """Wait for the agents and read what they and their ranks left."""
+    codes = [job.wait(RUN_LIMIT) for job in jobs]
+    dumps = {}
+    for file in (world.scratch / "dumps").glob("*.json"):
+        rank, restart = file.stem.split(".")
+        dumps[int(rank), int(restart)] = json.loads(file.read_text())
+    return Outcome(
+        launcher=launcher,
+        codes=codes,
+        stdout=[job.stdout for job in jobs],
+        stderr=[job.stderr for job in jobs],
+        dumps=dumps,
+        tree=read_tree(world.scratch / case.log_dir) if case.log_dir else {},
+        scratch=world.scratch,
+        port=port,
+    )
+
+
+def read_tree(folder: Path) -> dict[str, str]:
+    """Every file below a log folder, as text; folders with random names are called RUN (the
+    run's own) and TEMPORARY (the one made where none was named)."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            name = re.sub(r"(^|/)[^/]+_[a-z0-9_]{8}/attempt_", r"\1RUN/attempt_", name)
+            name = re.sub(r"^(torchelastic|elasticrun)_[^/]+/", "TEMPORARY/", name)
+            files[name] = path.read_text(errors="replace")
+    return files
+
+
+class Pairs:
+    """Runs each case once a session, both launchers at the same time."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self._known: dict[Case, tuple[Outcome, Outcome]] = {}
+        self._runs = 0
+
+    def __call__(self, case: Case) -> tuple[Outcome, Outcome]:
+        """torchrun's outcome and ours."""
+        if case not in self._known:
+            self._known[case] = self._run(case)
+        return self._known[case]
+
+    def _run(self, case: Case) -> tuple[Outcome, Outcome]:
+        self._runs += 1
+        folder = self._base / f"pair-{self._runs}"
+        theirs = World(folder / "t")
+        try:
+            with world_in(folder / "e") as ours:
+                ports = free_port(), free_port()
+                running = [
+                    (TORCHRUN, theirs, begin(TORCHRUN, case, theirs, ports[0]), ports[0]),
+                    (ELASTICRUN, ours, begin(ELASTICRUN, case, ours, ports[1]), ports[1]),
+                ]
+                first, second = (collect(n, case, w, jobs, p) for n, w, jobs, p in running)
+        finally:
+            theirs.close(strict=False)
+        return first, second

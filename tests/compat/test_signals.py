@@ -1,0 +1,174 @@
+"""Signals to the launcher: forwarded, waited for, and what is left behind, beside torchrun."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.compat.live import job
+from tests.harness import ELASTICRUN, TORCHRUN, World, free_port
+
+pytestmark = pytest.mark.slow
+
+DEATH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+BOTH = (TORCHRUN, ELASTICRUN)
+
+
+@pytest.fixture
+def theirs_or_ours(request: pytest.FixtureRequest) -> World:
+    """The strict world for elasticrun, the forgiving one for torchrun."""
+    launcher = request.node.callspec.params["launcher"]
+    name = "world" if launcher == ELASTICRUN else "torchrun_world"
+    found: World = request.getfixturevalue(name)
+    return found
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.parametrize("signum", DEATH)
+def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> None:
+    """Every rank gets the very signal; the launcher ends with 1 when they have gone."""
+    world = theirs_or_ours
+    launched = job(world, launcher, "--nproc-per-node=2")
+    peers = world.hub.ranks(2)
+    for peer in peers:
+        peer.order("trap", signums=[int(s) for s in DEATH], how="note")
+        world.hub.word(peer, "done")
+    launched.signal(signum)
+    for peer in peers:
+        assert world.hub.word(peer, "signal")["signum"] == signum
+        peer.order("exit", code=0)
+    assert launched.wait() == 1
+    world.hub.lost(peers)
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.parametrize("signum", DEATH)
+def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: int) -> None:
+    world = theirs_or_ours
+    launched = job(world, launcher, "--nproc-per-node=2")
+    peers = world.hub.ranks(2)
+    launched.signal(signum)
+    assert launched.wait() == 1
+    world.hub.lost(peers)
+    assert "SignalException" not in launched.stderr or launcher == TORCHRUN
+    name = signal.Signals(signum).name
+    assert f"Received {int(signum)} death signal" in launched.stderr, (name, launched.stderr)
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+def test_ranks_that_ignore_are_killed_after_the_timeout(
+    theirs_or_ours: World, launcher: str
+) -> None:
+    world = theirs_or_ours
+    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=1")
+    peers = world.hub.ranks(2)
+    for peer in peers:
+        peer.order("trap", signums=[int(signal.SIGTERM)], how="ignore")
+        world.hub.word(peer, "done")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    world.hub.lost(peers)
+    assert "forcefully exiting via" in launched.stderr
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) -> None:
+    """TORCH_ELASTIC_SHUTDOWN_TIMEOUT where the flag is not given."""
+    world = theirs_or_ours
+    launched = job(world, launcher, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"})
+    (peer,) = world.hub.ranks(1)
+    peer.order("trap", signums=[int(signal.SIGTERM)], how="ignore")
+    world.hub.word(peer, "done")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait(25) == 1  # the default would be 30
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
+    """It does not make the launcher leave its ranks behind."""
+    world = theirs_or_ours
+    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=2")
+    peers = world.hub.ranks(2)
+    for peer in peers:
+        peer.order("trap", signums=[int(signal.SIGTERM)], how="note")
+        world.hub.word(peer, "done")
+    launched.signal(signal.SIGTERM)
+    for peer in peers:
+        world.hub.word(peer, "signal")
+    launched.signal(signal.SIGTERM)
+    assert launched.wait() == 1
+    world.hub.lost(peers)
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+def test_the_list_of_signals_is_replaced(theirs_or_ours: World, launcher: str) -> None:
+    """`--signals-to-handle=SIGUSR1` makes SIGUSR1 a death signal."""
+    world = theirs_or_ours
+    launched = job(world, launcher, "--signals-to-handle=SIGUSR1,SIGTERM")
+    (peer,) = world.hub.ranks(1)
+    peer.order("trap", signums=[int(signal.SIGUSR1)], how="note")
+    world.hub.word(peer, "done")
+    launched.signal(signal.SIGUSR1)
+    assert world.hub.word(peer, "signal")["signum"] == signal.SIGUSR1
+    peer.order("exit", code=0)
+    assert launched.wait() == 1
+
+
+@pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_group_signal_reaches_a_handler_that_saves(
+    theirs_or_ours: World, launcher: str, signum: int
+) -> None:
+    """DROP-IN 9: Ctrl-C goes to the whole foreground group; the script's save is finished."""
+    world = theirs_or_ours
+    launched = job(world, launcher, "--nproc-per-node=2")
+    peers = world.hub.ranks(2)
+    saves = [world.scratch / f"save-{peer.rank}" for peer in peers]
+    for peer, path in zip(peers, saves, strict=True):
+        peer.order("trap", signums=[int(signum)], how="save", path=str(path))
+        world.hub.word(peer, "done")
+    launched.signal_group(signum)
+    assert launched.wait() == 1
+    assert [path.read_text().splitlines()[-1] for path in saves] == ["whole"] * 2
+
+
+def test_sigusr1_does_not_kill_the_launcher(world: World, torchrun_world: World) -> None:
+    """Defect: under torchrun the launcher dies of it (138) and its ranks stay behind."""
+    theirs = job(torchrun_world, TORCHRUN)
+    (orphan,) = torchrun_world.hub.ranks(1)
+    theirs.signal(signal.SIGUSR1)
+    assert theirs.wait() == -signal.SIGUSR1
+    orphan.order("print", text="still here")
+    torchrun_world.hub.word(orphan, "done")
+
+    ours = job(world, ELASTICRUN)
+    (peer,) = world.hub.ranks(1)
+    peer.order("trap", signums=[int(signal.SIGUSR1), int(signal.SIGUSR2)], how="note")
+    world.hub.word(peer, "done")
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        ours.signal(signum)
+        world.hub.word(peer, "signal", signum=signum)
+    peer.order("exit", code=0)
+    assert ours.wait() == 0
+
+
+def test_a_signal_before_the_first_start(world: World, torchrun_world: World) -> None:
+    """Defect (M:546): torchrun installs its handlers with the first ranks, so in rendezvous it
+    dies of the signal without a clean-up; here it is one sentence and 1."""
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1")
+    theirs = job(
+        torchrun_world,
+        TORCHRUN,
+        *(*flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
+        env={"LOGLEVEL": "INFO"},
+    )
+    theirs.until_text("Rendezvous'ing worker group")
+    theirs.signal(signal.SIGTERM)
+    assert theirs.wait() == -signal.SIGTERM
+
+    ours = job(world, ELASTICRUN, *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    ours.until_text("wait")
+    ours.signal(signal.SIGTERM)
+    assert ours.wait() == 1
+    assert "Traceback" not in ours.stderr

@@ -1,0 +1,35 @@
+"""Fixtures for all rooms: a world of processes that must be empty when its test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import World
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Keep each phase's report on the item, so that fixtures know whether their test failed."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    setattr(item, "report_" + report.when, report)
+
+
+@pytest.fixture
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    """Processes of this test; at the end none of them may live and /dev/shm is as it was."""
+    created = World(tmp_path)
+    yield created
+    report = getattr(request.node, "report_call", None)
+    created.close(strict=report is not None and report.passed)
+
+
+@pytest.fixture
+def torchrun_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A second world for torchrun's side of a comparison: what it leaves is only removed."""
+    created = World(tmp_path_factory.mktemp("torchrun"))
+    yield created
+    created.close(strict=False)

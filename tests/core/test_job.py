@@ -1,0 +1,218 @@
+"""The master's brain by hand. Whole jobs are in scripts/ and in tests/sim."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticrun.config import EXIT_REFUSED
+from elasticrun.core import effects as fx
+from elasticrun.core.job import Job
+from elasticrun.core.last_call import LastCall
+from elasticrun.sim.script import DEFAULT_SPEC
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, RoundName
+
+SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
+
+
+def hello(node: str, **changes: object) -> m.Hello:
+    one = m.Hello(
+        protocol=m.PROTOCOL_VERSION,
+        version="x",
+        node=node,
+        incarnation=f"life-{node}",
+        host=f"host-{node}",
+        address="10.0.0.1",
+        pid=7,
+        node_rank=-1,
+        local_world_size=2,
+        role="default",
+        spec=SPEC,
+        attached=None,
+    )
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+class Master:
+    """A job with the orders it gave, by session."""
+
+    def __init__(self, spec: m.JobSpec | None = SPEC) -> None:
+        nonces = iter("abcdefgh")
+        self.job = Job(spec, 1, lambda: next(nonces))
+        self.now = 0.0
+        self.effects: list[fx.JobEffect] = []
+
+    def feed(self, event: fx.JobEvent) -> list[fx.JobEffect]:
+        self.effects = self.job.step(event, self.now)
+        return self.effects
+
+    def hear(self, session: int, *reports: m.Report) -> None:
+        for report in reports:
+            self.feed(fx.Heard(session, report))
+
+    def orders(self, session: int) -> list[m.Order]:
+        tells = [effect for effect in self.effects if isinstance(effect, fx.Tell)]
+        return [tell.order for tell in tells if session in tell.sessions]
+
+    def running(self) -> RoundName:
+        """Two nodes, a on session 1 and b on session 2, in a round."""
+        for session, node in ((1, "a"), (2, "b")):
+            self.feed(fx.Attached(session, hello(node)))
+            self.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
+        (start,) = self.orders(2)
+        assert isinstance(start, m.Start)
+        self.hear(1, m.Running(start.round, (11, 12)))
+        self.hear(2, m.Running(start.round, (21, 22)))
+        return start.round
+
+    def come_back(self, session: int, name: RoundName) -> None:
+        store = Endpoint(f"10.0.0.{session}", 4001)
+        self.hear(session, m.Stopping(name, 30.0), m.Stopped(name), m.Join(store))
+
+
+def failure(rank: int) -> m.Failure:
+    return m.Failure("h", rank, 0, 1, 1, 0, m.FailureKind.SCRIPT, "boom", "", "")
+
+
+def test_before_the_first_agent_there_is_nothing_to_do() -> None:
+    master = Master(None)
+    assert master.feed(fx.Tick()) == []
+    assert master.job.next_deadline() is None
+    assert master.job.status().reason == "no agent has attached yet"
+
+
+def test_without_numbers_of_its_own_it_takes_the_first_agents() -> None:
+    master = Master(None)
+    master.feed(fx.Attached(1, hello("a", spec=replace(SPEC, min_nodes=1, max_nodes=9))))
+    master.feed(fx.Attached(2, hello("b", spec=replace(SPEC, max_nodes=5))))
+    notes = [e.text for e in master.effects if isinstance(e, fx.Note)]
+    assert notes == ["node b was started otherwise: min_nodes=2 (the job: 1), "
+                     "max_nodes=5 (the job: 9)"]  # fmt: skip
+    assert master.job.status().max_nodes == 9
+
+
+def test_a_beat_changes_nothing_but_the_nodes_deadline() -> None:
+    master = Master()
+    master.running()
+    before = master.job.status()
+    master.now = 30.0
+    assert master.feed(fx.Heard(1, m.Beat(1))) == []
+    assert master.feed(fx.Heard(2, m.Beat(1))) == []
+    assert master.job.status() == before
+    assert master.job.next_deadline() == 90.0
+
+
+def test_a_report_that_is_sent_again_is_charged_once() -> None:
+    master = Master()
+    name = master.running()
+    report = m.RanksFailed(name, (failure(0),))
+    master.hear(1, report, report)
+    master.come_back(1, name)
+    master.hear(1, report)
+    master.come_back(2, name)
+    (start,) = master.orders(1)
+    assert isinstance(start, m.Start)
+    assert (start.restart_count, start.round.number) == (1, 2)
+    master.hear(1, report, m.Stopped(name))
+    assert master.effects == [], "it is of a round that is over"
+    status = master.job.status()
+    assert (status.phase, status.restart_count, status.restarts_left) == ("running", 1, 2)
+
+
+def test_failures_on_two_nodes_are_one_restart() -> None:
+    master = Master()
+    name = master.running()
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert master.orders(2) == [m.Stop(name, "rank 0 on h ended (code 1, script)")]
+    master.hear(2, m.RanksFailed(name, (failure(2), failure(3))))
+    master.come_back(1, name)
+    master.come_back(2, name)
+    assert master.job.status().restart_count == 1
+
+
+def test_a_join_alone_is_no_word_about_the_ranks() -> None:
+    """It may have been said before the Start was read; the round goes on."""
+    master = Master()
+    name = master.running()
+    master.hear(1, m.Join(Endpoint("10.0.0.1", 5000)))
+    assert master.effects == []
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    master.hear(1, m.Join(Endpoint("10.0.0.1", 5001)))
+    master.come_back(2, name)
+    assert master.job.status().phase == "stopping"
+    master.hear(1, m.Stopped(name), m.Join(Endpoint("10.0.0.1", 5002)))
+    (start,) = master.orders(2)
+    assert isinstance(start, m.Start)
+    assert start.store.port == 5002
+
+
+def test_every_attach_is_told_the_whole_desired_state() -> None:
+    master = Master()
+    name = master.running()
+    start = master.job._round.starts["b"]  # type: ignore[union-attr]
+    report = m.RoundReport(name, 1, 2, 2, 4, 0, start.store)
+
+    def attach(session: int, attached: m.RoundReport | None) -> list[m.Order]:
+        master.feed(fx.Attached(session, hello("b", attached=attached)))
+        assert fx.Hangup(session - 1) in master.effects
+        welcome, *rest = master.orders(session)
+        assert isinstance(welcome, m.Welcome)
+        return rest
+
+    assert attach(3, report) == [], "it runs what it should"
+    assert attach(4, None) == [start], "its Start was lost"
+    other = replace(report, round=RoundName(0, 9, "old"))
+    assert attach(5, other) == [start]
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert attach(6, report) == [m.Stop(name, "rank 0 on h ended (code 1, script)")]
+
+
+def test_after_the_end_whoever_comes_is_told_it() -> None:
+    master = Master()
+    name = master.running()
+    master.hear(1, m.Finished(name))
+    master.hear(2, m.Finished(name))
+    assert master.orders(1) == [m.End(0, "every rank ended with 0", ())]
+    assert fx.JobOver(0, "every rank ended with 0") in master.effects
+    master.feed(fx.Attached(9, hello("late")))
+    assert master.orders(9)[1:] == [m.End(0, "every rank ended with 0", ())]
+    master.feed(fx.Detached(1, True))
+    assert master.job.next_deadline() is None
+    assert master.job.status().phase == "ended"
+
+
+def test_a_refused_stream_is_told_why_and_closed() -> None:
+    master = Master()
+    master.running()
+    master.feed(fx.Attached(5, hello("a", incarnation="another")))
+    (refused,) = master.orders(5)
+    assert isinstance(refused, m.Refused)
+    assert refused.exit_code == EXIT_REFUSED
+    assert fx.Hangup(5) in master.effects
+    master.hear(5, m.Join(Endpoint("10.0.0.9", 1)))
+    assert master.effects == []
+
+
+def test_last_call() -> None:
+    call = LastCall(30.0)
+    call.arrival(0.0)
+    call.begin(0.0)
+    assert call.ends(announced=False) == 1.0
+    assert call.ends(announced=True) == 30.0
+    call.arrival(6.0)
+    assert call.ends(announced=False) == 18.0, "twice the largest gap"
+    call.arrival(7.0)
+    assert call.ends(announced=False) == 19.0
+    call.arrival(50.0)
+    assert call.ends(announced=False) == 80.0, "no silence is longer than the timeout"
+    for when in range(60, 200, 10):
+        call.arrival(float(when))
+    assert call.ends(announced=True) == 150.0, "nor the whole than five times that"
+    assert LastCall(0.0).began is None
+
+
+def test_last_call_of_nothing_waits_for_nothing() -> None:
+    call = LastCall(0.0)
+    call.arrival(3.0)
+    call.begin(3.0)
+    assert call.ends(announced=True) == 3.0

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.config import MASS_SILENCE_HOLD, SLUGGISH_DEAD, SUSPECT_CONFIRM
+from elasticrun.core.membership import Admission, Health, Membership
+
+TIMEOUT = 5.0
+
+
+class Crowd:
+    """A membership with handles that are short."""
+
+    def __init__(self, *names: str) -> None:
+        self.m = Membership(heartbeat_timeout=TIMEOUT)
+        self.sessions: dict[str, int] = {}
+        for name in names:
+            assert self.attach(name).refusal == ""
+
+    def attach(self, name: str, life: str = "1", now: float = 0.0) -> Admission:
+        session = len(self.sessions) + int(now * 10) + 1000 * int(life)
+        admission = self.m.attach(
+            node=name, host=f"host-{name}", incarnation=name + life, session=session, now=now
+        )
+        if not admission.refusal:
+            self.sessions[name] = session
+        return admission
+
+    def breaks(self, name: str, now: float, corroborated: bool = False) -> None:
+        self.m.detached(self.sessions[name], now, corroborated=corroborated, clean=False)
+
+    def deaths(self, now: float) -> list[str]:
+        return [d.node for d in self.m.due(now, lambda _: True, len(self.sessions))]
+
+    def health(self, name: str) -> Health:
+        return self.m.member(name).health
+
+
+def test_a_broken_stream_alone_is_dead_after_the_silence_limit() -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("b", 10.0)
+    assert crowd.health("b") is Health.SUSPECT
+    assert crowd.m.next_deadline() == 10.0 + TIMEOUT
+    assert crowd.deaths(14.9) == []
+    assert crowd.deaths(15.0) == ["b"]
+
+
+@pytest.mark.parametrize("report_first", [True, False])
+def test_ranks_that_fail_elsewhere_are_a_second_witness(report_first: bool) -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("b", 10.0, corroborated=report_first)
+    if not report_first:
+        crowd.m.corroborate("b", lambda _: True, 10.1)
+        assert crowd.m.next_deadline() == 10.0 + TIMEOUT, "a node is no witness of itself"
+        crowd.m.corroborate("a", lambda _: True, 10.1)
+    assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["b"]
+
+
+def test_a_witness_that_comes_late_kills_at_once() -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("b", 10.0)
+    crowd.m.corroborate("a", lambda _: True, 13.0)
+    assert crowd.deaths(13.0) == ["b"]
+
+
+def test_a_stream_that_comes_back_is_no_death() -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("b", 10.0, corroborated=True)
+    assert crowd.attach("b", now=10.2) == Admission()
+    assert crowd.deaths(30.0) == []
+    assert crowd.health("b") is Health.ALIVE
+
+
+def test_missing_beats_alone_take_a_minute_and_close_the_stream() -> None:
+    crowd = Crowd("a", "b")
+    crowd.m.heard(crowd.sessions["a"], 30.0)
+    assert crowd.deaths(SLUGGISH_DEAD - 0.1) == []
+    death = crowd.m.due(SLUGGISH_DEAD, lambda _: True, 2)
+    assert [(d.node, d.session) for d in death] == [("b", crowd.sessions["b"])]
+    assert crowd.m.heard(crowd.sessions["b"], 61.0) is None
+
+
+def test_silence_while_the_master_slept_proves_nothing() -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("b", 1.0)
+    crowd.m.overslept(100.0, beat=1.0)
+    assert crowd.deaths(106.9) == []
+    assert crowd.deaths(107.0) == ["b"]
+
+
+def test_mass_silence_is_the_masters_own_trouble_for_a_while() -> None:
+    crowd = Crowd("a", "b", "c")
+    crowd.breaks("a", 10.0)
+    crowd.breaks("b", 11.0)
+    assert crowd.deaths(15.0) == []
+    assert crowd.m.hold_reason()
+    assert crowd.deaths(15.0 + MASS_SILENCE_HOLD - 0.1) == []
+    assert sorted(crowd.deaths(15.0 + MASS_SILENCE_HOLD)) == ["a", "b"]
+    assert not crowd.m.hold_reason()
+
+
+def test_mass_silence_ends_when_they_are_heard_again() -> None:
+    crowd = Crowd("a", "b", "c")
+    crowd.breaks("a", 10.0)
+    crowd.breaks("b", 11.0)
+    assert crowd.deaths(16.0) == []
+    crowd.attach("a", now=17.0)
+    crowd.attach("b", now=18.0)
+    assert not crowd.m.hold_reason()
+    assert crowd.deaths(50.0) == []
+
+
+def test_half_of_the_nodes_or_two_nodes_are_not_a_mass() -> None:
+    crowd = Crowd("a", "b", "c", "d")
+    crowd.breaks("a", 10.0)
+    crowd.breaks("b", 10.0)
+    assert sorted(crowd.deaths(15.0)) == ["a", "b"]
+    pair = Crowd("a", "b")
+    pair.breaks("a", 10.0)
+    pair.breaks("b", 10.0)
+    assert sorted(pair.deaths(15.0)) == ["a", "b"]
+
+
+def test_a_name_is_not_taken_from_the_living_but_from_the_lost() -> None:
+    crowd = Crowd("a")
+    refused = crowd.attach("a", life="2", now=1.0)
+    assert "held by another agent, on host-a" in refused.refusal
+    crowd.breaks("a", 2.0)
+    taken = crowd.attach("a", life="2", now=3.0)
+    assert (taken.refusal, taken.superseded) == ("", True)
+    again = crowd.attach("a", life="1", now=4.0)
+    assert "a newer agent has taken the place" in again.refusal
+
+
+def test_the_dead_may_come_back_unless_superseded() -> None:
+    crowd = Crowd("a", "b")
+    crowd.breaks("a", 1.0)
+    assert crowd.deaths(6.0) == ["a"]
+    assert crowd.attach("a", now=7.0).returned
+    crowd.breaks("a", 8.0)
+    assert crowd.deaths(13.0) == ["a"]
+    assert crowd.attach("a", life="2", now=14.0) == Admission(newer=True)
+
+
+def test_a_leaving_node_keeps_its_name_while_its_stream_stands() -> None:
+    crowd = Crowd("a", "b")
+    crowd.m.left("a", "received SIGTERM")
+    assert crowd.m.present() == 1
+    assert "leaving" in crowd.attach("a", life="2", now=1.0).refusal
+    crowd.breaks("a", 2.0)
+    assert crowd.health("a") is Health.LEFT
+    assert crowd.attach("a", life="2", now=3.0) == Admission(newer=True)
+
+
+def test_a_new_stream_of_the_same_life_replaces_the_old_one() -> None:
+    crowd = Crowd("a")
+    old = crowd.sessions["a"]
+    assert crowd.attach("a", now=5.0).old_session == old
+    assert crowd.m.detached(old, 6.0, corroborated=False, clean=False) is None
+    assert crowd.health("a") is Health.ALIVE
+
+
+def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
+    crowd = Crowd("a", "b")
+    now = 0.0
+    waits = []
+    for _ in range(4):
+        crowd.breaks("a", now)
+        now += TIMEOUT
+        assert crowd.deaths(now) == ["a"]
+        crowd.m.heard(crowd.sessions["b"], now)
+        waits.append(crowd.m.barred_until("a", now) - now)
+        now += 1.0
+        crowd.attach("a", now=now)
+    assert waits == [0.0, 120.0, 240.0, 480.0]

@@ -1,0 +1,1 @@
+"""Whole jobs, with something killed, blocked, taken or frozen."""

@@ -1,0 +1,281 @@
+"""What the machine around a job may do to it: proxies, other jobs, taken ports, frozen terminals."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+
+import pytest
+
+from elasticrun.wire import channel
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, mint_incarnation
+from tests.aio import run
+from tests.compat.live import agents, allreduce, finish, job
+from tests.harness import ELASTICRUN, SCRIPTS, World, free_port, until_file
+
+pytestmark = pytest.mark.slow
+
+
+def one_sentence(text: str) -> bool:
+    """Something for the user, and no traceback."""
+    return bool(text.strip()) and "Traceback" not in text
+
+
+def test_two_jobs_on_one_host(world: World) -> None:
+    first = job(world, ELASTICRUN, "--standalone", "--nproc-per-node=2")
+    second = job(world, ELASTICRUN, "--standalone", "--nproc-per-node=2")
+    peers = world.hub.ranks(4)
+    by_run = {
+        run_id: [p for p in peers if p.run_id == run_id] for run_id in {p.run_id for p in peers}
+    }
+    assert [len(group) for group in by_run.values()] == [2, 2]
+    for group in by_run.values():
+        assert allreduce(world, sorted(group, key=lambda p: p.rank)) == [2, 2]
+    finish(peers)
+    assert [first.wait(), second.wait()] == [0, 0]
+
+
+def test_behind_a_proxy(world: World) -> None:
+    """DROP-IN 2: a proxy that answers nothing stands in the environment."""
+    dead = f"http://127.0.0.1:{free_port()}"
+    env = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), dead)
+    jobs = agents(world, ELASTICRUN, 2, "2", free_port(), env=env)
+    peers = world.hub.ranks(2)
+    assert allreduce(world, peers) == [2, 2]
+    finish(peers)
+    assert [j.wait() for j in jobs] == [0, 0]
+
+
+def test_a_port_that_is_taken_by_a_stranger(world: World) -> None:
+    """One sentence that names the port; whoever holds it is not a master."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        launched = job(
+            world,
+            ELASTICRUN,
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+            *("--rdzv-id=x", "--rdzv-conf=join_timeout=5"),
+        )
+        assert launched.wait() not in (0, -6)
+    assert one_sentence(launched.stderr)
+    assert str(port) in launched.stderr
+
+
+def test_another_jobs_master(world: World) -> None:
+    """Two jobs that name one endpoint do not merge: the second is told."""
+    port = free_port()
+    (first,) = agents(world, ELASTICRUN, 1, "1", port)
+    (peer,) = world.hub.ranks(1)
+    second = job(
+        world,
+        ELASTICRUN,
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=other"),
+    )
+    assert second.wait() not in (0, -6)
+    assert one_sentence(second.stderr)
+    finish([peer])
+    assert first.wait() == 0
+
+
+def test_a_dead_endpoint(world: World) -> None:
+    """Nobody there, and this node is not the host: join_timeout, one sentence, not 0."""
+    launched = job(
+        world,
+        ELASTICRUN,
+        *("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
+        *("--rdzv-id=x", "--rdzv-conf=join_timeout=2,is_host=0"),
+    )
+    assert launched.wait() not in (0, -6)
+    assert one_sentence(launched.stderr)
+
+
+def test_a_name_that_does_not_resolve(world: World) -> None:
+    launched = job(
+        world,
+        ELASTICRUN,
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:29400"),
+        *("--rdzv-id=x", "--rdzv-conf=join_timeout=2"),
+    )
+    assert launched.wait() not in (0, -6)
+    assert one_sentence(launched.stderr)
+    assert "no-such-host.invalid" in launched.stderr
+
+
+def test_too_few_nodes(world: World) -> None:
+    """join_timeout ends it with a code of its own and the reason."""
+    (launched,) = agents(world, ELASTICRUN, 1, "2", free_port(), "--rdzv-conf=join_timeout=2")
+    assert launched.wait() == 76
+    assert one_sentence(launched.stderr)
+
+
+def test_an_agent_of_another_version(world: World) -> None:
+    """A Hello with a protocol of the future is refused in a sentence; the job is not disturbed."""
+    port = free_port()
+    (launched,) = agents(world, ELASTICRUN, 1, "2", port)
+    launched.until_text("wait")
+
+    async def meet() -> m.Order | None:
+        async with channel.open_channel(Endpoint("127.0.0.1", port)) as line:
+            stream = channel.attend(line)
+            await stream.send(stranger())
+            answer = await stream.receive()
+            stream.cancel()
+            return answer
+
+    answer = run(meet())
+    assert isinstance(answer, m.Refused)
+    assert answer.exit_code == 78
+    assert re.search(r"\b999\b", answer.reason)
+    (second,) = agents(world, ELASTICRUN, 1, "2", port)
+    finish(world.hub.ranks(2))
+    assert [launched.wait(), second.wait()] == [0, 0]
+
+
+def stranger() -> m.Hello:
+    """What an agent of a later version might say first."""
+    spec = m.JobSpec(
+        *("agents", 2, 2, 1, 0, 30.0, 0.0, 600.0, 30.0),
+        *(5.0, "auto", 600.0, 30.0, 600.0),
+    )
+    hello = m.Hello(
+        protocol=m.PROTOCOL_VERSION,
+        version="99",
+        node="stranger",
+        incarnation=mint_incarnation(),
+        host="host",
+        address="127.0.0.1",
+        pid=1,
+        node_rank=-1,
+        local_world_size=1,
+        role="default",
+        spec=spec,
+        attached=None,
+    )
+    return dataclasses.replace(hello, protocol=999)
+
+
+def test_a_master_of_another_version(world: World) -> None:
+    """An agent that is refused ends with the master's sentence and 78."""
+    sentence = "this master speaks protocol 7, the agent another"
+
+    async def refuse_all() -> int:
+        async def attend(context: object) -> None:
+            await context.read()  # type: ignore[attr-defined]
+            await context.write(  # type: ignore[attr-defined]
+                channel.codec.order_to_wire(m.Refused(sentence, 78))
+            )
+
+        async def status(_: object) -> bytes:
+            return b""
+
+        server = channel.make_server(attend, status, most=4)
+        port = channel.listen(server, "127.0.0.1", 0)
+        await server.start()
+        launched = job(
+            world,
+            ELASTICRUN,
+            *("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+            *("--rdzv-id=x", "--rdzv-conf=is_host=0"),
+        )
+        import asyncio
+
+        code = await asyncio.to_thread(launched.wait)
+        await server.stop(None)
+        assert sentence in launched.stderr
+        assert one_sentence(launched.stderr)
+        return code
+
+    assert run(refuse_all()) == 78
+
+
+def test_a_frozen_terminal(world: World) -> None:
+    """DROP-IN 8: nobody reads the console of two agents with `-t 3`; the ranks train on, far
+    beyond what a pipe holds and for longer than a silent node would be given."""
+    port = free_port()
+    readers, jobs = [], []
+    for _ in range(2):
+        read_end, write_end = os.pipe()
+        readers.append(read_end)
+        jobs += agents(
+            *(world, ELASTICRUN, 1, "2", port),
+            *("-t3", "--rdzv-conf=heartbeat_timeout=2", f"--log-dir={world.scratch / 'logs'}"),
+            console=write_end,
+        )
+        os.close(write_end)
+    peers = world.hub.ranks(2)
+    for peer in peers:
+        peer.order("steps", count=500, text="x" * 4000 + "\n")  # 2 MB each, 5 s at least
+    for peer in peers:
+        world.hub.word(peer, "done", what="steps")
+    assert allreduce(world, peers) == [2, 2]
+    assert len(world.hub.peers) == 2  # no other life
+    drains = [subprocess.Popen(["cat"], stdin=fd, stdout=subprocess.DEVNULL) for fd in readers]
+    for fd in readers:
+        os.close(fd)
+    finish(peers)
+    assert [j.wait() for j in jobs] == [0, 0]
+    assert [drain.wait(60) for drain in drains] == [0, 0]
+    for file in (world.scratch / "logs").rglob("stdout.log"):
+        assert file.read_text().count("x" * 4000) == 500  # the files miss nothing
+
+
+def test_a_reader_that_goes_away(world: World) -> None:
+    """`elasticrun … | head -1`: a closed console is no reason to stop training."""
+    read_end, write_end = os.pipe()
+    launched = world.launch(
+        ELASTICRUN, "-t3", "--nproc-per-node=2", str(SCRIPTS / "puppet.py"), stdout=write_end
+    )
+    os.close(write_end)
+    peers = world.hub.ranks(2)
+    os.close(read_end)
+    for peer in peers:
+        peer.order("print", text="to nobody")
+        world.hub.word(peer, "done", what="print")
+    assert allreduce(world, peers) == [2, 2]
+    finish(peers)
+    assert launched.wait() == 0
+
+
+def test_status_of_a_running_job(world: World) -> None:
+    """`elasticrun status ENDPOINT` says who is there and what a waiting node waits for."""
+    port = free_port()
+    (first,) = agents(world, ELASTICRUN, 1, "2", port)
+    first.until_text("wait")
+    asked = world.launch(ELASTICRUN, "status", f"127.0.0.1:{port}")
+    assert asked.wait() == 0, asked.stderr
+    assert "agents" in asked.stdout
+    assert "wait" in asked.stdout
+    (second,) = agents(world, ELASTICRUN, 1, "2", port)
+    finish(world.hub.ranks(2))
+    assert [first.wait(), second.wait()] == [0, 0]
+
+
+def test_a_program_in_the_place_of_a_script(world: World) -> None:
+    """A binary is known by its first bytes: one sentence, before anything starts."""
+    script = world.scratch / "train"
+    script.write_bytes(b"\x7fELF\x00\x01 not python")
+    launched = world.launch(ELASTICRUN, str(script))
+    assert launched.wait() not in (0, -6)
+    assert one_sentence(launched.stderr)
+    assert "--no-python" in launched.stderr
+
+
+def test_a_script_that_is_no_python(world: World) -> None:
+    """The rank says what python says; the launcher adds its summary and 1."""
+    script = world.scratch / "train.py"
+    script.write_text("#!/bin/sh\necho hello world\n")
+    launched = world.launch(ELASTICRUN, str(script))
+    assert launched.wait() == 1
+    assert "SyntaxError" in launched.stderr
+    assert "elasticrun/" not in "".join(re.findall(r'File "([^"]*)"', launched.stderr))
+
+
+def test_the_console_files_are_read(world: World) -> None:
+    """The harness' own way to wait for a line; a wait that cannot fail would prove nothing."""
+    path = world.scratch / "never"
+    with pytest.raises(AssertionError, match="did not become"):
+        until_file(path, lambda text: "x" in text, limit=0.2)

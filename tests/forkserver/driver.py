@@ -1,0 +1,215 @@
+"""Plays the agent: starts a real fork server and talks to it over its real socketpair."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.serverstart import start_server
+from elasticrun.wire.spawner import (
+    Configure,
+    Entry,
+    EntryKind,
+    Exited,
+    FromSpawner,
+    Spawned,
+    SpawnerReady,
+    SpawnFailed,
+    SpawnRank,
+    ToSpawner,
+)
+
+LIMIT = 90.0
+"""Seconds for any one event on a busy machine; a test that needs them all is broken, not slow."""
+
+M = TypeVar("M")
+
+
+class Driver:
+    """One fork server. Use as a context manager: at the end it and all below it are gone."""
+
+    def __init__(
+        self,
+        entry: Entry | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        launch: str = "auto",
+        preload: Sequence[str] = (),
+        learn: bool = False,
+        numa: bool = False,
+        ignored: Sequence[int] = (),
+        configure: bool = True,
+    ) -> None:
+        environ = dict(os.environ) if env is None else dict(env)
+        self.process, self.socket = start_server(ignored=ignored, env=environ)
+        self.incoming = FrameBuffer(FromSpawner)
+        self.heard: list[Any] = []
+        self.log: list[Any] = []
+        self._key = 0
+        if configure:
+            entry = entry or Entry(EntryKind.SCRIPT, "none.py")
+            self.tell(Configure(launch, tuple(preload), learn, entry, "spawn", numa))
+
+    # ------------------------------------------------------------ conversation
+
+    def tell(self, message: ToSpawner) -> None:
+        self.socket.sendall(encode(message))
+
+    def wait(
+        self, kind: type[M], where: Callable[[M], bool] = lambda _: True, limit: float = LIMIT
+    ) -> M:
+        """The first message of this kind (that `where` accepts); others stay for later waits."""
+        deadline = time.monotonic() + limit
+        while True:
+            for index, message in enumerate(self.heard):
+                if isinstance(message, kind) and where(message):
+                    del self.heard[index]
+                    return message
+            self._receive(kind, deadline)
+
+    def _receive(self, kind: type, deadline: float) -> None:
+        readable, _, _ = select.select([self.socket], [], [], max(0, deadline - time.monotonic()))
+        if not readable:
+            raise AssertionError(f"no {kind.__name__} came; heard: {self.log}")
+        data = self.socket.recv(1 << 20)
+        if not data:
+            raise EOFError(f"the server ended while we waited for {kind.__name__}: {self.log}")
+        for message in self.incoming.feed(data):
+            self.log.append(message)
+            self.heard.append(message)
+
+    def all_of(self, kind: type[M]) -> list[M]:
+        """Every message of this kind that has been heard since the start."""
+        return [message for message in self.log if isinstance(message, kind)]
+
+    def ready(self) -> SpawnerReady:
+        return self.wait(SpawnerReady)
+
+    # ------------------------------------------------------------ ranks
+
+    def start(self, entry: Entry, **more: Any) -> int:
+        """Order a rank; its key."""
+        self._key += 1
+        fields: dict[str, Any] = {
+            "local_rank": 0,
+            "env": {},
+            "unset": (),
+            "stdout": "",
+            "stderr": "",
+            "error_file": "",
+            "cpus": (),
+            "exec_prefix": (),
+        }
+        self.tell(SpawnRank(key=self._key, entry=entry, **{**fields, **more}))
+        return self._key
+
+    def new_key(self) -> int:
+        self._key += 1
+        return self._key
+
+    def spawned(self, key: int) -> Spawned:
+        return self.wait(Spawned, lambda m: m.key == key)
+
+    def exited(self, key: int) -> Exited:
+        return self.wait(Exited, lambda m: m.key == key)
+
+    def failed(self, key: int) -> SpawnFailed:
+        return self.wait(SpawnFailed, lambda m: m.key == key)
+
+    def run(self, entry: Entry, **more: Any) -> Exited:
+        """Run a rank to its end."""
+        return self.exited(self.start(entry, **more))
+
+    # ------------------------------------------------------------ end
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.socket.close()
+        try:
+            self.process.wait(LIMIT)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+def script(path: Path, text: str, *args: str) -> Entry:
+    """Write a script and give the entry that runs it."""
+    path.write_text(text)
+    return Entry(EntryKind.SCRIPT, str(path), args)
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """The environment of this process without what pytest changes in it from test to test."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    return {**environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+@contextlib.contextmanager
+def fifo(path: Path) -> Iterator[Path]:
+    """A named pipe for the life of the block."""
+    os.mkfifo(path)
+    try:
+        yield path
+    finally:
+        path.unlink()
+
+
+def read_line(path: Path, limit: float = LIMIT) -> str:
+    """Wait for a line that a rank writes to a named pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    text = b""
+    deadline = time.monotonic() + limit
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        while not text.endswith(b"\n"):
+            if not poll.poll(max(0, deadline - time.monotonic()) * 1000):
+                raise AssertionError(f"no line came through {path}; so far: {text!r}")
+            text += os.read(descriptor, 65536)
+    finally:
+        os.close(descriptor)
+    return text.decode().rstrip("\n")
+
+
+def gone(pids: Sequence[int], limit: float = LIMIT) -> list[int]:
+    """Wait until these processes have ended; those that have not."""
+    deadline = time.monotonic() + limit
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                left = max(0, deadline - time.monotonic())
+                select.select([descriptor], [], [], left)
+            finally:
+                os.close(descriptor)
+    return [pid for pid in pids if alive(pid)]
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)

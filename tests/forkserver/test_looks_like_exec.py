@@ -1,0 +1,158 @@
+"""A forked rank sees of itself what `python -u script.py` sees: one row each, compared to exec.
+
+The same probe is run twice in the same place, once by exec and once by fork, as a script, as a
+module, as a folder and as a zip. Rows that differ on purpose stand in ON_PURPOSE with the reason
+and with what must be true of the two instead.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.wire.spawner import Entry, EntryKind
+from tests.forkserver.driver import LIMIT, Driver, plain_environment
+
+PROBE = Path(__file__).with_name("probe.py")
+
+ON_PURPOSE: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "modules": (
+        "threading and what it imports stay: the interpreter waits for threads there",
+        lambda by_exec, by_fork: (
+            set(by_exec) <= set(by_fork) <= {*by_exec, "threading", "_weakrefset"}
+        ),
+    ),
+    "sys.meta_path": (
+        "the finder that gives preloaded modules back stands in front",
+        lambda by_exec, by_fork: by_fork == ["_Finder", *by_exec],
+    ),
+    "hash seed": (
+        "the interpreter draws it at its start: one per fork server, and no longer per rank",
+        lambda by_exec, by_fork: by_exec != by_fork,
+    ),
+    "torch: tasks": (
+        "OpenBLAS ends its idle thread when a fork begins, and starts it again when it is needed",
+        lambda by_exec, by_fork: 1 <= by_fork <= by_exec,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the probe as a script, a module of a package, a folder and a zip."""
+    folder = tmp_path_factory.mktemp("place")
+    package = folder / "pack" / "inner"
+    package.mkdir(parents=True)
+    for init in (folder / "pack", package):
+        (init / "__init__.py").touch()
+    (package / "probe.py").write_text(PROBE.read_text())
+    (folder / "probe.py").write_text(PROBE.read_text())
+    (folder / "tree").mkdir()
+    (folder / "tree" / "__main__.py").write_text(PROBE.read_text())
+    with zipfile.ZipFile(folder / "probe.zip", "w") as archive:
+        archive.write(PROBE, "__main__.py")
+    return folder
+
+
+ENTRIES: dict[str, Callable[[Path], Entry]] = {
+    "script": lambda place: Entry(EntryKind.SCRIPT, str(place / "probe.py")),
+    "module": lambda place: Entry(EntryKind.MODULE, "pack.inner.probe"),
+    "folder": lambda place: Entry(EntryKind.SCRIPT, str(place / "tree")),
+    "zip": lambda place: Entry(EntryKind.SCRIPT, str(place / "probe.zip")),
+}
+
+
+class Pictures:
+    """What the probe saw, by entry; each pair of runs is made once."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._taken: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def pair(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        if kind not in self._taken:
+            self._taken[kind] = self._take(kind)
+        return self._taken[kind]
+
+    def _take(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        entry = ENTRIES[kind](self.place)
+        seen = []
+        for way in ("exec", "fork"):
+            out = self.place / f"{kind}.{way}.json"
+            stdout, stderr = self.place / f"{way}.out", self.place / f"{way}.err"
+            order = Entry(entry.kind, entry.target, (str(out), "--lr", "0.1"))
+            if way == "exec":
+                self._exec(order, stdout, stderr)
+            else:
+                self._fork(order, stdout, stderr)
+            assert out.exists(), stderr.read_text()
+            seen.append(json.loads(out.read_text()))
+        return seen[0], seen[1]
+
+    def _exec(self, entry: Entry, stdout: Path, stderr: Path) -> None:
+        words = ["-m", entry.target] if entry.kind is EntryKind.MODULE else [entry.target]
+        with stdout.open("wb") as out, stderr.open("wb") as err:
+            subprocess.run(
+                [sys.executable, "-u", *words, *entry.args],
+                cwd=self.place,
+                env=plain_environment(WORD="ä\udcff"),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                timeout=LIMIT,
+                check=True,
+            )
+
+    def _fork(self, entry: Entry, stdout: Path, stderr: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.place)
+            with Driver(entry, env=plain_environment()) as driver:
+                assert driver.ready().mode == "fork", driver.log
+                code = driver.run(
+                    entry,
+                    env={"WORD": "ä\udcff"},
+                    stdout=str(stdout),
+                    stderr=str(stderr),
+                ).code
+                assert code == 0, stderr.read_text()
+
+
+@pytest.fixture(scope="module")
+def pictures(place: Path) -> Pictures:
+    return Pictures(place)
+
+
+def _rows() -> list[str]:
+    """The names of the probe's fields, from its text."""
+    rows = []
+    for line in PROBE.read_text().splitlines():
+        if line.startswith('seen["'):
+            rows.append(line.split('"')[1])
+    streams = [f"sys.{n}" for n in ("stdin", "stdout", "stderr")]
+    return list(dict.fromkeys([*rows, *streams]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", _rows())
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_row(pictures: Pictures, kind: str, row: str) -> None:
+    by_exec, by_fork = pictures.pair(kind)
+    assert row in by_exec
+    if row in ON_PURPOSE:
+        reason, holds = ON_PURPOSE[row]
+        assert holds(by_exec[row], by_fork[row]), f"{reason}: {by_exec[row]} / {by_fork[row]}"
+    else:
+        assert by_fork[row] == by_exec[row]
+
+
+def test_the_row_names_are_complete(pictures: Pictures) -> None:
+    by_exec, by_fork = pictures.pair("script")
+    assert by_exec.keys() == by_fork.keys()
+    assert set(_rows()) >= by_exec.keys() - {"sys.__stdin__", "sys.__stdout__", "sys.__stderr__"}

@@ -1,0 +1,181 @@
+"""--preload: what is refused and why, what is stale, and what --preload=learn tells (DROP-IN 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire.spawner import Learned, Notice, Stale
+from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
+
+USE = """
+import sys, json, time
+before = "pre" in sys.modules
+t = time.perf_counter()
+import pre
+json.dump([before, pre.value], open(sys.argv[1], "w"))
+"""
+
+
+@pytest.fixture
+def package() -> Iterator[Path]:
+    """A module `pre` in the real site-packages for the time of one test, under a name of its own
+    kind: nothing but a folder that pip would write to is an installed package."""
+    folder = Path(sysconfig.get_path("purelib"))
+    path = folder / "elasticrun_test_pre.py"
+    path.write_text("value = 1\n")
+    yield path
+    path.unlink()
+    for compiled in (folder / "__pycache__").glob("elasticrun_test_pre*"):
+        compiled.unlink()
+
+
+NAME = "elasticrun_test_pre"
+SCRIPT = USE.replace("pre", NAME)
+
+
+def test_a_preloaded_module_is_there_when_it_is_imported(tmp_path: Path, package: Path) -> None:
+    out = tmp_path / "out"
+    count = tmp_path / "count"
+    package.write_text(f"value = 1\nopen({str(count)!r}, 'a').write('x')\n")
+    entry = script(tmp_path / "s.py", SCRIPT, str(out))
+    with Driver(entry, env=plain_environment(), preload=[NAME]) as driver:
+        assert driver.ready().mode == "fork"
+        for _ in range(2):
+            assert driver.run(entry).code == 0
+            assert json.loads(out.read_text()) == [False, 1]
+        assert driver.all_of(Notice) == []
+    assert count.read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("import os\nrank = os.environ.get('RANK')\n", "reads RANK"),
+        (
+            "import threading\n"
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+            "outlast a fork",
+        ),
+        ("import sys\nsys.path.append('/nowhere')\n", "changed sys.path"),
+        ("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n", "torch.cuda"),
+        ("raise RuntimeError('no licence')\n", "no licence"),
+    ],
+)
+def test_what_must_not_be_shared_is_refused(
+    tmp_path: Path, package: Path, text: str, word: str
+) -> None:
+    out = tmp_path / "out"
+    package.write_text(f"{text}\nvalue = 2\n".replace("raise", "if True: raise"))
+    entry = script(tmp_path / "s.py", f"import sys\nsys.exit('{NAME}' in sys.modules)\n", str(out))
+    with Driver(entry, env=plain_environment(), preload=[NAME, "sqlite3"]) as driver:
+        ready = driver.ready()
+        assert ready.mode == "fork", ready.reason
+        notice = driver.wait(Notice).text
+        assert notice.startswith(f"{NAME} is not preloaded: ")
+        assert word in notice
+        if "RANK" in word:
+            assert str(package) in notice
+        assert driver.run(entry).code == 0
+
+
+@pytest.mark.parametrize("name", ["beside", "no_such_module_anywhere"])
+def test_only_installed_packages_are_preloaded(tmp_path: Path, name: str) -> None:
+    (tmp_path / "beside.py").write_text("value = 1\n")
+    entry = script(tmp_path / "s.py", "")
+    environ = plain_environment(PYTHONPATH=str(tmp_path))
+    with Driver(entry, env=environ, preload=[name]) as driver:
+        assert driver.ready().mode == "fork"
+        text = driver.wait(Notice).text
+        assert text.startswith(f"{name} is not preloaded: ")
+        assert ("not an installed package" in text) or ("no such module" in text)
+
+
+def test_a_changed_file_is_run_as_it_is_now(tmp_path: Path, package: Path) -> None:
+    out = tmp_path / "out"
+    entry = script(tmp_path / "s.py", SCRIPT, str(out))
+    with Driver(entry, env=plain_environment(), preload=[NAME]) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+        package.write_text("value = 22\n")
+        os.utime(package, ns=(1, 1))
+        key = driver.start(entry)
+        stale = driver.wait(Stale)
+        assert str(package) in stale.reason
+        assert not driver.spawned(key).forked
+        assert driver.exited(key).code == 0
+        assert json.loads(out.read_text()) == [False, 22]
+
+
+def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: Path) -> None:
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "s.py",
+            f"import sqlite3, psutil, {NAME}\nimport sqlite3.dbapi2\n"
+            "try:\n    import no_such_thing\nexcept ImportError:\n    pass\n"
+            f"import json, time, csv\nopen({str(said)!r}, 'w').write('on\\n')\n"
+            "while True:\n    time.sleep(0.05)\n",
+        )
+        with Driver(entry, env=plain_environment(), learn=True) as driver:
+            assert driver.ready().mode == "fork"
+            driver.start(entry)
+            read_line(said)
+            learned = driver.wait(Learned).modules
+    assert "psutil" in learned
+    assert NAME in learned
+    assert "no_such_thing" not in learned
+    assert not [name for name in learned if name.startswith(("sqlite3", "torch", "json"))]
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    out = tmp_path / "out"
+    entry = script(
+        tmp_path / "s.py",
+        "import sys\nfrom lightning.pytorch.utilities.rank_zero import rank_zero_only\n"
+        "open(sys.argv[1], 'w').write(str(rank_zero_only.rank))\n",
+        str(out),
+    )
+    with Driver(entry, env=plain_environment(), preload=["lightning"]) as driver:
+        assert driver.ready().mode == "fork"
+        text = driver.wait(Notice).text
+        assert text.startswith("lightning is not preloaded: ")
+        assert "RANK" in text
+        assert driver.run(entry, env={"RANK": "1"}, stderr="/dev/null").code == 0
+    assert out.read_text() == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_the_environment_of_a_preloaded_library_is_compared(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    entry = script(
+        tmp_path / "s.py",
+        "import os\nos.environ['HF_HOME'] = '/scratch/hf'\nimport huggingface_hub.constants\n",
+    )
+    environ = plain_environment()
+    environ.pop("HF_HOME", None)
+    with Driver(entry, env=environ, preload=["huggingface_hub.constants"]) as driver:
+        assert driver.ready().mode == "fork"
+        driver.start(entry)
+        assert "HF_HOME" in driver.wait(Notice).text
+
+
+def test_a_submodule_of_torch_that_was_preloaded_stays_hidden(tmp_path: Path) -> None:
+    entry = script(
+        tmp_path / "s.py",
+        "import sys, torch\nassert 'torch.utils.tensorboard' not in sys.modules\n"
+        "assert 'torch.distributions.normal' in sys.modules\n"
+        "assert 'torch.utils.benchmark' not in sys.modules\n"
+        "import torch.utils.benchmark\nassert 'torch.utils.benchmark' in sys.modules\n",
+    )
+    with Driver(entry, env=plain_environment(), preload=["torch.utils.benchmark"]) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0

@@ -1,0 +1,371 @@
+"""What a rank gets from the server: randomness, environment, files, signals, cores, error file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal
+from tests.forkserver.driver import (
+    LIMIT,
+    Driver,
+    fifo,
+    gone,
+    plain_environment,
+    read_line,
+    script,
+)
+
+DRAW = """
+import json, random, sys
+import numpy, torch
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(1)
+linear = torch.nn.Linear(2, 2)
+drawn = {
+    "random": random.random(),
+    "numpy": numpy.random.rand(),
+    "numpy new": numpy.random.default_rng().random(),
+    "torch": torch.rand(1).item(),
+    "torch seed": torch.initial_seed(),
+    "linear": linear.weight.flatten().tolist(),
+    "loader": [b.item() for b in DataLoader(list(range(64)), shuffle=True, batch_size=1)],
+    "uuid": str(__import__("uuid").uuid4()),
+    "authkey": __import__("multiprocessing").current_process().authkey.hex(),
+}
+json.dump(drawn, open(sys.argv[1], "w"))
+"""
+
+
+def test_two_ranks_and_two_lives_draw_different_numbers(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "draw.py", DRAW)
+    drawn = []
+    for life in ("rank 0", "rank 1", "rank 0 again"):
+        out = str(tmp_path / life)
+        code = server.run(Entry(EntryKind.SCRIPT, entry.target, (out,))).code
+        assert code == 0
+        drawn.append(json.loads(Path(out).read_text()))
+    for name in drawn[0]:
+        values = [json.dumps(each[name]) for each in drawn]
+        assert len(set(values)) == 3, name
+
+
+# ---------------------------------------------------------------- environment
+
+
+def test_environment_is_the_first_one_with_changes(tmp_path: Path) -> None:
+    entry = script(
+        tmp_path / "env.py",
+        "import json, os, sys\njson.dump([dict(os.environ), os.popen('env').read()], "
+        "open(sys.argv[1], 'w'))\n",
+    )
+    entry = Entry(entry.kind, entry.target, (str(tmp_path / "out"),))
+    with Driver(entry, env=plain_environment(GONE="1", KEPT="2")) as driver:
+        assert driver.ready().mode == "fork"
+        driver.run(entry, env={"RANK": "3", "KEPT": "4"}, unset=("GONE",))
+    seen, of_child = json.loads((tmp_path / "out").read_text())
+    assert seen["RANK"] == "3"
+    assert seen["KEPT"] == "4"
+    assert "GONE" not in seen
+    assert seen["PATH"] == os.environ["PATH"]
+    assert "GONE=" not in of_child
+    assert "RANK=3" in of_child
+
+
+READ_AGAIN = """
+import os, json, sys
+os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+os.environ["TORCH_LOGS"] = "+dynamo"
+os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
+import logging
+import torch, torch.distributed as dist
+json.dump([
+    torch.get_num_threads(), str(dist.get_debug_level()),
+    logging.getLogger("torch._dynamo").level, torch.backends.cuda.matmul.allow_tf32,
+    torch.get_float32_matmul_precision(),
+], open(sys.argv[1], "w"))
+"""
+
+
+def test_environment_set_above_import_torch_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "set.py"
+    entry = script(path, READ_AGAIN, str(tmp_path / "fork"))
+    environ = plain_environment()
+    subprocess.run(
+        [sys.executable, str(path), str(tmp_path / "exec")], env=environ, check=True, timeout=LIMIT
+    )
+    with Driver(entry, env=environ) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Notice) == []
+    by_exec = json.loads((tmp_path / "exec").read_text())
+    assert by_exec == [2, "DebugLevel.DETAIL", 10, True, "high"]
+    assert json.loads((tmp_path / "fork").read_text()) == by_exec
+
+
+def test_what_cannot_be_read_again_is_named_and_later_lives_are_execed(tmp_path: Path) -> None:
+    # The name is put together, so that the text of the script does not tell it beforehand.
+    text = "import os\nos.environ['OMP_' + 'PROC_BIND'] = 'true'\nimport torch\n"
+    entry = script(tmp_path / "bind.py", text)
+    other = script(tmp_path / "other.py", "import torch\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        first = driver.start(entry)
+        assert driver.spawned(first).forked
+        notice = driver.wait(Notice)
+        assert "OMP_PROC_BIND" in notice.text
+        assert "bind.py" in notice.text
+        assert driver.exited(first).code == 0
+        again = driver.start(entry)
+        assert not driver.spawned(again).forked
+        assert driver.exited(again).code == 0
+        unlike = driver.start(other)
+        assert driver.spawned(unlike).forked
+        assert driver.exited(unlike).code == 0
+        assert len(driver.all_of(Notice)) == 1
+
+
+def test_an_environment_set_after_import_torch_changes_nothing(
+    server: Driver, tmp_path: Path
+) -> None:
+    entry = script(
+        tmp_path / "after.py",
+        "import torch, os, sys\nn = torch.get_num_threads()\nos.environ['OMP_NUM_THREADS'] = '7'\n"
+        "import torch.nn, numpy\nsys.exit(0 if torch.get_num_threads() == n else 1)\n",
+    )
+    assert server.run(entry).code == 0
+
+
+def test_numpy_alone_does_not_bring_torch(server: Driver, tmp_path: Path) -> None:
+    entry = script(
+        tmp_path / "np.py",
+        "import sys, numpy, json\nassert 'torch' not in sys.modules\nassert numpy.ones(2).sum()\n"
+        "import torch.nn.functional as F\nassert 'torch' in sys.modules\n",
+    )
+    assert server.run(entry).code == 0
+
+
+# ---------------------------------------------------------------- the error file
+
+
+def test_an_uncaught_exception_is_described_for_the_summary(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "boom.py", "def f():\n    raise ValueError('boom')\n\n\nf()\n")
+    error, stderr = tmp_path / "error.json", tmp_path / "stderr"
+    assert server.run(entry, error_file=str(error), stderr=str(stderr)).code == 1
+    message = json.loads(error.read_text())["message"]
+    assert message["message"] == "ValueError: boom"
+    assert message["extraInfo"]["py_callstack"] == stderr.read_text()
+    assert message["extraInfo"]["timestamp"].isdigit()
+
+
+RECORD = """
+import os
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise RuntimeError("recorded")
+
+main()
+"""
+
+
+def test_the_error_file_of_record_stays(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "record.py", RECORD)
+    error = tmp_path / "error.json"
+    environ = {"TORCHELASTIC_ERROR_FILE": str(error)}
+    code = server.run(entry, error_file=str(error), env=environ, stderr="/dev/null").code
+    assert code == 1
+    record = json.loads(error.read_text())["message"]
+    assert record["message"] == "RuntimeError: recorded"
+    assert "record.py" in record["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize("how", ["raise SystemExit(3)", "raise KeyboardInterrupt", "pass"])
+def test_what_is_no_error_writes_no_error_file(server: Driver, tmp_path: Path, how: str) -> None:
+    entry = script(tmp_path / "end.py", how)
+    error = tmp_path / "error.json"
+    server.run(entry, error_file=str(error), stderr="/dev/null")
+    assert not error.exists()
+
+
+def test_an_error_file_that_cannot_be_written_hides_nothing(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "boom.py", "1 / 0\n")
+    stderr = tmp_path / "stderr"
+    error = str(tmp_path / "no" / "such" / "folder" / "error.json")
+    assert server.run(entry, error_file=error, stderr=str(stderr)).code == 1
+    assert stderr.read_text().endswith("ZeroDivisionError: division by zero\n")
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_output_goes_to_files_and_is_unbuffered(server: Driver, tmp_path: Path) -> None:
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "out.py",
+            "import sys, signal\nprint('half a line', end='')\n"
+            f"open({str(said)!r}, 'w').write('printed\\n')\nsignal.pause()\n",
+        )
+        out = tmp_path / "out"
+        key = server.start(entry, stdout=str(out), stderr="/dev/null")
+        assert read_line(said) == "printed"
+        assert out.read_text() == "half a line"
+        server.tell(SendSignal(key, signal.SIGKILL))
+        assert server.exited(key).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("launch", ["auto", "exec"])
+def test_a_log_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path, launch: str) -> None:
+    entry = script(tmp_path / "s.py", "raise SystemExit(9)\n")
+    with Driver(entry, launch=launch, env=plain_environment()) as driver:
+        driver.ready()
+        key = driver.start(entry, stdout=str(tmp_path / "none" / "out"))
+        reason = driver.failed(key).reason
+        assert "cannot write the log file" in reason
+        assert "No such file or directory" in reason
+
+
+@pytest.mark.slow
+def test_stdin_and_breakpoint_on_a_terminal(tmp_path: Path) -> None:
+    """The user's terminal is a rank's stdin: breakpoint() can be talked to."""
+    entry = script(
+        tmp_path / "stop.py",
+        "import sys\nx = 41\nbreakpoint()\nsys.exit(0 if sys.stdin.isatty() else 1)\n",
+    )
+    ours, theirs = pty.openpty()
+    kept = os.dup(0)
+    os.dup2(theirs, 0)
+    try:
+        driver = Driver(entry, env=plain_environment())
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+    with driver:
+        assert driver.ready().mode == "fork"
+        out = tmp_path / "out"
+        key = driver.start(entry, stdout=str(out), stderr="/dev/null")
+        os.write(ours, b"p x + 1\nc\n")
+        assert driver.exited(key).code == 0
+        assert "42" in out.read_text()
+    os.close(ours)
+    os.close(theirs)
+
+
+# ---------------------------------------------------------------- signals and ties
+
+
+def test_signals_reach_the_handlers_of_the_script(server: Driver, tmp_path: Path) -> None:
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "s.py",
+            "import os, signal, sys\n"
+            "signal.signal(signal.SIGTERM, lambda *a: sys.exit(5))\n"
+            f"open({str(said)!r}, 'w').write('ready\\n')\n"
+            "import time\nwhile True:\n    time.sleep(0.01)\n",
+        )
+        key = server.start(entry)
+        read_line(said)
+        server.tell(SendSignal(key, signal.SIGTERM))
+        assert server.exited(key).code == 5
+
+
+def test_a_signal_right_after_the_start_is_not_lost(server: Driver, tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import signal\nwhile True:\n    signal.pause()\n")
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        key = server.start(entry, stderr="/dev/null")
+        server.tell(SendSignal(key, signum))
+        assert server.exited(key).code == -signum
+
+
+def test_sigint_gives_keyboard_interrupt(server: Driver, tmp_path: Path) -> None:
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "s.py",
+            "import time\ntry:\n"
+            f"    open({str(said)!r}, 'w').write('ready\\n')\n"
+            "    while True:\n        time.sleep(0.01)\nexcept KeyboardInterrupt:\n"
+            "    raise SystemExit(6)\n",
+        )
+        key = server.start(entry)
+        read_line(said)
+        server.tell(SendSignal(key, signal.SIGINT))
+        assert server.exited(key).code == 6
+
+
+def test_what_the_agent_ignored_at_its_start_stays_ignored(tmp_path: Path) -> None:
+    entry = script(
+        tmp_path / "s.py",
+        "import signal, sys\n"
+        "ignored = [s.name for s in signal.valid_signals() "
+        "if signal.getsignal(s) is signal.SIG_IGN]\n"
+        f"open({str(tmp_path / 'out')!r}, 'w').write(' '.join(sorted(ignored)))\n",
+    )
+    with Driver(entry, env=plain_environment(), ignored=[signal.SIGINT, signal.SIGHUP]) as driver:
+        assert driver.ready().mode == "fork"
+        driver.run(entry)
+    assert (tmp_path / "out").read_text() == "SIGHUP SIGINT SIGPIPE SIGXFSZ"
+
+
+@pytest.mark.parametrize("launch", ["auto", "exec"])
+def test_ranks_die_with_a_server_that_is_killed(tmp_path: Path, launch: str) -> None:
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "s.py",
+            "import os, signal\n"
+            f"open({str(said)!r}, 'w').write(f'{{os.getpid()}}\\n')\nsignal.pause()\n",
+        )
+        driver = Driver(entry, launch=launch, env=plain_environment())
+        with driver:
+            driver.ready()
+            driver.start(entry)
+            pid = int(read_line(said))
+            driver.process.kill()
+            assert gone([pid]) == []
+
+
+# ---------------------------------------------------------------- cores and limits
+
+
+def test_cores_are_bound_before_the_script_and_torch_counts_them(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    entry = script(
+        tmp_path / "s.py",
+        "import json, os, sys\nmask = sorted(os.sched_getaffinity(0))\nimport torch\n"
+        f"json.dump([mask, torch.get_num_threads()], open({str(tmp_path / 'out')!r}, 'w'))\n",
+    )
+    environ = plain_environment()
+    del environ["OMP_NUM_THREADS"]
+    with Driver(entry, env=environ, numa=True) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry, cpus=(core,)).code == 0
+        assert json.loads((tmp_path / "out").read_text()) == [[core], 1]
+        assert driver.run(entry).code == 0
+        everywhere = sorted(os.sched_getaffinity(0))
+        seen = json.loads((tmp_path / "out").read_text())
+        assert seen[0] == everywhere
+
+
+def test_placement_and_bound_cores_mean_exec(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "")
+    with Driver(entry, env=plain_environment(OMP_PROC_BIND="true"), numa=True) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert "OMP_PROC_BIND" in ready.reason
+
+
+def test_configure_again_is_refused(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "")
+    with Driver(entry, launch="exec", env=plain_environment()) as driver:
+        driver.ready()
+        driver.tell(Configure("exec", (), False, entry, "spawn", False))
+        assert driver.process.wait(LIMIT) == 2

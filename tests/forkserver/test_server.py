@@ -1,0 +1,457 @@
+"""The server as a process: stores, sweeping, its end in every way, rubbish on its socket."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticrun.wire.frames import LENGTH_BYTES, FrameBuffer, FrameError, encode
+from elasticrun.wire.serverstart import SERVER_FILE, SHIELDED
+from elasticrun.wire.spawner import (
+    MAX_FRAME_BYTES,
+    CloseStore,
+    Entry,
+    EntryKind,
+    Notice,
+    Pet,
+    Quit,
+    SendSignal,
+    SpawnStore,
+    StoreListening,
+    Sweep,
+    Swept,
+    ToSpawner,
+)
+from tests.forkserver.driver import (
+    LIMIT,
+    Driver,
+    alive,
+    fifo,
+    gone,
+    plain_environment,
+    read_line,
+    script,
+)
+
+
+def held_port() -> tuple[socket.socket, int]:
+    """A port as the agent holds it: bound, shared, not listening."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(("", 0))
+    return holder, holder.getsockname()[1]
+
+
+CLIENT = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60))
+store.set("key", "value")
+assert store.get("key") == b"value"
+assert store.add("count", 2) == int(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["auto", "exec"])
+def test_a_store_serves_and_a_new_one_is_fresh(tmp_path: Path, launch: str) -> None:
+    path = tmp_path / "client.py"
+    entry = script(path, CLIENT)
+    with Driver(entry, launch=launch, env=plain_environment()) as driver:
+        driver.ready()
+        holder, port = held_port()
+        with holder:
+            for count in ("2", "4"):
+                if count == "2":
+                    key = driver.new_key()
+                    driver.tell(SpawnStore(key, port))
+                    store = driver.wait(StoreListening)
+                    assert (store.key, store.port) == (key, port)
+                client = Entry(EntryKind.SCRIPT, str(path), (str(port), count))
+                assert driver.run(client).code == 0
+            driver.tell(CloseStore(key))
+            assert driver.exited(key).code == -signal.SIGKILL
+            key = driver.new_key()
+            driver.tell(SpawnStore(key, port))
+            assert driver.wait(StoreListening).pid != store.pid
+            client = Entry(EntryKind.SCRIPT, str(path), (str(port), "2"))
+            assert driver.run(client).code == 0
+
+
+def test_a_store_on_a_port_that_is_taken_is_one_sentence(server: Driver) -> None:
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        key = server.new_key()
+        server.tell(SpawnStore(key, taken.getsockname()[1]))
+        reason = server.failed(key).reason
+    assert "Address already in use" in reason
+    assert "\n" not in reason
+
+
+def test_a_store_host_ignores_what_is_sent_to_everybody(server: Driver) -> None:
+    holder, port = held_port()
+    with holder:
+        key = server.new_key()
+        server.tell(SpawnStore(key, port))
+        pid = server.wait(StoreListening, lambda m: m.key == key).pid
+        for signum in SHIELDED:
+            os.kill(pid, signum)
+        with socket.create_connection(("127.0.0.1", port), LIMIT):
+            pass
+        assert alive(pid)
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
+        server.tell(CloseStore(key))
+        server.exited(key)
+
+
+# ---------------------------------------------------------------- the end
+
+
+FAMILY = """
+import os, signal, subprocess, sys, time
+said = open(sys.argv[1], "w")
+kind = sys.argv[2]
+pids = [os.getpid()]
+read, write = os.pipe()
+
+def child(own_session, hard, deeper):
+    pid = os.fork()
+    if pid:
+        pids.append(int(os.read(read, 20)))
+        if deeper:
+            pids.append(int(os.read(read, 20)))
+        return
+    if own_session:
+        os.setsid()
+    if hard:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if deeper:
+        if os.fork() == 0:
+            os.setsid()
+            os.write(write, b"%20d" % os.getpid())
+            while True:
+                time.sleep(60)
+    os.write(write, b"%20d" % os.getpid())
+    while True:
+        time.sleep(60)
+
+child(False, False, False)
+child(True, kind == "hard", False)
+child(True, False, True)
+said.write(" ".join(map(str, pids)) + "\\n")
+said.close()
+if kind == "exit":
+    sys.exit(3)
+while True:
+    time.sleep(60)
+"""
+
+
+def start_family(driver: Driver, place: Path, kind: str) -> tuple[int, list[int]]:
+    """A rank with children in its group, in sessions of their own, and grandchildren."""
+    path = place / "family.py"
+    path.write_text(FAMILY)
+    with fifo(place / f"said-{kind}") as said:
+        entry = Entry(EntryKind.SCRIPT, str(path), (str(said), kind))
+        key = driver.start(entry)
+        return key, [int(word) for word in read_line(said).split()]
+
+
+@pytest.mark.parametrize("how", ["eof", "quit", "rubbish"])
+def test_nothing_below_outlives_the_conversation(tmp_path: Path, how: str) -> None:
+    with Driver(env=plain_environment()) as driver:
+        driver.ready()
+        _, pids = start_family(driver, tmp_path, "hard")
+        holder, port = held_port()
+        driver.tell(SpawnStore(driver.new_key(), port))
+        pids.append(driver.wait(StoreListening).pid)
+        holder.close()
+        if how == "eof":
+            driver.socket.close()
+        elif how == "quit":
+            driver.tell(Quit())
+        else:
+            driver.socket.sendall(b"\xff" * 64)
+        code = driver.process.wait(LIMIT)
+        assert code == {"eof": 1, "quit": 0, "rubbish": 2}[how]
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_a_server_whose_agent_dies_before_it_is_configured_ends() -> None:
+    with Driver(configure=False, env=plain_environment()) as driver:
+        driver.socket.close()
+        assert driver.process.wait(LIMIT) == 1
+
+
+def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "import sys, time\nfrom elasticrun.wire.serverstart import start_server\n"
+        "process, sock = start_server(ignored=())\nprint(process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    assert gone([pid]) == []
+
+
+def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:
+    """DROP-IN 9: from its first instruction on."""
+    entry = script(tmp_path / "s.py", "raise SystemExit(3)\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        for signum in SHIELDED:
+            os.kill(driver.process.pid, signum)
+        assert driver.ready().mode == "fork"
+        for signum in SHIELDED:
+            os.kill(driver.process.pid, signum)
+        assert driver.run(entry).code == 3
+        assert os.getsid(driver.process.pid) == driver.process.pid
+
+
+def test_a_silent_agent_loses_its_ranks(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import time\nwhile True:\n    time.sleep(60)\n")
+    with Driver(entry, launch="exec", env=plain_environment()) as driver:
+        driver.ready()
+        key = driver.start(entry)
+        driver.spawned(key)
+        driver.tell(Pet(0.5))
+        assert driver.exited(key).code == -signal.SIGKILL
+        assert "0.5 s" in driver.wait(Notice).text
+
+
+def test_a_petted_server_keeps_its_ranks(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import time\ntime.sleep(2)\n")
+    with Driver(entry, launch="exec", env=plain_environment()) as driver:
+        driver.ready()
+        key = driver.start(entry)
+        driver.spawned(key)
+        driver.tell(Pet(0.2))
+        driver.tell(Pet(LIMIT))
+        assert driver.exited(key).code == 0
+        assert driver.all_of(Notice) == []
+
+
+# ---------------------------------------------------------------- sweep
+
+
+def test_sweep_kills_groups_and_asks_sessions_of_their_own(tmp_path: Path) -> None:
+    with Driver(env=plain_environment()) as driver:
+        driver.ready()
+        key, pids = start_family(driver, tmp_path, "exit")
+        assert driver.exited(key).code == 3
+        driver.tell(Sweep((key,), LIMIT))
+        assert driver.wait(Swept) == Swept((key,), ())
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_sweep_kills_what_does_not_obey_in_its_grace(tmp_path: Path) -> None:
+    with Driver(env=plain_environment()) as driver:
+        driver.ready()
+        key, pids = start_family(driver, tmp_path, "hard")
+        driver.tell(SendSignal(key, signal.SIGKILL))
+        driver.exited(key)
+        began = time.monotonic()
+        driver.tell(Sweep((key,), 0.5))
+        assert driver.wait(Swept) == Swept((key,), ())
+        assert time.monotonic() - began >= 0.5
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_sweep_lets_a_descendant_finish_in_its_grace(tmp_path: Path) -> None:
+    """DROP-IN 10: an uploader in a session of its own writes its last rows."""
+    done = tmp_path / "done"
+    uploader = (
+        "import os, signal, sys, time\n"
+        f"def end(*a):\n    open({str(done)!r}, 'w').write('flushed')\n    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('on', flush=True)\n"
+        "while True:\n    time.sleep(0.01)\n"
+    )
+    entry = script(
+        tmp_path / "s.py",
+        "import subprocess, sys, os\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {uploader!r}], start_new_session=True, "
+        "stdout=subprocess.PIPE)\np.stdout.readline()\nos.abort()\n",
+    )
+    with Driver(entry, env=plain_environment()) as driver:
+        driver.ready()
+        key = driver.start(entry, stderr="/dev/null")
+        assert driver.exited(key).code == -signal.SIGABRT
+        driver.tell(Sweep((key,), LIMIT))
+        assert driver.wait(Swept).stuck == ()
+    assert done.read_text() == "flushed"
+
+
+def test_sweep_spares_other_ranks_and_stores(tmp_path: Path) -> None:
+    with Driver(env=plain_environment()) as driver:
+        driver.ready()
+        holder, port = held_port()
+        driver.tell(SpawnStore(driver.new_key(), port))
+        store = driver.wait(StoreListening).pid
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        key, swept = start_family(driver, tmp_path / "a", "exit")
+        _, spared = start_family(driver, tmp_path / "b", "hard")
+        driver.exited(key)
+        driver.tell(Sweep((key,), 0.0))
+        assert driver.wait(Swept).stuck == ()
+        assert [pid for pid in swept if alive(pid)] == []
+        assert [pid for pid in [*spared, store] if not alive(pid)] == []
+        holder.close()
+
+
+def test_sweep_of_nothing_is_answered(server: Driver) -> None:
+    server.tell(Sweep((987654,), 1.0))
+    assert server.wait(Swept) == Swept((987654,), ())
+
+
+def test_orders_about_unknown_keys_do_nothing(server: Driver, tmp_path: Path) -> None:
+    server.tell(SendSignal(987654, signal.SIGKILL))
+    server.tell(CloseStore(987654))
+    assert server.run(script(tmp_path / "s.py", "")).code == 0
+
+
+# ---------------------------------------------------------------- nothing leaks
+
+
+@pytest.mark.slow
+def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import os\nos.kill(os.getpid(), 9)\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        driver.ready()
+        place = Path(f"/proc/{driver.process.pid}/fd")
+
+        def life() -> None:
+            holder, port = held_port()
+            store = driver.new_key()
+            driver.tell(SpawnStore(store, port))
+            keys = [driver.start(entry, local_rank=n) for n in range(2)]
+            driver.wait(StoreListening, lambda m: m.key == store)
+            for key in keys:
+                driver.exited(key)
+            driver.tell(Sweep(tuple(keys), 1.0))
+            driver.wait(Swept)
+            driver.tell(CloseStore(store))
+            driver.exited(store)
+            holder.close()
+
+        life()
+        before = len(list(place.iterdir()))
+        for _ in range(50):
+            life()
+        assert len(list(place.iterdir())) == before
+        children = Path(f"/proc/{driver.process.pid}/task/{driver.process.pid}/children")
+        assert children.read_text().split() == []
+        status = Path(f"/proc/{driver.process.pid}/status").read_text()
+        assert "Threads:\t1\n" in status or "Threads:\t2\n" in status
+
+
+def test_many_ranks_at_once(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import sys\nsys.exit(int(sys.argv[1]))\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        driver.ready()
+        keys = {
+            driver.start(Entry(EntryKind.SCRIPT, entry.target, (str(n),))): n for n in range(16)
+        }
+        assert {key: driver.exited(key).code for key in keys} == keys
+
+
+# ---------------------------------------------------------------- rubbish
+
+
+def test_started_by_hand_it_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-u", str(SERVER_FILE)], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "elasticrun fork server: this program is started by elasticrun and speaks to it alone\n"
+    )
+
+
+def rubbish(seed: int) -> bytes:
+    """Bytes that are no conversation: each seed another way of being wrong."""
+    chance = random.Random(seed)
+    good = encode(SendSignal(1, 2))
+    ways = [
+        lambda: chance.randbytes(chance.randint(5, 400)),
+        lambda: (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        lambda: b"\xff\xff\xff\xff",
+        lambda: (2).to_bytes(4, "big") + b"[]",
+        lambda: (4).to_bytes(4, "big") + b"null",
+        lambda: _frame(b'{"type":"Quit","x":1}'),
+        lambda: _frame(b'{"type":"Nothing"}'),
+        lambda: _frame(b'{"type":"SendSignal","key":"1","signal":9}'),
+        lambda: _frame(b'{"type":"SendSignal","key":1}'),
+        lambda: _frame(b'{"type":"Sweep","keys":[1],"grace":NaN}'),
+        lambda: _frame(b"[" * 100_000),
+        lambda: good[: chance.randint(1, len(good) - 1)],
+        lambda: good + encode(SpawnStore(1, 2))[:9],
+    ]
+    return ways[seed % len(ways)]()
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+@pytest.mark.parametrize("seed", range(26))
+@pytest.mark.parametrize("configured", [True, False])
+def test_rubbish_ends_the_server_with_one_sentence(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, seed: int, configured: bool
+) -> None:
+    entry = script(tmp_path / "s.py", "import time\nwhile True:\n    time.sleep(60)\n")
+    with Driver(entry, launch="exec", env=plain_environment(), configure=configured) as driver:
+        pid = 0
+        if configured:
+            driver.ready()
+            pid = driver.spawned(driver.start(entry)).pid
+        driver.socket.sendall(rubbish(seed))
+        driver.socket.shutdown(socket.SHUT_WR)
+        assert driver.process.wait(LIMIT) == 2
+        assert not pid or not alive(pid)
+    error = capfd.readouterr().err
+    assert error.startswith("elasticrun fork server: ")
+    assert error.count("\n") == 1
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_frame_buffer_knows_only_messages_and_refusal(data: bytes) -> None:
+    buffer = FrameBuffer(ToSpawner)
+    with pytest.raises(FrameError) as refused:
+        list(buffer.feed(_frame(data)))
+    assert 0 < len(str(refused.value)) < 300
+
+
+@given(
+    st.builds(Sweep, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.floats(0, 1e6))
+    | st.builds(SendSignal, st.integers(0, 2**40), st.integers(0, 64))
+    | st.builds(SpawnStore, st.integers(0, 2**40), st.integers(1, 65535)),
+    st.integers(1, 7),
+)
+@settings(max_examples=100, deadline=None)
+def test_what_is_encoded_is_decoded_in_any_pieces(message: object, size: int) -> None:
+    data = encode(message) * 2  # type: ignore[arg-type]
+    buffer = FrameBuffer(ToSpawner)
+    heard = [m for i in range(0, len(data), size) for m in buffer.feed(data[i : i + size])]
+    assert heard == [message, message]
+    assert buffer.pending == 0

@@ -1,0 +1,259 @@
+"""When a fork cannot be trusted, ranks are exec'd and the reason is one sentence (DROP-IN 4)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire.spawner import Entry, EntryKind, SpawnerReady
+from tests.forkserver.driver import Driver, plain_environment, script
+
+
+def ready_of(entry: Entry, **environ: str) -> SpawnerReady:
+    with Driver(entry, env=plain_environment(**environ)) as driver:
+        return driver.ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("CUDA_INJECTION64_PATH", "/opt/nvidia/libToolsInjection64.so", "nsys"),
+        ("ROCP_TOOL_LIB", "librocprofiler.so", "rocprof"),
+        ("LD_PRELOAD", "libnsys-none.so", "LD_PRELOAD"),
+        ("DEBUGPY_LAUNCHER_PORT", "5678", "debugpy"),
+    ],
+)
+def test_tools_that_follow_exec_alone(tmp_path: Path, name: str, value: str, word: str) -> None:
+    ready = ready_of(script(tmp_path / "s.py", ""), **{name: value})
+    assert ready.mode == "exec"
+    assert word in ready.reason
+
+
+@pytest.mark.parametrize("word", ["OMP_PROC_BIND", "cudaMallocAsync", "TORCH_CPP_LOG_LEVEL"])
+def test_a_script_that_speaks_of_what_is_read_once(tmp_path: Path, word: str) -> None:
+    ready = ready_of(script(tmp_path / "s.py", f"import os\nos.environ['X'] = '{word}'\n"))
+    assert ready.mode == "exec"
+    assert word in ready.reason
+    assert "s.py" in ready.reason
+
+
+def test_a_module_that_speaks_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "run.py").write_text("# OMP_PLACES\n")
+    monkeypatch.chdir(tmp_path)
+    ready = ready_of(Entry(EntryKind.MODULE, "pack.run"))
+    assert ready.mode == "exec"
+    assert "OMP_PLACES" in ready.reason
+
+
+def test_another_interpreter_is_execed(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho wrapped\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    entry = script(tmp_path / "s.py", "print('script')\n")
+    with Driver(entry, env=plain_environment(PYTHON_EXEC=str(python))) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert str(python) in ready.reason
+        assert driver.run(entry, stdout=str(tmp_path / "out")).code == 0
+    assert (tmp_path / "out").read_text() == "wrapped\nscript\n"
+
+
+def test_a_thread_that_a_startup_file_began(tmp_path: Path) -> None:
+    text = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    folder = tmp_path / "path"
+    folder.mkdir()
+    (folder / "usercustomize.py").write_text(text)
+    (folder / "sitecustomize.py").write_text(text)
+    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=str(folder))
+    assert ready.mode == "exec"
+    assert "thread" in ready.reason
+
+
+def backend(place: Path, body: str) -> str:
+    """An installed torch backend, as a package with an entry point."""
+    place.mkdir()
+    (place / "fake_npu.py").write_text(body)
+    info = place / "fake_npu-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-npu\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nfake_npu = fake_npu:start\n")
+    return str(place)
+
+
+def test_an_untested_backend_is_not_loaded_in_the_server(tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    body = (
+        "import os\ndef start():\n"
+        f"    open({str(loaded)!r}, 'a').write(os.environ.get('LOCAL_RANK', 'None') + ' ')\n"
+    )
+    entry = script(tmp_path / "s.py", "import torch\n")
+    folder = backend(tmp_path / "site", body)
+    with Driver(entry, env=plain_environment(PYTHONPATH=folder)) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert "fake_npu" in ready.reason
+        assert not loaded.exists()
+        assert driver.run(entry, env={"LOCAL_RANK": "1"}).code == 0
+    assert loaded.read_text() == "1 "
+
+
+def fake_torch(place: Path, text: str) -> str:
+    """A package named torch in a folder that stands first on the path."""
+    (place / "torch").mkdir(parents=True)
+    (place / "torch" / "__init__.py").write_text(text)
+    return str(place)
+
+
+SOUND = """
+import types
+__version__ = "9.9"
+version = types.SimpleNamespace(hip=None, xpu=None)
+_C = types.SimpleNamespace()
+cuda = types.SimpleNamespace(_is_in_bad_fork=lambda: False)
+default_generator = types.SimpleNamespace(seed=lambda: 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("cuda._is_in_bad_fork = lambda: True\n", "torch.cuda"),
+        ("version.hip = '6.4'\n", "ROCm"),
+        ("version.xpu = '2025'\n", "XPU"),
+        (
+            "import threading\n"
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+            "threads that outlast a fork",
+        ),
+        ("import os\nos.environ.get('LOCAL_RANK')\n", "reads LOCAL_RANK"),
+        ("raise OSError('libgomp.so.1 is missing')\n", "libgomp.so.1 is missing"),
+    ],
+)
+def test_a_torch_that_spoils_forks(tmp_path: Path, text: str, word: str) -> None:
+    folder = fake_torch(tmp_path / "site", SOUND + text)
+    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
+    assert ready.mode == "exec"
+    assert word in ready.reason
+
+
+def test_the_fake_torch_itself_is_sound(tmp_path: Path) -> None:
+    folder = fake_torch(tmp_path / "site", SOUND)
+    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
+    assert (ready.mode, ready.torch) == ("fork", "9.9"), ready.reason
+
+
+def test_an_open_device_means_exec(tmp_path: Path) -> None:
+    from elasticrun.forkserver import trust
+
+    device = tmp_path / "nvidia0"
+    device.touch()
+    with device.open(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trust, "DEVICE_FILES", (str(device),))
+        assert str(device) in trust.trial()
+    assert trust._open_device() == ""
+
+
+# ---------------------------------------------------------------- the user's own modules
+
+
+def test_a_torch_folder_in_the_cwd_does_not_disturb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DROP-IN 13: the server's path begins with neither the cwd nor our folder."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
+    (tmp_path / "protocol.py").write_text("raise ImportError('not ours')\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    entry = script(tmp_path / "elsewhere" / "s.py", "import torch\ntorch.ones(1)\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+
+
+def test_a_module_beside_the_script_that_shadows_an_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("mine = True\n")
+    entry = script(tmp_path / "s.py", "import numpy\nassert numpy.mine\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert "numpy" in ready.reason
+        assert driver.run(entry).code == 0
+
+
+def test_our_package_is_not_the_ranks(tmp_path: Path) -> None:
+    """No module of ours is in sys.modules, and none of our folders on the path."""
+    entry = script(
+        tmp_path / "s.py",
+        "import sys\nassert not [m for m in sys.modules if m.partition('.')[0] == 'elasticrun']\n"
+        "assert not [p for p in sys.path if 'forkserver' in p], sys.path\n",
+    )
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+
+
+# ---------------------------------------------------------------- exec
+
+
+def test_launch_exec_imports_no_torch(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import sys\nsys.exit(4 if 'torch' in sys.modules else 3)\n")
+    with Driver(entry, launch="exec", env=plain_environment()) as driver:
+        ready = driver.ready()
+        assert (ready.mode, ready.reason, ready.torch) == ("exec", "", "")
+        maps = Path(f"/proc/{ready.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        key = driver.start(entry)
+        assert not driver.spawned(key).forked
+        assert driver.exited(key).code == 3
+
+
+@pytest.mark.parametrize("launch", ["auto", "exec"])
+def test_a_command(tmp_path: Path, launch: str) -> None:
+    entry = Entry(EntryKind.COMMAND, "sh", ("-c", "echo $RANK $0; exit 5", "a b"))
+    with Driver(entry, launch=launch, env=plain_environment()) as driver:
+        ready = driver.ready()
+        assert (ready.mode, ready.reason) == ("exec", "")
+        assert driver.run(entry, env={"RANK": "1"}, stdout=str(tmp_path / "out")).code == 5
+    assert (tmp_path / "out").read_text() == "1 a b\n"
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    entry = Entry(EntryKind.COMMAND, str(tmp_path / "nothing"))
+    with Driver(entry, launch="exec", env=plain_environment()) as driver:
+        driver.ready()
+        reason = driver.failed(driver.start(entry)).reason
+        assert reason == f"cannot run {tmp_path}/nothing: No such file or directory"
+
+
+def test_an_exec_prefix_stands_before_the_command(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import os\nprint(os.environ['ADDED'])\n")
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        prefix = ("env", "ADDED=yes")
+        key = driver.start(entry, exec_prefix=prefix, stdout=str(tmp_path / "out"))
+        assert not driver.spawned(key).forked
+        assert driver.exited(key).code == 0
+    assert (tmp_path / "out").read_text() == "yes\n"
+
+
+def test_a_function_is_not_ours_to_run(server: Driver) -> None:
+    key = server.start(Entry(EntryKind.FUNCTION, "f"))
+    assert "its own caller" in server.failed(key).reason
+
+
+@pytest.mark.parametrize("launch", ["auto", "exec"])
+def test_run_path(tmp_path: Path, launch: str) -> None:
+    text = "import sys\nprint(sys.argv[1:], __name__)\nsys.exit(3)\n"
+    entry = script(tmp_path / "s.py", text, "a", "b")
+    entry = Entry(EntryKind.RUN_PATH, entry.target, entry.args)
+    with Driver(entry, launch=launch, env=plain_environment()) as driver:
+        assert driver.ready().mode == ("fork" if launch == "auto" else "exec")
+        assert driver.run(entry, stdout=str(tmp_path / "out")).code == 3
+    assert (tmp_path / "out").read_text() == "['a', 'b'] __main__\n"

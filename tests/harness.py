@@ -1,0 +1,441 @@
+"""What every test with real processes stands on: start, listen, wait for events, leave nothing.
+
+A `World` belongs to one test. Everything it starts carries the test's own marker in its
+environment, so that at the end each process that is still there can be found and named, whoever
+its parent has become. Scripts under tests/scripts connect to the world's `Hub` (a Unix socket) and
+say what they see; a test waits for those words, for exits (pidfd) and for lines in files (inotify),
+never for time to pass. `LIMIT` is how long an event may take on a busy machine, not how long it
+should take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from inotify_simple import INotify, flags
+
+LIMIT = 60.0
+"""Seconds any awaited event may take before the test fails; generous, the machine is shared."""
+
+MARK = "ELASTICRUN_TEST_MARK"
+SOCKET = "ELASTICRUN_TEST_SOCKET"
+SCRIPTS = Path(__file__).parent / "scripts"
+SHM = Path("/dev/shm")
+
+TORCHRUN = "torchrun"
+ELASTICRUN = "elasticrun"
+COMMANDS = {
+    TORCHRUN: (sys.executable, "-m", "torch.distributed.run"),
+    ELASTICRUN: (sys.executable, "-m", "elasticrun"),
+}
+
+_FOREIGN = (
+    "PET_",
+    "TORCHELASTIC_",
+    "TORCH_",
+    "ELASTICRUN_",
+    "DLROVER_",
+    "SLURM_",
+    "OMP_",
+    "PYTHON",
+)
+_FOREIGN_NAMES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NODE_NUM"),
+    *("LOGLEVEL", "CUDA_VISIBLE_DEVICES", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
+}
+
+
+def clean_environment() -> dict[str, str]:
+    """This process' environment without anything that a launcher would take as a setting."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN)
+    }
+
+
+def free_port() -> int:
+    """A TCP port that was free on loopback a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
+    """Wait until these processes (anybody's children) have exited; the pids that have not."""
+    open_fds: dict[int, int] = {}
+    poller = select.poll()
+    try:
+        for pid in set(pids):
+            with contextlib.suppress(ProcessLookupError):
+                open_fds[os.pidfd_open(pid)] = pid
+        for fd in open_fds:
+            poller.register(fd, select.POLLIN)
+        left = dict(open_fds)
+        end = time.monotonic() + limit
+        while left:
+            rest = end - time.monotonic()
+            for fd, _ in poller.poll(max(0.0, rest) * 1000):
+                poller.unregister(fd)
+                left.pop(fd)
+            if rest <= 0:
+                break
+        return set(left.values())
+    finally:
+        for fd in open_fds:
+            os.close(fd)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this pid runs (a zombie does not)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass
+class Peer:
+    """One process of the job that talks to the test; `gone` is set when its socket has closed."""
+
+    connection: socket.socket
+    hello: dict[str, Any] = field(default_factory=dict)
+    said: list[dict[str, Any]] = field(default_factory=list)
+    gone: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["hello"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def order(self, do: str, **more: Any) -> None:
+        """Tell the script what to do next (see tests/scripts/puppet.py)."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.sendall(json.dumps({"do": do, **more}).encode() + b"\n")
+
+
+class Hub:
+    """The socket to which scripts connect, with everything they said, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="er-hub-")
+        self.path = os.path.join(self.folder, "s")
+        self.peers: list[Peer] = []
+        self._changed = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(256)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(Peer(connection),), daemon=True).start()
+
+    def _read(self, peer: Peer) -> None:
+        with contextlib.suppress(OSError), peer.connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._changed:
+                    if not peer.hello:
+                        peer.hello = message
+                        self.peers.append(peer)
+                    peer.said.append(message)
+                    self._changed.notify_all()
+        with self._changed:
+            peer.gone = True
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+        """Wait until `condition()` is true (looked at after each word or loss) and return it."""
+        with self._changed:
+            result = self._changed.wait_for(condition, limit)
+        assert result, f"no {what} within {limit:g} s; heard: {[p.said for p in self.peers]}"
+        return result
+
+    def ranks(self, count: int, limit: float = LIMIT, **wanted: Any) -> list[Peer]:
+        """The first `count` peers, sorted by rank, whose hello has all of `wanted` (values may
+        be functions); waits for them."""
+
+        def enough() -> list[Peer]:
+            found = [p for p in self.peers if _fits(p.hello, wanted)]
+            return (
+                sorted(found[:count], key=lambda p: p.hello["rank"]) if len(found) >= count else []
+            )
+
+        return list(self.until(enough, f"{count} ranks with {_words(wanted)}", limit))
+
+    def word(self, peer: Peer, event: str, limit: float = LIMIT, **wanted: Any) -> dict[str, Any]:
+        """The first message of this peer named `event`; waits for it."""
+
+        def there() -> dict[str, Any] | None:
+            for message in peer.said:
+                if message["event"] == event and _fits(message, wanted):
+                    return message
+            assert not peer.gone, f"rank {peer.hello} went without saying {event!r}"
+            return None
+
+        result = self.until(there, f"{event!r} of {peer.hello}", limit)
+        assert isinstance(result, dict)
+        return result
+
+    def lost(self, peers: Iterable[Peer], limit: float = LIMIT) -> None:
+        """Wait until all of these have gone."""
+        peers = list(peers)
+        self.until(lambda: all(p.gone for p in peers), "end of the peers", limit)
+
+    def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for peer in self.peers:
+            peer.connection.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _fits(message: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(
+        name in message and (want(message[name]) if callable(want) else message[name] == want)
+        for name, want in wanted.items()
+    )
+
+
+def _words(wanted: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in wanted.items()) or "any hello"
+
+
+class Launched:
+    """One launcher that a test has started, with its console in two files."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: Path, err: Path) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._out, self._err = out, err
+
+    @property
+    def stdout(self) -> str:
+        """What it and its ranks have written to standard output so far."""
+        return self._out.read_text(errors="replace") if self._out.exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        """The same for standard error."""
+        return self._err.read_text(errors="replace") if self._err.exists() else ""
+
+    def wait(self, limit: float = LIMIT) -> int:
+        """Its exit code as subprocess has it, within `limit` seconds."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"the launcher did not end within {limit:g} s; stderr:\n{self.stderr[-4000:]}"
+            ) from None
+
+    def ended(self) -> bool:
+        """Whether it has exited."""
+        return self.process.poll() is not None
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the launcher alone."""
+        self.process.send_signal(signum)
+
+    def signal_group(self, signum: int) -> None:
+        """Send a signal to its whole process group, as a terminal does."""
+        os.killpg(self.pid, signum)
+
+    def below(self) -> list[psutil.Process]:
+        """Its descendants now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return list(psutil.Process(self.pid).children(recursive=True))
+        return []
+
+    def until_text(self, text: str, limit: float = LIMIT, stream: str = "stderr") -> str:
+        """Wait until the console shows `text`; everything that it shows then."""
+        return until_file(
+            self._err if stream == "stderr" else self._out, lambda t: text in t, limit
+        )
+
+
+def until_file(path: Path, good: Callable[[str], bool], limit: float = LIMIT) -> str:
+    """Wait (inotify) until the text of `path` satisfies `good`; that text."""
+    end = time.monotonic() + limit
+    with INotify() as watcher:
+        watcher.add_watch(path.parent, flags.CREATE | flags.MODIFY | flags.MOVED_TO)
+        while True:
+            text = path.read_text(errors="replace") if path.exists() else ""
+            if good(text):
+                return text
+            rest = end - time.monotonic()
+            assert rest > 0, f"{path} did not become what was awaited; it holds:\n{text[-3000:]}"
+            watcher.read(timeout=int(rest * 1000) + 1)
+
+
+class World:
+    """The processes of one test, their socket, and the promise that none of them stays."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.marker = uuid.uuid4().hex
+        self.hub = Hub()
+        self.jobs: list[Launched] = []
+        self.tmp = scratch / "tmp"
+        for folder in (self.tmp, scratch / "run"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._shm = set(_shm_entries())
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a launcher of this world is started with."""
+        return {
+            **clean_environment(),
+            MARK: self.marker,
+            SOCKET: self.hub.path,
+            "TMPDIR": str(self.tmp),
+            "XDG_RUNTIME_DIR": str(self.scratch / "run"),
+            **(more or {}),
+        }
+
+    def command(
+        self,
+        argv: Iterable[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = None,
+        stderr: Any = None,
+        umask: int = -1,
+    ) -> Launched:
+        """Start any command in a session of its own; its console goes to files unless given."""
+        number = len(self.jobs)
+        out, err = self.scratch / f"console-{number}.out", self.scratch / f"console-{number}.err"
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                list(argv),
+                env=self.environment(env),
+                cwd=cwd or self.scratch,
+                stdin=stdin,
+                stdout=out_file if stdout is None else stdout,
+                stderr=err_file if stderr is None else stderr,
+                start_new_session=True,
+                umask=umask,
+            )
+        job = Launched(process, out, err)
+        self.jobs.append(job)
+        return job
+
+    def launch(self, launcher: str, *args: str, **how: Any) -> Launched:
+        """Start torchrun or elasticrun (a name from COMMANDS) with these arguments."""
+        return self.command((*COMMANDS[launcher], *args), **how)
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every living process that carries this world's marker, zombies aside."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if f"{MARK}={self.marker}".encode() in environ:
+                    found.append(process)
+        return found
+
+    def nothing_left(self, limit: float = LIMIT) -> None:
+        """Assert that within `limit` seconds no process of this world lives."""
+        end = time.monotonic() + limit
+        while living := self.survivors():
+            await_exit([p.pid for p in living], max(0.0, end - time.monotonic()))
+            if time.monotonic() >= end:
+                break
+        assert not living, f"still there after {limit:g} s: {[describe(p) for p in living]}"
+
+    def kill_all(self) -> None:
+        """SIGKILL everything that carries the marker, until nothing does."""
+        for _ in range(20):
+            living = self.survivors()
+            if not living:
+                return
+            for process in living:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            await_exit([p.pid for p in living], 5)
+
+    def new_shm(self) -> list[str]:
+        """Entries of /dev/shm younger than this world that no living process has mapped.
+
+        Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
+        they are, and other programs of this machine make and leave them."""
+        fresh = {name for name in _shm_entries() if not name.startswith("sem.mp-")} - self._shm
+        return sorted(fresh - _shm_in_use()) if fresh else []
+
+    def close(self, *, strict: bool) -> None:
+        """End everything; with `strict`, complain about what had not ended by itself."""
+        try:
+            for job in self.jobs:
+                if not job.ended():
+                    job.process.kill()
+                    job.process.wait()
+            if strict:
+                self.nothing_left(10)
+                left = self.new_shm()
+                assert not left, f"left in /dev/shm: {left}"
+        finally:
+            self.kill_all()
+            self.hub.close()
+
+
+def describe(process: psutil.Process) -> str:
+    """One process in words, for a failing assertion."""
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} (parent {process.ppid()}): {' '.join(process.cmdline())[:160]}"
+    return f"{process.pid} (gone)"
+
+
+def _shm_entries() -> list[str]:
+    return os.listdir(SHM) if SHM.is_dir() else []
+
+
+def _shm_in_use() -> set[str]:
+    """Names under /dev/shm that some living process has mapped."""
+    used: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            for line in maps.read_text(errors="replace").splitlines():
+                _, mark, name = line.partition("/dev/shm/")
+                if mark:
+                    used.add(name.removesuffix(" (deleted)"))
+    return used
+
+
+@contextlib.contextmanager
+def world_in(scratch: Path) -> Iterator[World]:
+    """A world for the length of a block; strict about leftovers only if the block succeeded."""
+    world = World(scratch)
+    try:
+        yield world
+    except BaseException:
+        world.close(strict=False)
+        raise
+    world.close(strict=True)

@@ -1,0 +1,163 @@
+"""A master in this process with a brain that only records, and agents that say what they are told
+to say: for what the shell does itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from elasticrun import __version__
+from elasticrun.core.effects import (
+    Attached,
+    Hangup,
+    Heard,
+    JobEffect,
+    JobEvent,
+    JobOver,
+    Tell,
+)
+from elasticrun.master.loop import Loop
+from elasticrun.master.server import Ear
+from elasticrun.wire import messages as m
+from elasticrun.wire.channel import Attendance, attend, listen, make_server, open_channel
+from elasticrun.wire.ids import Endpoint, RoundName, mint_incarnation
+
+LIMIT = 60.0
+"""Seconds to wait for what must come; far above what it takes."""
+
+SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 30.0, 600.0)
+ROUND = RoundName(1, 1, "0badcafe")
+
+
+def hello(node: str = "n0", **changes: Any) -> m.Hello:
+    """A Hello that is welcome."""
+    made = m.Hello(
+        protocol=m.PROTOCOL_VERSION,
+        version=__version__,
+        node=node,
+        incarnation=mint_incarnation(),
+        host="host",
+        address="127.0.0.1",
+        pid=1,
+        node_rank=-1,
+        local_world_size=2,
+        role="default",
+        spec=SPEC,
+        attached=None,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def status(**changes: Any) -> m.JobStatus:
+    """A page with one node on it."""
+    node = m.NodeStatus(
+        "n0", "host", "127.0.0.1", "alive", "running", "because [so]", 0, 0, 2, (7, 8)
+    )
+    made = m.JobStatus("job", "running", "reason", ROUND, 2, 1, 2, 3, 1, 2, (node,), "boom", "")
+    return dataclasses.replace(made, **changes)
+
+
+class Recorder:
+    """The smallest brain of the right shape: greets, remembers, and does what a test says
+    through `on`."""
+
+    def __init__(self) -> None:
+        self.events: list[JobEvent] = []
+        self._waiting: list[tuple[Callable[[JobEvent], bool], asyncio.Future[JobEvent]]] = []
+        self.deadline: float | None = None
+        self.on: Callable[[JobEvent], list[JobEffect]] = lambda event: []
+        self.page = status()
+
+    def step(self, event: JobEvent, now: float) -> list[JobEffect]:
+        self.events.append(event)
+        for right, found in self._waiting:
+            if not found.done() and right(event):
+                found.set_result(event)
+        effects: list[JobEffect] = []
+        if isinstance(event, Attached):
+            welcome = m.Welcome(m.PROTOCOL_VERSION, __version__, "job", 1, 1.0, 600.0, "")
+            effects.append(Tell((event.session,), welcome))
+        elif isinstance(event, Heard) and isinstance(event.report, m.Leaving):
+            effects.append(Tell((event.session,), m.End(0, "bye", ())))
+            effects.append(Hangup(event.session))
+            if event.report.reason == "over":
+                effects.append(JobOver(3, "the test says so"))
+        return effects + self.on(event)
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def status(self) -> m.JobStatus:
+        return self.page
+
+    async def until(self, right: Callable[[JobEvent], bool]) -> JobEvent:
+        """The first event of which `right` holds, waiting for it."""
+        for event in self.events:
+            if right(event):
+                return event
+        found: asyncio.Future[JobEvent] = asyncio.get_running_loop().create_future()
+        self._waiting.append((right, found))
+        return await asyncio.wait_for(found, LIMIT)
+
+
+@dataclasses.dataclass
+class Served:
+    """A master that serves in this process."""
+
+    brain: Recorder
+    loop: Loop
+    ear: Ear
+    endpoint: Endpoint
+    over: list[JobOver]
+
+    @contextlib.asynccontextmanager
+    async def stream(self) -> AsyncIterator[Attendance]:
+        """A stream on a channel of its own, with nothing said on it yet."""
+        channel = open_channel(self.endpoint)
+        try:
+            yield attend(channel)
+        finally:
+            await channel.close()
+
+    @contextlib.asynccontextmanager
+    async def agent(self, node: str = "n0") -> AsyncIterator[Attendance]:
+        """An agent that has been welcomed."""
+        async with self.stream() as stream:
+            await stream.send(hello(node))
+            assert isinstance(await hear(stream), m.Welcome)
+            yield stream
+
+    async def is_well(self) -> None:
+        """A well-behaved client is served."""
+        async with self.agent("well-behaved") as stream:
+            await stream.send(m.Beat(4711))
+            assert await hear(stream) == m.Echo(4711)
+
+
+async def hear(stream: Attendance) -> m.Order | None:
+    """The next order, within the limit."""
+    async with asyncio.timeout(LIMIT):
+        return await stream.receive()
+
+
+@contextlib.asynccontextmanager
+async def serving(brain: Any = None, **ear_options: Any) -> AsyncIterator[Served]:
+    """A master's loop and server around `brain` (a Recorder)."""
+    brain = brain or Recorder()
+    over: list[JobOver] = []
+    loop = Loop(brain, on_over=over.append)
+    ear = Ear(loop, "job", **ear_options)
+    server = make_server(ear.attend, ear.status, most=100)
+    port = listen(server, "127.0.0.1", 0)
+    await server.start()
+    turning = asyncio.ensure_future(loop.run())
+    try:
+        yield Served(brain, loop, ear, Endpoint("127.0.0.1", port), over)
+        assert not turning.done(), turning
+    finally:
+        turning.cancel()
+        await asyncio.gather(turning, return_exceptions=True)
+        await server.stop(0)

@@ -1,0 +1,158 @@
+"""Strangers and fools at a real master with its real brain: it neither crashes, hangs nor grows,
+and who behaves is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticrun.core.job import Job
+from elasticrun.wire import messages as m
+from elasticrun.wire.channel import LinkError, attend, open_channel
+from tests import aio
+from tests.master.people import LIMIT, ROUND, SPEC, hear, hello, serving
+from tests.master.test_process import Process, home, started
+from tests.wire import strategies as draw
+
+__all__ = ["home"]
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+
+
+async def _is_well(master: Process) -> None:
+    async with open_channel(master.endpoint) as channel:
+        stream = attend(channel)
+        await stream.send(hello("well-behaved"))
+        assert isinstance(await hear(stream), m.Welcome)
+        await stream.close()
+        while await hear(stream) is not None:
+            pass
+
+
+def _shout(port: int, data: bytes) -> None:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+    with contextlib.closing(sock), contextlib.suppress(OSError):  # it may hang up at once
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(65536):
+            pass
+
+
+def _fds(master: Process) -> int:
+    return len(list(Path(f"/proc/{master.popen.pid}/fd").iterdir()))
+
+
+def _rss_kb(master: Process) -> int:
+    for line in Path(f"/proc/{master.popen.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1])
+    raise AssertionError("no VmRSS")
+
+
+def test_noise_at_both_ports(home: Path) -> None:
+    """Random bytes, bare and behind a valid preface, and frames that promise 16 MB."""
+    chance = random.Random(4711)
+    with started() as master:
+        ports = (master.answer["port"], master.answer["status_port"])
+        aio.run(_is_well(master))
+        for port in ports:  # what the first visitor makes it import is not growth
+            _shout(port, b"GET /status HTTP/1.0\r\n\r\n")
+        before, fds = _rss_kb(master), _fds(master)
+        for turn in range(150):
+            noise = chance.randbytes(chance.choice((1, 9, 100, 5000, 70_000)))
+            head = (b"", PREFACE, PREFACE + SETTINGS, PREFACE + SETTINGS + b"\xff\xff\xff\0\0")
+            _shout(ports[turn % 2], chance.choice(head) + noise)
+        aio.run(_is_well(master))
+        assert _fds(master) <= fds + 4
+        assert _rss_kb(master) < before + 20_000
+        master.cut()
+        assert master.ended() == (0, "")  # and not a word of it on the user's terminal
+
+
+def test_dribblers_hold_up_nobody(home: Path) -> None:
+    with started() as master, contextlib.ExitStack() as held:
+        for number in range(100):
+            port = master.answer["port"]
+            sock = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT))
+            sock.sendall((PREFACE + SETTINGS)[: number % 30])
+        aio.run(_is_well(master))
+
+
+talk = st.lists(draw.later_reports, max_size=12)
+
+
+@given(first=draw.hellos("job"), second=draw.hellos("job"), said=talk, answered=talk)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_whatever_agents_say_the_brain_and_its_shell_go_on(
+    first: m.Hello, second: m.Hello, said: list[m.Report], answered: list[m.Report]
+) -> None:
+    """Every message is allowed on the wire; together they make no sense."""
+
+    async def run() -> None:
+        async with serving(Job(SPEC, 1, lambda: "n0nce")) as served:
+            async with served.stream() as one, served.stream() as other:
+                with contextlib.suppress(LinkError):
+                    await one.send(first)
+                    await other.send(second)
+                    for report in said:
+                        await one.send(report)
+                    for report in answered:
+                        await other.send(report)
+                    await one.send(m.Beat(77))
+                    while await hear(one) not in (None, m.Echo(77)):
+                        pass
+            assert served.loop._faults == 0, "the brain raised"
+
+    aio.run(run())
+
+
+def test_reports_of_rounds_that_never_were(home: Path) -> None:
+    """A confused agent, again and again; then the job goes its way."""
+    reports: list[m.Report] = [
+        m.Finished(ROUND),
+        m.Stopped(ROUND),
+        m.Running(ROUND, (1,)),
+        m.Stopping(ROUND, 1e9),
+        m.RanksFailed(ROUND, ()),
+    ]
+
+    async def confuse(master: Process) -> None:
+        for turn in range(10):
+            async with open_channel(master.endpoint) as channel:
+                stream = attend(channel)
+                with contextlib.suppress(LinkError):
+                    await stream.send(hello(f"confused-{turn % 3}"))
+                    for report in reports:
+                        await stream.send(report)
+                    assert await hear(stream)
+
+    with started() as master:
+        aio.run(confuse(master))
+        aio.run(_is_well(master))
+        master.cut()
+        code, said = master.ended()
+        assert code == 0
+        assert "defect" not in said
+
+
+def test_status_is_served_while_a_hundred_agents_come_and_go(home: Path) -> None:
+    async def storm(master: Process) -> None:
+        async def one(number: int) -> None:
+            async with open_channel(master.endpoint) as channel:
+                stream = attend(channel)
+                with contextlib.suppress(LinkError):
+                    await stream.send(hello(f"n{number}"))
+                    await hear(stream)
+
+        await asyncio.gather(*(one(number) for number in range(100)))
+
+    with started() as master:
+        aio.run(storm(master))
+        assert master.status().nodes

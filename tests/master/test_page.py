@@ -1,0 +1,212 @@
+"""The HTTP page: what it says, and what strangers can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticrun import __version__
+from elasticrun.core.effects import Heard, Tell
+from elasticrun.master import status as page_module
+from elasticrun.master.loop import Loop
+from elasticrun.master.status import MAX_CONNECTIONS, StatusPage, page_url
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from tests import aio
+from tests.master.people import LIMIT, ROUND, Recorder
+
+HELD = range(MAX_CONNECTIONS)
+FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
+
+
+@asynccontextmanager
+async def paged() -> AsyncIterator[tuple[Loop, int]]:
+    loop = Loop(Recorder(), on_over=lambda _: None)
+    page = StatusPage(loop)
+    try:
+        yield loop, page.listen("127.0.0.1", 0)
+    finally:
+        await page.close()
+
+
+async def say(port: int, data: bytes) -> bytes:
+    """All that comes back for these bytes; empty when the connection is cut."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(LIMIT):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def get(port: int, path: str, method: str = "GET") -> tuple[int, str, bytes]:
+    """Status, headers and body of one request."""
+    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    head, _, body = (await say(port, request.encode())).partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.decode().lower(), body
+
+
+def test_status_is_the_picture() -> None:
+    async def run() -> None:
+        async with paged() as (loop, port):
+            code, head, body = await get(port, "/status?pretty=1")
+            assert code == 200
+            assert "application/json" in head
+            shown = json.loads(body)
+            assert shown["version"] == __version__
+            assert shown["round"]["number"] == 1
+            assert shown["nodes"][0]["reason"] == "because [so]"
+            assert shown["restarts_left"] == loop.status().restarts_left
+
+    aio.run(run())
+
+
+def test_metrics_can_be_scraped() -> None:
+    async def run() -> None:
+        async with paged() as (loop, port):
+            start = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), True)
+            loop._perform(Tell((1,), start))
+            for _ in range(2):  # a node repeats itself
+                loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
+            loop._turn()
+            code, head, body = await get(port, "/metrics")
+            assert code == 200
+            assert "version=0.0.4" in head
+            found = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in text_string_to_metric_families(body.decode())
+                for sample in family.samples
+            }
+            assert found["elasticrun_nodes", "alive"] == 1
+            assert found["elasticrun_nodes", "dead"] == 0
+            assert found["elasticrun_round",] == 1
+            assert found["elasticrun_world_size",] == 2
+            assert found["elasticrun_restarts_total",] == 1
+            assert found["elasticrun_restarts_left",] == 2
+            assert found["elasticrun_rank_failures_total",] == 1
+            assert found["elasticrun_phase", "running"] == 1
+            assert found["elasticrun_round_age_seconds",] >= 0
+            assert found["elasticrun_job", "job", __version__] == 1
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/healthz", 200),
+        ("HEAD", "/status", 200),
+        ("GET", "/", 404),
+        ("GET", "/status/", 404),
+        ("POST", "/status", 405),
+        ("DELETE", "/metrics", 405),
+        ("POST", "/nowhere", 404),
+    ],
+)
+def test_other_paths_and_methods(method: str, path: str, code: int) -> None:
+    async def run() -> None:
+        async with paged() as (_, port):
+            got, head, body = await get(port, path, method)
+            assert got == code
+            assert ("allow: get, head" in head) == (code == 405)
+            if method == "HEAD":
+                assert body == b""
+
+    aio.run(run())
+
+
+def test_a_request_without_end_is_refused() -> None:
+    async def run() -> None:
+        async with paged() as (_, port):
+            answer = await say(port, b"GET /status HTTP/1.1\r\nX: " + b"y" * 200_000)
+            assert not answer.startswith(b"HTTP/1.1 200")
+            assert (await get(port, "/healthz"))[0] == 200
+
+    aio.run(run())
+
+
+@given(noise=st.binary(min_size=1, max_size=400))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_noise_is_answered_or_cut(noise: bytes) -> None:
+    async def run() -> None:
+        async with paged() as (_, port):
+            assert not (await say(port, noise + b"\r\n\r\n\r\n")).startswith(b"HTTP/1.1 5")
+            assert (await get(port, "/healthz"))[0] == 200
+
+    aio.run(run())
+
+
+def test_a_dribbler_is_cut_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "CONNECTION_LIFE", 0.3)
+
+    async def run() -> None:
+        async with paged() as (_, port):
+            assert await say(port, b"GET /status HT") == b""
+
+    aio.run(run())
+
+
+def test_connections_are_bounded() -> None:
+    async def run() -> None:
+        async with paged() as (_, port):
+            assert (await get(port, "/healthz"))[0] == 200
+            held = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)
+            ]
+            try:
+                assert await say(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+            finally:
+                for _, writer in held:
+                    writer.close()
+            async with asyncio.timeout(LIMIT):  # until their places are free again
+                while (await say(port, b"GET /healthz HTTP/1.0\r\n\r\n"))[:12] != b"HTTP/1.1 200":
+                    pass
+
+    aio.run(run())
+
+
+def test_nothing_is_imported_before_somebody_knocks() -> None:
+    """In a process of its own: this one has imported everything already."""
+    code = (
+        "import sys, elasticrun.master.main;"
+        "sys.exit([n for n in ('uvicorn', 'prometheus_client', 'rich', 'torch')"
+        " if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_port_that_is_taken_is_an_oserror() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            page = StatusPage(Loop(Recorder(), on_over=lambda _: None))
+            with pytest.raises(OSError, match="in use"):
+                page.listen("127.0.0.1", taken.getsockname()[1])
+            await page.close()
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80/status"),
+        ("10.0.0.1", "http://10.0.0.1:80/status"),
+        ("::", "http://[::1]:80/status"),
+    ],
+)
+def test_the_address_for_people(host: str, url: str) -> None:
+    assert page_url(host, 80) == url

@@ -1,0 +1,286 @@
+"""The master as a process: how it starts, what it survives, when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.config import EXIT_MASTER_LOST, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
+from elasticrun.wire import messages as m
+from elasticrun.wire import published
+from elasticrun.wire.channel import attend, get_status, open_channel
+from elasticrun.wire.ids import Endpoint
+from tests import aio
+from tests.master.people import LIMIT, SPEC, hear, hello
+
+STRANGERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+@dataclasses.dataclass
+class Process:
+    """A master that an agent (this test) has started."""
+
+    popen: subprocess.Popen[str]
+    answer: dict[str, Any]
+    lifeline: int
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint("127.0.0.1", self.answer["port"])
+
+    def status(self) -> m.JobStatus:
+        return aio.run(get_status(self.endpoint, LIMIT))
+
+    def cut(self) -> None:
+        """The agent has gone."""
+        os.close(self.lifeline)
+        self.lifeline = -1
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and what it said on stderr."""
+        _, said = self.popen.communicate(timeout=LIMIT)
+        return self.popen.returncode, said
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of this test's own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "elasticrun"
+
+
+def _spawn(config: MasterConfig, lifeline: tuple[int, int] | None = None) -> Process:
+    config_read, config_write = os.pipe()
+    ready_read, ready_write = os.pipe()
+    life_read, life_write = lifeline or os.pipe()
+    config = dataclasses.replace(config, ready_fd=ready_write, lifeline_fd=life_read)
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "elasticrun.master", "--config-fd", str(config_read)],
+        pass_fds=(config_read, ready_write, life_read),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for fd in (config_read, ready_write, life_read):
+        os.close(fd)
+    with open(config_write, "w") as pipe:
+        json.dump(dataclasses.asdict(config), pipe)
+    with open(ready_read) as pipe:
+        line = pipe.readline()
+    return Process(popen, json.loads(line) if line else {}, life_write)
+
+
+@contextlib.contextmanager
+def started(**changes: Any) -> Iterator[Process]:
+    """A master of job `job` on a free port of loopback; killed at the end if it still runs."""
+    made = _spawn(dataclasses.replace(MasterConfig("job", "127.0.0.1", 0, SPEC), **changes))
+    try:
+        yield made
+    finally:
+        if made.lifeline >= 0:
+            made.cut()
+        made.popen.kill()
+        made.popen.communicate()
+
+
+def _page(process: Process, path: str) -> tuple[int, bytes]:
+    page = http.client.HTTPConnection("127.0.0.1", process.answer["status_port"], timeout=LIMIT)
+    with contextlib.closing(page):
+        page.request("GET", path)
+        answer = page.getresponse()
+        return answer.status, answer.read()
+
+
+def test_it_serves_and_ends_with_its_owner(home: Path) -> None:
+    with started() as master:
+        page = master.status()
+        assert page.job_id == "job"
+        assert page.reason, "a wait without a reason"
+        assert _page(master, "/healthz") == (200, b"ok\n")
+        master.cut()
+        assert master.ended() == (0, "")
+
+
+def test_it_ignores_what_every_process_of_a_job_is_sent(home: Path) -> None:
+    with started() as master:
+        for number in (*STRANGERS, signal.SIGUSR2):
+            master.popen.send_signal(number)
+        assert master.status().job_id == "job"
+        assert master.popen.poll() is None
+
+
+def test_a_taken_port_is_one_sentence_and_a_code(home: Path) -> None:
+    with started() as first, started(port=first.answer["port"]) as second:
+        code, said = second.ended()
+        assert code == second.answer["exit_code"] == EXIT_PORT_TAKEN
+        assert "another process listens there" in second.answer["error"]
+        assert said == ""
+        assert first.status().job_id == "job"
+
+
+def test_it_ends_when_no_agent_comes(home: Path) -> None:
+    lost = dataclasses.replace(SPEC, master_lost_timeout=0.2)
+    with started(spec=lost) as master:
+        code, said = master.ended()
+        assert code == EXIT_MASTER_LOST
+        assert said == ""
+
+
+def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
+    async def attended(master: Process) -> None:
+        async with open_channel(master.endpoint) as channel:
+            stream = attend(channel)
+            await stream.send(hello())
+            assert isinstance(await hear(stream), m.Welcome)
+            master.cut()
+            await stream.send(m.Beat(1))
+            while await hear(stream) != m.Echo(1):
+                pass
+
+    with started(outlive=True) as master:
+        aio.run(attended(master))
+        code, _ = master.ended()
+        assert code == 0
+
+
+def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
+    """Fixed nodes, no restarts: the only node leaves, the real brain ends the job."""
+    spec = dataclasses.replace(SPEC, min_nodes=1, max_nodes=1, max_restarts=0)
+
+    async def leave(master: Process) -> list[m.Order]:
+        heard: list[m.Order] = []
+        async with open_channel(master.endpoint) as channel:
+            stream = attend(channel)
+            await stream.send(hello(spec=spec))
+            await stream.send(m.Join(Endpoint("127.0.0.1", 1)))
+            while not (heard and isinstance(heard[-1], m.Start)):
+                order = await hear(stream)
+                assert order is not None
+                heard.append(order)
+            await stream.send(m.Running(heard[-1].round, (1, 2)))
+            await stream.send(m.Finished(heard[-1].round))
+            while (order := await hear(stream)) is not None:
+                heard.append(order)
+                if isinstance(order, m.End):
+                    await stream.close()
+        return heard
+
+    with started(spec=spec) as master:
+        heard = aio.run(leave(master))
+        assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
+        assert master.ended()[0] == 0
+
+
+def _listed(home: Path, master: Process) -> list[published.Published]:
+    """What the run folder says, once this master (a thread of it) has written its file."""
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            if found := [p for p in published.published(home) if p.pid == master.popen.pid]:
+                return found
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            master.popen.wait(0.1)
+    raise AssertionError("it was not listed")
+
+
+def test_it_is_found_in_the_run_folder_and_leaves_nothing(home: Path) -> None:
+    with started() as killed:
+        _listed(home, killed)
+        killed.popen.kill()
+        killed.popen.wait()
+        (stale,) = home.iterdir()
+    with started() as master:
+        found = _listed(home, master)
+        assert not stale.exists()
+        assert [(entry.job_id, entry.pid) for entry in found] == [("job", master.popen.pid)]
+        assert found[0].endpoint == master.endpoint
+        assert home.stat().st_mode & 0o777 == 0o700
+        master.cut()
+        master.ended()
+        assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense", '{"job_id": 1}'])
+def test_a_bad_configuration_is_a_sentence(text: str) -> None:
+    read, write = os.pipe()
+    with open(write, "w") as pipe:
+        pipe.write(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticrun.master", "--config-fd", str(read)],
+        pass_fds=(read,),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    os.close(read)
+    assert done.returncode == EXIT_USAGE
+    assert "no configuration" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_by_hand_it_ends_on_sigterm_with_a_sentence_for_a_taken_port(home: Path) -> None:
+    code = (
+        "import sys; from elasticrun.config import MasterConfig;"
+        "from elasticrun.master.main import main;"
+        "sys.exit(main(MasterConfig('job', '127.0.0.1', int(sys.argv[1]), None)))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(port)], capture_output=True, text=True, timeout=LIMIT
+        )
+    assert done.returncode == EXIT_PORT_TAKEN
+    assert done.stderr.count("\n") == 1
+    assert "another process listens there" in done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "0"], stderr=subprocess.PIPE, text=True
+    ) as popen:
+        assert popen.stderr is not None
+        assert "serving job 'job'" in popen.stderr.readline()
+        popen.send_signal(signal.SIGTERM)
+        said = popen.stderr.read()
+        assert popen.wait(LIMIT) == 128 + signal.SIGTERM
+    assert "SIGTERM" in said
+    assert "Traceback" not in said
+
+
+def test_a_folder_of_the_users_does_not_stand_in_for_a_library(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "cwd" / "grpc").mkdir(parents=True)
+    (tmp_path / "cwd" / "grpc" / "__init__.py").write_text("raise SystemExit('the wrong grpc')")
+    (tmp_path / "cwd" / "json.py").write_text("raise SystemExit('the wrong json')")
+    with contextlib.chdir(tmp_path / "cwd"), started() as master:
+        assert master.status().job_id == "job"
+
+
+def _switches(pid: int) -> int:
+    """How often the thread of the loop has slept and been woken."""
+    for line in Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines():
+        if line.startswith("voluntary_ctxt_switches"):
+            return int(line.split()[1])
+    raise AssertionError("the kernel does not count")
+
+
+@pytest.mark.slow
+def test_an_idle_master_sleeps(home: Path) -> None:
+    """Nobody is attached and nothing is due: the loop is not woken at all, even after the page has
+    been read. (gRPC's own threads wake some ten times a second in all.)"""
+    with started() as master:
+        assert master.status()
+        assert _page(master, "/status")[0] == 200
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            master.popen.wait(6)  # past uvicorn's keep-alive of the connection just closed
+        before = _switches(master.popen.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            master.popen.wait(4)
+        assert _switches(master.popen.pid) - before <= 2

@@ -1,0 +1,302 @@
+"""Streams of real gRPC clients, well-behaved and not. What one does wrong touches nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun import __version__
+from elasticrun.config import EXIT_REFUSED
+from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Tell
+from elasticrun.wire import messages as m
+from elasticrun.wire.channel import ATTEND, LinkError, get_status, grpc, open_channel
+from elasticrun.wire.codec import report_to_wire
+from elasticrun.wire.pb import job_pb2 as pb
+from tests import aio
+from tests.master.people import LIMIT, ROUND, SPEC, Served, hear, hello, serving, status
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def _raw(served: Served, *messages: bytes) -> Any:
+    """Send these bytes as messages; the error that ends the stream."""
+    async with open_channel(served.endpoint) as channel:
+        call = channel.stream_stream(ATTEND)()
+        try:
+            async with asyncio.timeout(LIMIT):
+                for message in messages:
+                    await call.write(message)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        except grpc.aio.AioRpcError as ended:
+            return ended
+    raise AssertionError("the stream ended well")
+
+
+def test_an_agent_is_welcomed_and_echoed() -> None:
+    async def run() -> None:
+        async with serving() as served:
+            served.loop.status_url = "http://127.0.0.1:9/status"
+            async with served.stream() as stream:
+                await stream.send(hello())
+                welcome = await hear(stream)
+                assert isinstance(welcome, m.Welcome)
+                assert welcome.status_url == "http://127.0.0.1:9/status"
+                await stream.send(m.Beat(1))
+                assert await hear(stream) == m.Echo(1)
+                assert served.ear.attached == 1
+
+    aio.run(run())
+
+
+def test_a_clean_departure_and_a_break_are_told_apart() -> None:
+    async def run() -> None:
+        async with serving() as served:
+            async with served.agent("clean") as stream:
+                await stream.send(m.Beat(3))
+                await stream.close()
+                while (order := await hear(stream)) is not None:
+                    assert order == m.Echo(3)
+            left = await served.brain.until(lambda e: isinstance(e, Detached))
+            assert isinstance(left, Detached)
+            assert left.clean
+            async with served.agent("broken"):
+                pass  # the channel is closed under the stream
+            broke = await served.brain.until(lambda e: isinstance(e, Detached) and e != left)
+            assert isinstance(broke, Detached)
+            assert not broke.clean
+            assert served.ear.attached == 0
+
+    aio.run(run())
+
+
+AGENT = """
+import asyncio, sys
+from tests.master.people import hello
+from elasticrun.wire import channel as c, messages as m
+from elasticrun.wire.ids import Endpoint
+
+async def main():
+    stream = c.attend(c.open_channel(Endpoint("127.0.0.1", int(sys.argv[1]))))
+    await stream.send(hello("victim"))
+    await stream.receive()
+    await stream.send(m.Beat(5))
+    while await stream.receive():
+        pass
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_process_that_dies_or_stalls_is_no_clean_departure(number: signal.Signals) -> None:
+    """For gRPC both look like the end of what an agent has to say."""
+
+    async def run() -> None:
+        async with serving() as served:
+            agent = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", AGENT, str(served.endpoint.port), cwd=ROOT
+            )
+            try:
+                await served.brain.until(lambda e: isinstance(e, Heard))
+                agent.send_signal(number)
+                gone = await served.brain.until(lambda e: isinstance(e, Detached))
+                assert isinstance(gone, Detached)
+                assert not gone.clean
+                assert served.ear.attached == 0
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    agent.kill()
+                await agent.wait()
+
+    aio.run(run())
+
+
+def test_hanging_up_sends_what_was_told_first() -> None:
+    async def run() -> None:
+        async with serving() as served, served.agent() as stream:
+            await stream.send(m.Leaving("over", 0))
+            assert await hear(stream) == m.End(0, "bye", ())
+            assert await hear(stream) is None
+            await served.brain.until(lambda e: isinstance(e, Detached))
+            assert [over.exit_code for over in served.over] == [3]
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("foreign", ["job", "protocol"])
+def test_a_stranger_is_refused_by_name(foreign: str) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            if foreign == "job":
+                other = hello(spec=_spec("other"))
+                data, names = report_to_wire(other), ("'other'", "'job'")
+            else:
+                made = pb.Report.FromString(report_to_wire(hello()))
+                made.hello.protocol, made.hello.version = 99, "9.9.9"
+                data = made.SerializeToString()
+                names = ("9.9.9", "protocol 99", __version__, f"protocol {m.PROTOCOL_VERSION}")
+            async with served.stream() as stream:
+                await stream._call.write(data)
+                refused = await hear(stream)
+                assert isinstance(refused, m.Refused)
+                assert refused.exit_code == EXIT_REFUSED
+                for name in names:
+                    assert name in refused.reason
+                assert await hear(stream) is None
+            assert not served.brain.events
+            await served.is_well()
+
+    aio.run(run())
+
+
+def _spec(job_id: str) -> m.JobSpec:
+    return dataclasses.replace(SPEC, job_id=job_id)
+
+
+HELLO = report_to_wire(hello())
+BEAT = report_to_wire(m.Beat(1))
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ((BEAT,), "Beat came before Hello"),
+        ((b"",), "kind"),
+        ((b"\xff\xfe\xfd" * 30,), "no report of elasticrun"),
+        ((HELLO, HELLO), "second Hello"),
+        ((HELLO, BEAT, b"\x0a\x02\x08\x07"), "protocol 7"),
+        ((HELLO, b"\xde\xad\xbe\xef"), "no report"),
+    ],
+    ids=["beat-first", "empty", "noise", "two-hellos", "late-protocol", "late-noise"],
+)
+def test_a_wrong_message_ends_its_stream_with_a_sentence(
+    messages: tuple[bytes, ...], said: str
+) -> None:
+    async def run() -> None:
+        async with serving() as served, served.agent("bystander") as bystander:
+            ended = await _raw(served, *messages)
+            assert said in ended.details()
+            assert ended.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await bystander.send(m.Beat(5))
+            assert await hear(bystander) == m.Echo(5)
+            attached = [e for e in served.brain.events if isinstance(e, Attached)]
+            if messages[0] is HELLO:
+                await served.brain.until(lambda e: isinstance(e, Detached) and not e.clean)
+            else:
+                assert len(attached) == 1
+            await served.is_well()
+
+    aio.run(run())
+
+
+def test_who_never_says_hello_is_dropped() -> None:
+    async def run() -> None:
+        async with serving(hello_limit=0.2) as served:
+            ended = await _raw(served)
+            assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "no Hello" in ended.details()
+            await served.is_well()
+
+    aio.run(run())
+
+
+def test_a_huge_message_is_refused() -> None:
+    async def run() -> None:
+        async with serving() as served:
+            ended = await _raw(served, HELLO, b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+            assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await served.brain.until(lambda e: isinstance(e, Detached))
+            await served.is_well()
+
+    aio.run(run())
+
+
+def test_a_flood_is_dropped_and_others_are_served() -> None:
+    async def run() -> None:
+        async with serving() as served, served.agent("bystander") as bystander:
+            async with served.agent("flood") as flood:
+                with pytest.raises(LinkError, match=r"reports a second|broke"):
+                    async with asyncio.timeout(LIMIT):
+                        await asyncio.gather(_pour(flood), _drain(flood))
+            await bystander.send(m.Beat(9))
+            assert await hear(bystander) == m.Echo(9)
+            heard = [e for e in served.brain.events if isinstance(e, Heard)]
+            assert len(heard) < 5000
+
+    aio.run(run())
+
+
+async def _pour(stream: Any) -> None:
+    for number in range(1_000_000):
+        await stream.send(m.Beat(number))
+
+
+async def _drain(stream: Any) -> None:
+    while await stream.receive() is not None:
+        pass
+
+
+def test_sessions_are_bounded_and_room_comes_back() -> None:
+    async def run() -> None:
+        async with serving(most=2) as served:
+            async with served.agent("a"), served.agent("b"):
+                ended = await _raw(served, HELLO)
+                assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "serves 2 nodes" in ended.details()
+            for node in (1, 2):  # both have left
+                await served.brain.until(
+                    lambda e, n=node: isinstance(e, Detached) and e.session == n
+                )
+            await served.is_well()
+
+    aio.run(run())
+
+
+def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> None:
+    """An agent that reads nothing while 4 MB of waits are told to it, then reads."""
+    count = 1000
+
+    def many(event: JobEvent) -> list[JobEffect]:
+        if isinstance(event, Heard) and isinstance(event.report, m.Stopped):
+            told: list[JobEffect] = [
+                Tell((event.session,), m.Wait(f"{n} " + "x" * 4000)) for n in range(count)
+            ]
+            return [*told, Tell((event.session,), m.Echo(1))]
+        return []
+
+    async def run() -> None:
+        async with serving() as served:
+            served.brain.on = many
+            async with served.agent() as stream:
+                for _ in range(3):
+                    await stream.send(m.Stopped(ROUND))
+                await served.brain.until(
+                    lambda _: sum(isinstance(e, Heard) for e in served.brain.events) == 3
+                )
+                seen = 0
+                while True:
+                    order = await hear(stream)
+                    if order == m.Wait(f"{count - 1} " + "x" * 4000):
+                        break
+                    seen += 1
+                assert seen < count  # of 3000 that were told
+                await served.is_well()
+
+    aio.run(run())
+
+
+def test_get_status() -> None:
+    async def run() -> None:
+        async with serving() as served:
+            assert await get_status(served.endpoint, LIMIT) == status()
+
+    aio.run(run())

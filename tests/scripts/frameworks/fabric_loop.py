@@ -1,0 +1,36 @@
+"""A Fabric script as Lightning's command line starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+
+def main() -> None:
+    fabric = Fabric()  # launched, with accelerator and devices, by the command line
+    fabric.seed_everything(7, verbose=False)
+    model = nn.Linear(1, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    x = torch.linspace(-1, 1, 32).unsqueeze(1)[fabric.global_rank :: fabric.world_size]
+    losses = []
+    for _ in range(24):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), 2 * x + 1)
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    result = {
+        "rank": fabric.global_rank, "world": fabric.world_size, "first": losses[0],
+        "last": losses[-1], "weight": round(model.weight.item(), 6),
+        "port": os.environ["MASTER_PORT"],
+    }  # fmt: skip
+    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Messages as hypothesis draws them: everything the wire allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, RoundName
+
+PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")) | st.just(" ")
+NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
+MAYBE = st.text(PRINTABLE, max_size=40)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
+SECONDS = st.floats(0, m.MAX_SECONDS, allow_nan=False)
+COUNTS = st.integers(0, 2**31 - 1)
+LONGS = st.integers(0, 2**63 - 1)
+PIDS = st.integers(-1, 2**31 - 1)
+NODES = st.integers(1, m.MAX_NODES)
+EXITS = st.integers(0, 255)
+
+rounds = st.builds(RoundName, LONGS, st.integers(1, 2**63 - 1), NAMES)
+endpoints = st.builds(Endpoint, NAMES, st.integers(1, 65535))
+failures = st.builds(
+    m.Failure,
+    MAYBE,
+    st.integers(-1, m.MAX_RANKS),
+    st.integers(-1, m.MAX_LOCAL_RANKS),
+    PIDS,
+    st.integers(-(2**31) + 1, 2**31 - 1),
+    LONGS,
+    st.sampled_from(m.FailureKind),
+    TEXTS,
+    TEXTS,
+    TEXTS,
+)
+failure_lists = st.lists(failures, max_size=m.MAX_FAILURES).map(tuple)
+
+
+@st.composite
+def specs(draw: Any, job_id: str | None = None) -> m.JobSpec:
+    low, high = sorted((draw(NODES), draw(NODES)))
+    return m.JobSpec(
+        job_id=draw(MAYBE) if job_id is None else job_id,
+        min_nodes=low,
+        max_nodes=high,
+        node_unit=draw(NODES),
+        max_restarts=draw(COUNTS),
+        restart_backoff=draw(SECONDS),
+        restart_window=draw(SECONDS),
+        join_timeout=draw(SECONDS),
+        last_call_timeout=draw(SECONDS),
+        heartbeat_timeout=draw(SECONDS),
+        grow=draw(st.sampled_from(("auto", "now"))),
+        grow_cooldown=draw(SECONDS),
+        restart_grace=draw(SECONDS),
+        master_lost_timeout=draw(SECONDS),
+    )
+
+
+@st.composite
+def places(draw: Any) -> dict[str, Any]:
+    nodes = draw(NODES)
+    world = draw(st.integers(1, m.MAX_RANKS))
+    return {
+        "round": draw(rounds),
+        "group_rank": draw(st.integers(0, nodes - 1)),
+        "group_world_size": nodes,
+        "first_rank": draw(st.integers(0, world - 1)),
+        "world_size": world,
+        "restart_count": draw(COUNTS),
+        "store": draw(endpoints),
+    }
+
+
+round_reports = places().map(lambda place: m.RoundReport(**place))
+
+
+@st.composite
+def starts(draw: Any) -> m.Start:
+    return m.Start(
+        **draw(places()),
+        role_first_rank=draw(st.integers(0, m.MAX_RANKS)),
+        role_world_size=draw(st.integers(1, m.MAX_RANKS)),
+        host_store=draw(st.booleans()),
+    )
+
+
+def hellos(job_id: str | None = None) -> st.SearchStrategy[m.Hello]:
+    return st.builds(
+        m.Hello,
+        protocol=st.just(m.PROTOCOL_VERSION),
+        version=NAMES,
+        node=NAMES,
+        incarnation=NAMES,
+        host=MAYBE,
+        address=NAMES,
+        pid=PIDS,
+        node_rank=st.integers(-1, m.MAX_NODES - 1),
+        local_world_size=st.integers(1, m.MAX_LOCAL_RANKS),
+        role=MAYBE,
+        spec=specs(job_id),
+        attached=st.none() | round_reports,
+        last_term=st.integers(0, 2**63 - 1),
+    )
+
+
+pid_lists = st.lists(PIDS, max_size=20).map(tuple)
+
+later_reports: st.SearchStrategy[m.Report] = st.one_of(
+    st.builds(m.Join, endpoints),
+    st.builds(m.Running, rounds, pid_lists),
+    st.builds(m.RanksFailed, rounds, failure_lists),
+    st.builds(m.Stopping, rounds, SECONDS),
+    st.builds(m.Stopped, rounds),
+    st.builds(m.Finished, rounds),
+    st.builds(m.Leaving, TEXTS, st.integers(0, 64)),
+    st.builds(m.Beat, LONGS),
+)
+reports: st.SearchStrategy[m.Report] = hellos() | later_reports
+
+orders: st.SearchStrategy[m.Order] = st.one_of(
+    st.builds(m.Welcome, st.just(m.PROTOCOL_VERSION), NAMES, MAYBE, LONGS, SECONDS, SECONDS, MAYBE),
+    st.builds(m.Refused, TEXTS, EXITS),
+    st.builds(m.Wait, TEXTS),
+    starts(),
+    st.builds(m.Stop, rounds, TEXTS),
+    st.builds(m.End, EXITS, TEXTS, failure_lists),
+    st.builds(m.Echo, LONGS),
+)
+
+node_statuses = st.builds(
+    m.NodeStatus,
+    NAMES,
+    MAYBE,
+    MAYBE,
+    MAYBE,
+    MAYBE,
+    TEXTS,
+    st.integers(-1, m.MAX_RANKS),
+    st.integers(-1, m.MAX_RANKS),
+    st.integers(0, m.MAX_LOCAL_RANKS),
+    pid_lists,
+)
+statuses = st.builds(
+    m.JobStatus,
+    MAYBE,
+    MAYBE,
+    TEXTS,
+    st.none() | rounds,
+    st.integers(0, m.MAX_RANKS),
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    st.integers(0, m.MAX_NODES),
+    st.integers(0, m.MAX_NODES),
+    st.lists(node_statuses, max_size=4).map(tuple),
+    TEXTS,
+    TEXTS,
+)

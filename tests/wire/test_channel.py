@@ -1,0 +1,361 @@
+"""Each option of `channel.py` does what its comment says, and the thing goes wrong without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from elasticrun.wire import channel as c
+from elasticrun.wire import codec
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from tests import aio
+
+LIMIT = 60.0
+STATUS = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", "")
+
+
+def without(options: Mapping[str, int], *names: str) -> dict[str, int]:
+    """These options with gRPC's own defaults for some."""
+    assert set(names) <= set(options)
+    return {name: value for name, value in options.items() if name not in names}
+
+
+class Master:
+    """A server that echoes beats and notes when a stream has ended."""
+
+    def __init__(self, options: Mapping[str, int] = c.SERVER_OPTIONS, port: int = 0) -> None:
+        self.attached = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.server = c.make_server(self._attend, self._status, most=100, options=options)
+        self.port = c.listen(self.server, "127.0.0.1", port)
+        self.endpoint = Endpoint("127.0.0.1", self.port)
+
+    async def _attend(self, context: Any) -> None:
+        try:
+            while (data := await context.read()) is not c.grpc.aio.EOF:
+                report = codec.report_from_wire(data)
+                assert isinstance(report, m.Beat)
+                self.attached.set()
+                await context.write(codec.order_to_wire(m.Echo(report.number)))
+        finally:
+            self.ended.set()
+
+    async def _status(self, _context: Any) -> bytes:
+        return codec.status_to_wire(STATUS)
+
+    async def __aenter__(self) -> Master:
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(0)
+
+
+async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTIONS) -> None:
+    """One beat and its echo over a channel with these options."""
+    async with c.open_channel(endpoint, options) as channel, asyncio.timeout(LIMIT):
+        stream = c.attend(channel)
+        await stream.send(m.Beat(3))
+        assert await stream.receive() == m.Echo(3)
+        await stream.close()
+        assert await stream.receive() is None
+
+
+def dead_port() -> int:
+    """A port of loopback where nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+# ---------------------------------------------------------------- the two defaults of DROP-IN 2
+
+
+def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{dead_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+
+    async def run() -> None:
+        async with Master() as master:
+            await beats(master.endpoint)
+            with pytest.raises(c.LinkError):
+                await beats(master.endpoint, without(c.CLIENT_OPTIONS, "grpc.enable_http_proxy"))
+
+    aio.run(run())
+
+
+def test_two_servers_cannot_share_a_port() -> None:
+    async def run() -> None:
+        async with Master() as master:
+            with pytest.raises(c.ListenError, match="another process listens") as refused:
+                Master(port=master.port)
+            assert refused.value.taken
+        shared = without(c.SERVER_OPTIONS, "grpc.so_reuseport")
+        async with Master(shared) as master:
+            Master(shared, port=master.port)  # gRPC's default says nothing
+
+    aio.run(run())
+
+
+def test_an_address_that_is_not_ours_is_a_sentence() -> None:
+    async def run() -> None:
+        server = c.make_server(Master._attend, Master._status, most=1)
+        with pytest.raises(c.ListenError, match=r"192\.0\.2\.1:0") as refused:
+            c.listen(server, "192.0.2.1", 0)
+        assert not refused.value.taken
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- silence
+
+STOPPED = """
+import asyncio, sys
+from elasticrun.wire import channel as c, messages as m
+from elasticrun.wire.ids import Endpoint
+
+async def main():
+    stream = c.attend(c.open_channel(Endpoint("127.0.0.1", int(sys.argv[1]))))
+    await stream.send(m.Beat(1))
+    await stream.receive()
+    await stream.receive()
+
+asyncio.run(main())
+"""
+
+
+async def _cut_after(options: Mapping[str, int], limit: float) -> float | None:
+    """Seconds from SIGSTOP of a client to the end of its stream; None: not within `limit`."""
+    async with Master(options) as master:
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STOPPED, str(master.port)
+        )
+        try:
+            await asyncio.wait_for(master.attached.wait(), LIMIT)
+            client.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            try:
+                await asyncio.wait_for(master.ended.wait(), limit)
+            except TimeoutError:
+                return None
+            return time.monotonic() - began
+        finally:
+            client.kill()
+            await client.wait()
+
+
+@pytest.mark.slow
+def test_a_stopped_client_is_cut() -> None:
+    assert aio.run(_cut_after(c.SERVER_OPTIONS, LIMIT)) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpc.http2.ping_timeout_ms", "grpc.keepalive_time_ms"])
+def test_without_the_option_a_stopped_client_is_kept(name: str) -> None:
+    """For 10 s at least, which is twice what it takes with the options. gRPC's measurement of
+    bandwidth is off, because now and then it sends a ping of its own."""
+    options = {**without(c.SERVER_OPTIONS, name), "grpc.http2.bdp_probe": 0}
+    assert aio.run(_cut_after(options, 10.0)) is None
+
+
+# ---------------------------------------------------------------- coming back
+
+
+async def _found_again(options: Mapping[str, int], down: float, limit: float) -> bool:
+    """Whether a channel that saw its master away for `down` seconds finds the next one."""
+    async with Master() as first:
+        port = first.port
+        channel = c.open_channel(first.endpoint, options)
+        stream = c.attend(channel)
+        await stream.send(m.Beat(1))
+        await stream.receive()
+    async with channel:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(down):
+                while True:
+                    await channel.wait_for_state_change(channel.get_state(try_to_connect=True))
+        async with Master(port=port):
+            try:
+                async with asyncio.timeout(limit):
+                    state = channel.get_state(try_to_connect=True)
+                    while state is not c.grpc.ChannelConnectivity.READY:
+                        await channel.wait_for_state_change(state)
+                        state = channel.get_state(try_to_connect=True)
+            except TimeoutError:
+                return False
+            return True
+
+
+@pytest.mark.slow
+def test_a_master_that_was_away_is_found_again() -> None:
+    assert aio.run(_found_again(c.CLIENT_OPTIONS, down=6.0, limit=3.0))
+
+
+@pytest.mark.slow
+def test_without_the_options_it_is_not_found_for_long() -> None:
+    """gRPC's back-off has grown beyond the limit by then."""
+    names = ("grpc.max_reconnect_backoff_ms", "grpc.initial_reconnect_backoff_ms")
+    slow = without(c.CLIENT_OPTIONS, *names, "grpc.min_reconnect_backoff_ms")
+    assert not aio.run(_found_again(slow, down=6.0, limit=1.0))
+
+
+# ---------------------------------------------------------------- one connection each, bounds
+
+
+def _connections(port: int) -> int:
+    """Established connections of this process to a port of loopback."""
+    import psutil
+
+    return sum(
+        bool(found.raddr) and found.raddr.port == port and found.status == psutil.CONN_ESTABLISHED
+        for found in psutil.Process().net_connections("tcp")
+    )
+
+
+@pytest.mark.parametrize(("names", "count"), [((), 2), (("grpc.use_local_subchannel_pool",), 1)])
+def test_a_second_channel_is_a_second_connection(names: tuple[str, ...], count: int) -> None:
+    async def run() -> None:
+        options = without(c.CLIENT_OPTIONS, *names)
+        async with Master() as master:
+            channels = [c.open_channel(master.endpoint, options) for _ in range(2)]
+            for channel in channels:
+                stream = c.attend(channel)
+                await stream.send(m.Beat(1))
+                await stream.receive()
+            assert _connections(master.port) == count
+            for channel in channels:
+                await channel.close()
+
+    aio.run(run())
+
+
+def test_a_message_over_the_bound_is_refused() -> None:
+    async def run() -> None:
+        async with Master() as master, c.open_channel(master.endpoint) as channel:
+            call = channel.stream_stream(c.ATTEND)()
+            await call.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+            assert await call.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("names", [(), ("grpc.max_concurrent_streams",)], ids=["bound", "default"])
+def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        most = c.SERVER_OPTIONS["grpc.max_concurrent_streams"]
+        options = without(c.SERVER_OPTIONS, *names)
+        async with Master(options) as master:
+            channel = c.open_channel(master.endpoint)
+            sends = [
+                asyncio.ensure_future(c.attend(channel).send(m.Beat(1))) for _ in range(most + 1)
+            ]
+            done, waiting = await asyncio.wait(sends, timeout=LIMIT if names else 2.0)
+            assert done  # gRPC counts a little less than it is told
+            assert bool(waiting) == (not names)
+            for send in waiting:
+                send.cancel()
+            await asyncio.gather(*sends, return_exceptions=True)
+            await channel.close()
+
+    aio.run(run())
+
+
+def test_a_status_reply_may_be_longer_than_a_message() -> None:
+    node = m.NodeStatus("n", "h", "a", "alive", "running", "r" * 4000, 0, 0, 1, ())
+    wide = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (node,) * 100, "", "")
+
+    async def run() -> None:
+        async def attend(_context: Any) -> None: ...
+
+        async def status(_context: Any) -> bytes:
+            return codec.status_to_wire(wide)
+
+        server = c.make_server(attend, status, most=1)
+        port = c.listen(server, "127.0.0.1", 0)
+        await server.start()
+        assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
+        await server.stop(0)
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- sentences and silence
+
+
+def test_a_dead_endpoint_is_a_sentence() -> None:
+    async def run() -> None:
+        with pytest.raises(c.LinkError) as dead:
+            await c.get_status(Endpoint("127.0.0.1", dead_port()), 5.0)
+        assert "\n" not in str(dead.value)
+        assert not dead.value.rejected
+
+    aio.run(run())
+
+
+def test_a_server_that_is_no_master_is_named_so() -> None:
+    async def run() -> None:
+        server = c.grpc.aio.server()
+        port = c.listen(server, "127.0.0.1", 0)
+        await server.start()
+        with pytest.raises(c.LinkError, match="no elasticrun master") as wrong:
+            await c.get_status(Endpoint("127.0.0.1", port), LIMIT)
+        assert wrong.value.rejected
+        await server.stop(0)
+
+    aio.run(run())
+
+
+def test_importing_grpc_leaves_no_trace_and_says_nothing() -> None:
+    """Neither in the environment, which ranks inherit, nor on the terminal."""
+    code = """
+import asyncio, os, sys
+before = dict(os.environ)
+from elasticrun.wire import channel as c
+assert dict(os.environ) == before, set(os.environ) ^ set(before)
+
+async def main():
+    async def nothing(context): ...
+    server = c.make_server(nothing, nothing, most=1)
+    port = c.listen(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        c.listen(c.make_server(nothing, nothing, most=1), "127.0.0.1", port)
+    except c.ListenError:
+        pass
+    os.waitpid(os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], os.environ), 0)
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_users_own_grpc_settings_stand() -> None:
+    code = "import os; import elasticrun.wire.channel; print(os.environ['GRPC_VERBOSITY'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GRPC_VERBOSITY": "error"},
+    )
+    assert done.stdout == "error\n"

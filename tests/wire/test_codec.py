@@ -1,0 +1,213 @@
+"""Messages survive the wire; what breaks a bound is a sentence, in both directions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from elasticrun.wire import codec
+from elasticrun.wire import messages as m
+from elasticrun.wire.codec import ProtocolMismatch, WireError
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.pb import job_pb2 as pb
+from tests.wire import strategies as draw
+
+ROUND = RoundName(7, 3, "0badcafe")
+SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 30.0, 600.0)
+HELLO = m.Hello(
+    m.PROTOCOL_VERSION, "1", "n0", "i0", "host", "127.0.0.1", 1, -1, 2, "role", SPEC, None
+)
+START = m.Start(ROUND, 0, 2, 0, 4, 0, 4, 1, Endpoint("127.0.0.1", 1234), True)
+FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
+
+
+@given(draw.reports)
+@settings(max_examples=300, deadline=None)
+def test_reports_survive(report: m.Report) -> None:
+    data = codec.report_to_wire(report)
+    assert len(data) <= m.MAX_MESSAGE_BYTES
+    assert codec.report_from_wire(data) == report
+
+
+@given(draw.orders)
+@settings(max_examples=300, deadline=None)
+def test_orders_survive(order: m.Order) -> None:
+    assert codec.order_from_wire(codec.order_to_wire(order)) == order
+
+
+@given(draw.statuses)
+@settings(max_examples=100, deadline=None)
+def test_statuses_survive(status: m.JobStatus) -> None:
+    assert codec.status_from_wire(codec.status_to_wire(status)) == status
+
+
+@given(st.binary(max_size=300))
+@example(b"")
+@example(b"\xff" * 20)
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
+    for decode in (codec.report_from_wire, codec.order_from_wire, codec.status_from_wire):
+        with contextlib.suppress(WireError):
+            decode(data)
+
+
+@given(draw.reports, st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_message_is_a_message_or_a_sentence(report: m.Report, data: Any) -> None:
+    wire = bytearray(codec.report_to_wire(report))
+    wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        again = codec.report_from_wire(bytes(wire))
+        assert codec.report_from_wire(codec.report_to_wire(again)) == again
+
+
+def test_a_kind_that_we_do_not_have() -> None:
+    unknown = b"\xf2\x01\x00"  # field 30, length-delimited, empty
+    with pytest.raises(WireError, match="kind"):
+        codec.report_from_wire(unknown)
+    with pytest.raises(WireError, match="kind"):
+        codec.order_from_wire(b"")
+
+
+def test_a_message_over_the_bound() -> None:
+    with pytest.raises(WireError, match="longer than 65536"):
+        codec.report_from_wire(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+
+
+def _hello(**fields: Any) -> bytes:
+    made = pb.Report.FromString(codec.report_to_wire(HELLO))
+    for name, value in fields.items():
+        *path, last = name.split("__")
+        target: Any = made.hello
+        for step in path:
+            target = getattr(target, step)
+        setattr(target, last, value)
+    return made.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"node": ""}, "hello.node is empty"),
+        ({"node": "x" * (m.MAX_NAME + 1)}, "hello.node has 1025 characters"),
+        ({"node": "a\x1b[2J"}, "cannot be printed"),
+        ({"incarnation": ""}, "incarnation is empty"),
+        ({"address": "a\nb"}, "cannot be printed"),
+        ({"node_rank": -2}, "node_rank is -2"),
+        ({"node_rank": m.MAX_NODES}, "node_rank"),
+        ({"local_world_size": 0}, "local_world_size is 0"),
+        ({"local_world_size": 100_000}, "local_world_size"),
+        ({"spec__min_nodes": 0}, "min_nodes is 0"),
+        ({"spec__min_nodes": 5}, "min_nodes 5 > max_nodes 2"),
+        ({"spec__max_nodes": 100_001}, "max_nodes"),
+        ({"spec__max_restarts": -1}, "max_restarts is -1"),
+        ({"spec__join_timeout": float("nan")}, "join_timeout is nan"),
+        ({"spec__join_timeout": float("inf")}, "join_timeout is inf"),
+        ({"spec__heartbeat_timeout": -0.5}, "heartbeat_timeout"),
+        ({"spec__grow": "never"}, "'never', not one of auto, now"),
+    ],
+)
+def test_a_hello_that_breaks_a_bound(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(WireError, match=said.replace("[", r"\[")):
+        codec.report_from_wire(_hello(**fields))
+
+
+def test_a_hello_without_its_spec() -> None:
+    made = pb.Report.FromString(codec.report_to_wire(HELLO))
+    made.hello.ClearField("spec")
+    with pytest.raises(WireError, match=r"hello\.spec is missing"):
+        codec.report_from_wire(made.SerializeToString())
+
+
+def test_another_protocol_is_named_before_its_fields_are_read() -> None:
+    data = _hello(protocol=9, version="7.0", node="", spec__grow="sideways")
+    with pytest.raises(ProtocolMismatch) as seen:
+        codec.report_from_wire(data)
+    assert seen.value.protocol == 9
+    assert "7.0" in str(seen.value)
+    welcome = pb.Order(welcome=pb.Welcome(protocol=2, version="2\x1b[2J")).SerializeToString()
+    with pytest.raises(ProtocolMismatch) as seen:
+        codec.order_from_wire(welcome)
+    assert "\x1b" not in str(seen.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"group_rank": 2}, {"first_rank": 4}, {"group_rank": -1}, {"world_size": 0}],
+    ids=str,
+)
+def test_a_place_that_cannot_be(change: dict[str, int]) -> None:
+    with pytest.raises(WireError):
+        codec.order_to_wire(dataclasses.replace(START, **change))
+    made = pb.Order.FromString(codec.order_to_wire(START))
+    for name, value in change.items():
+        setattr(made.start, name, value)
+    with pytest.raises(WireError):
+        codec.order_from_wire(made.SerializeToString())
+
+
+def test_an_unknown_word_and_a_bad_port() -> None:
+    made = pb.Report.FromString(codec.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
+    made.ranks_failed.failures[0].kind = "mood"
+    with pytest.raises(WireError, match="'mood', not one of"):
+        codec.report_from_wire(made.SerializeToString())
+    for port in (0, -1, 65536):
+        with pytest.raises(WireError, match="port"):
+            codec.report_to_wire(m.Join(Endpoint("h", port)))
+
+
+def test_lists_are_bounded_by_the_receiver() -> None:
+    made = pb.Report.FromString(codec.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
+    for _ in range(m.MAX_FAILURES):
+        made.ranks_failed.failures.append(made.ranks_failed.failures[0])
+    with pytest.raises(WireError, match="lists 17, more than 16"):
+        codec.report_from_wire(made.SerializeToString())
+    pids = pb.Report(running=pb.Running(pids=[1] * (m.MAX_LOCAL_RANKS + 1)))
+    pids.running.round.CopyFrom(made.ranks_failed.round)
+    with pytest.raises(WireError, match="pids lists"):
+        codec.report_from_wire(pids.SerializeToString())
+
+
+def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
+    long = dataclasses.replace(
+        FAILURE, message="m" * 9000 + "end", traceback="first" + "t" * 9000 + "the error"
+    )
+    heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (long,))))
+    assert isinstance(heard, m.RanksFailed)
+    (failure,) = heard.failures
+    assert len(failure.message) == len(failure.traceback) == m.MAX_TEXT
+    assert failure.traceback.endswith("the error")
+    assert failure.message.startswith("mmm")
+
+
+def test_many_long_failures_fit_into_one_message() -> None:
+    wide = dataclasses.replace(
+        FAILURE, message="\U0001f525" * 5000, traceback="\U0001f525" * 5000, error_file="/e" * 100
+    )
+    many = tuple(dataclasses.replace(wide, rank=rank) for rank in range(40))
+    data = codec.order_to_wire(m.End(1, "reason", many))
+    assert len(data) <= m.MAX_MESSAGE_BYTES
+    heard = codec.order_from_wire(data)
+    assert isinstance(heard, m.End)
+    assert [failure.rank for failure in heard.failures] == list(range(m.MAX_FAILURES))
+    assert all(failure.message for failure in heard.failures)
+
+
+def test_half_a_surrogate_pair_does_not_stop_a_report() -> None:
+    path = b"/tmp-\xff".decode("utf-8", "surrogateescape")
+    odd = dataclasses.replace(FAILURE, error_file=path, message="\ud800")
+    heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (odd,))))
+    assert isinstance(heard, m.RanksFailed)
+    assert heard.failures[0].message == "?"
+
+
+def test_a_number_too_large_for_the_wire_is_a_sentence() -> None:
+    with pytest.raises(WireError, match="number"):
+        codec.report_to_wire(m.Beat(2**70))
+    with pytest.raises(WireError):
+        codec.report_to_wire(m.Beat("seven"))  # type: ignore[arg-type]
