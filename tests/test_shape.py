@@ -19,7 +19,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 LOCKS = {
     "elasticrun/agent/console.py": "a bounded queue between two threads, neither of them the loop",
-    "elasticrun/agent/operator_log.py": "the same, for the agent's own lines",
+    "elasticrun/operator_log.py": "the same, for the agent's own lines",
 }
 
 

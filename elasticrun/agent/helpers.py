@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.agent import door
-from elasticrun.agent.operator_log import StderrWriter, logger
 from elasticrun.agent.processes import Reaper
 from elasticrun.config import EXIT_PORT_TAKEN, AgentConfig, MasterConfig
+from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.serverstart import SHIELDED
 

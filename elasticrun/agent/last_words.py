@@ -11,11 +11,11 @@ from typing import Final
 
 from elasticrun.agent.errorfiles import write_own, write_own_words
 from elasticrun.agent.events import EventLog
-from elasticrun.agent.operator_log import StderrWriter, logger
 from elasticrun.agent.summary import child_failed
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import EXIT_OK, AgentConfig
 from elasticrun.core.effects import Exit
+from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.messages import Start
 
 FILE_LIMIT: Final = 2.0

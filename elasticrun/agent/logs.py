@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from elasticrun.agent.console import FROZEN_AFTER, ConsoleWriter
 from elasticrun.agent.logs_plugin import Destinations, LogsPlugin
-from elasticrun.agent.operator_log import logger
 from elasticrun.agent.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
+from elasticrun.operator_log import logger
 from elasticrun.wire import env
 
 STDOUT = 1

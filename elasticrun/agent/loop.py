@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from elasticrun.agent.operator_log import logger
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core.effects import AgentEffect, AgentEvent, Exit, Tick
+from elasticrun.operator_log import logger
 
 MAX_FAULTS: Final = 3
 """So many events that the brain did not expect end the agent: its picture is wrong."""

@@ -13,7 +13,7 @@ import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
-from elasticrun.agent import operator_log
+from elasticrun import operator_log
 from elasticrun.agent.processes import Reaper, become_subreaper
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner_process import SpawnerProcess, start_spawner

@@ -10,10 +10,10 @@ from typing import Final
 from elasticrun.agent import host
 from elasticrun.agent.helpers import DoorHost, MasterHost, MasterProcess
 from elasticrun.agent.identity import offered_address
-from elasticrun.agent.operator_log import StderrWriter, logger
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import AgentConfig
+from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.ids import Endpoint
 
 RESOLVE_AGAIN: Final = 1.0

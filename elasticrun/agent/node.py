@@ -19,7 +19,6 @@ from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.loop import AgentLoop
 from elasticrun.agent.marked import end_at_once
 from elasticrun.agent.meeting import Meeting
-from elasticrun.agent.operator_log import StderrWriter, logger
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.ranks import Ranks
 from elasticrun.agent.signals import SignalInbox
@@ -44,6 +43,7 @@ from elasticrun.core.effects import (
 )
 from elasticrun.core.group_states import State
 from elasticrun.core.worker_group import WorkerGroup
+from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire import env
 from elasticrun.wire.ids import mint_incarnation
 from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Stopped

@@ -19,11 +19,11 @@ from elasticrun.agent import numa
 from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
 from elasticrun.agent.errorfiles import describe
 from elasticrun.agent.logs import LogsUnusable, RankLogs, RankOutput
-from elasticrun.agent.operator_log import logger
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.effects import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.operator_log import logger
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.spawner import (
     EntryKind,

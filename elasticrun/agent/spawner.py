@@ -15,10 +15,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from elasticrun.agent.operator_log import logger
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
 from elasticrun.config import AgentConfig
+from elasticrun.operator_log import logger
 from elasticrun.wire import frames
 from elasticrun.wire.spawner import (
     CloseStore,

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.agent.operator_log import logger
 from elasticrun.agent.spawner import Spawners
 from elasticrun.core.effects import AgentEvent, StoreLost, StoreReady
+from elasticrun.operator_log import logger
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.spawner import Exited, SpawnFailed, SpawnStore, StoreListening
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from elasticrun.agent.operator_log import logger
 from elasticrun.core.group_states import GroupStatus, State
+from elasticrun.operator_log import logger
 
 STILL_WAITING: Final = 10.0
 """Seconds after which a wait is told; shorter ones are no news."""

@@ -381,7 +381,7 @@ class Job:
         failures = () if exit_code == EXIT_OK else self._settlement.failures
         self._outcome = m.End(exit_code, reason, failures)
         self._until = None
-        self._note(f"the job is over: {reason}", "info" if exit_code == EXIT_OK else "error")
+        self._note(f"the job is over: {reason}")
         self._out.append(fx.Tell(self._membership.sessions(), self._outcome))
         self._out.append(fx.JobOver(exit_code, reason))
 

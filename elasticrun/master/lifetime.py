@@ -43,6 +43,7 @@ class Lifetime:
         self._several = several
         self._attached = 0
         self._outcome: JobOver | None = None
+        self._hosted = hosted
         self._orphan = False
         self._timer: asyncio.TimerHandle | None = None
         if hosted:
@@ -53,7 +54,7 @@ class Lifetime:
         self._attached = attached
         if self._outcome is not None:
             if not attached and not self._dialling():
-                self._end(self._outcome.exit_code, self._outcome.reason)
+                self._end(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
         else:
@@ -64,8 +65,12 @@ class Lifetime:
         if self._outcome is not None:
             return
         self._outcome = outcome
-        self._arm(self._linger, outcome.exit_code, outcome.reason)
+        self._arm(self._linger, self._code(outcome), outcome.reason)
         self.counted(self._attached)
+
+    def _code(self, outcome: JobOver) -> int:
+        """A hosted master that saw its job to the end has done its own work, however that was."""
+        return EXIT_OK if self._hosted else outcome.exit_code
 
     def owner_gone(self) -> None:
         """The lifeline has reached its end."""

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from elasticrun import operator_log
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_PORT_TAKEN,
@@ -34,7 +35,6 @@ from elasticrun.config import (
     MasterConfig,
 )
 from elasticrun.core.job import Job
-from elasticrun.master import log
 from elasticrun.master.lifetime import Lifetime
 from elasticrun.master.loop import Brain, BrainFault, Loop
 from elasticrun.master.server import Ear
@@ -55,7 +55,9 @@ logger = logging.getLogger("elasticrun")
 
 def main(config: MasterConfig, *, hosted: bool = False) -> int:
     """Serve one job until it is over; the exit code of the process. `hosted`: by an agent."""
-    lines = log.set_up(os.environ.get("LOGLEVEL", "WARNING" if hosted else "INFO"))
+    lines = operator_log.set_up("WARNING" if hosted else "INFO")
+    # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
+    logging.getLogger().handlers[:] = [logging.NullHandler()]
     _raise_file_limit()
     try:
         return asyncio.run(Master(config, hosted=hosted).run())
@@ -65,7 +67,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
         logger.error("the master gives up: %s", fault)
         return EXIT_FAILED
     finally:
-        lines.drain(1.0)
+        lines.flush(1.0)
 
 
 def _failed(config: MasterConfig, reason: str, code: int) -> int:

@@ -270,7 +270,7 @@ def test_signals_reach_the_handlers_of_the_script(server: Driver, tmp_path: Path
             tmp_path / "s.py",
             "import os, signal, sys\n"
             "signal.signal(signal.SIGTERM, lambda *a: sys.exit(5))\n"
-            f"open({str(said)!r}, 'w').write('ready\\n')\n"
+            f"with open({str(said)!r}, 'w') as said:\n    said.write('ready\\n')\n"
             "import time\nwhile True:\n    time.sleep(0.01)\n",
         )
         key = server.start(entry)
@@ -292,7 +292,7 @@ def test_sigint_gives_keyboard_interrupt(server: Driver, tmp_path: Path) -> None
         entry = script(
             tmp_path / "s.py",
             "import time\ntry:\n"
-            f"    open({str(said)!r}, 'w').write('ready\\n')\n"
+            f"    with open({str(said)!r}, 'w') as said:\n        said.write('ready\\n')\n"
             "    while True:\n        time.sleep(0.01)\nexcept KeyboardInterrupt:\n"
             "    raise SystemExit(6)\n",
         )

@@ -1,5 +1,5 @@
-"""The agent's own lines on stderr, in the shape of torchrun's (glog): `W1121 02:57:27.668000 PID
-elasticrun/agent/loop.py:LINE] text`.
+"""The operator's lines: what agent and master say on stderr, in the shape of torchrun's (glog):
+`W1121 02:57:27.668000 PID elasticrun/agent/loop.py:LINE] text`.
 
 A terminal that is frozen (Ctrl-S, a pager) blocks whoever writes to it, so lines go through a
 bounded queue to a thread; what does not fit is dropped and counted, and the count is told.
@@ -18,7 +18,7 @@ from typing import Final
 from elasticrun.wire import env
 
 QUEUE_LINES: Final = 2000
-"""Lines held for a frozen terminal; the agent says little, so more would only be repetition."""
+"""Lines held for a frozen terminal; we say little, so more would only be repetition."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -105,23 +105,24 @@ class WriterHandler(logging.Handler):
         self._writer.write(self.format(record) + "\n")
 
 
-def level_from(environ: dict[str, str] | os._Environ[str]) -> int:
-    """LOGLEVEL as a level of `logging`; WARNING if it is unset or not understood."""
-    word = environ.get(env.LOGLEVEL, "").strip().upper()
+def level_from(word: str) -> int:
+    """A word or number as a level of `logging`; WARNING if it is not understood."""
+    word = word.strip().upper()
     if word.isdecimal():
         return int(word)
     level = logging.getLevelName(word)
     return level if isinstance(level, int) else logging.WARNING
 
 
-def set_up() -> StderrWriter:
-    """Send the package's log lines to stderr; the writer it returns takes other text as well."""
+def set_up(default: str = "WARNING") -> StderrWriter:
+    """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the writer it
+    returns takes other text as well."""
     for handler in logger.handlers:
         if isinstance(handler, WriterHandler):
             return handler._writer
     writer = StderrWriter(sys.stderr.fileno() if _has_fileno() else 2)
     logger.addHandler(WriterHandler(writer))
-    logger.setLevel(level_from(os.environ))
+    logger.setLevel(level_from(os.environ.get(env.LOGLEVEL, default)))
     logger.propagate = False
     return writer
 
