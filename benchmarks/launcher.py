@@ -120,7 +120,7 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
         ("Lightning", "lightning", "lightning_fit.py"),
     ):
         if importlib.util.find_spec(module):
-            take = partial(rows.framework_restart, script=script, seconds=10.0)
+            take = partial(rows.framework_restart, script=script)
             row = Row(f"the same, {name}, --preload=learn", "s", Bar(ratio=0.4))
             plan.insert(-3, (row, few, take))
         else:

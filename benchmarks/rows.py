@@ -72,8 +72,14 @@ def restart(launcher: str) -> list[float]:
         return recoveries(run, 3, 2, RESTART_LIMIT)
 
 
-def framework_restart(launcher: str, script: str, seconds: float = 10.0) -> list[float]:
-    """The same for a framework's script that has trained for `seconds` before."""
+LEARNING = 30.0
+"""Seconds of training after which a second fork server has what a framework imports, with room."""
+
+
+def framework_restart(launcher: str, script: str) -> list[float]:
+    """The same for a framework's script, with --preload=learn: after LEARNING seconds of training.
+    torchrun learns nothing, so its script need not train for long."""
+    seconds = LEARNING if launcher == ELASTICRUN else 2.0
     with job(launcher) as run:
         flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, "--preload=learn"))
         run.start(*flags, script=script, arguments=(str(seconds),))

@@ -72,12 +72,9 @@ class Job:
             "BENCH_SOCKET": str(self.folder / "facts"),
             MARK: self.marker,
             "TMPDIR": str(self.temporary),
-            **(
-                {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-                if own_store and self.launcher == TORCHRUN
-                else {}
-            ),
         }
+        if own_store and self.launcher == TORCHRUN:
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         console = (self.folder / f"console-{len(self.agents)}").open("wb")
         self.began = self.began or time.monotonic()
         self.agents.append(

@@ -23,7 +23,7 @@ QUEUE_LINES: Final = 2000
 logger = logging.getLogger("elasticrun")
 
 _LETTERS = {"DEBUG": "V", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
-_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class GlogFormatter(logging.Formatter):

@@ -236,7 +236,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[list[str], str]:
         return [], ""
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", NVML_SCRIPT],
+            [sys.executable, "-P", "-c", NVML_SCRIPT],
             capture_output=True,
             text=True,
             timeout=NVML_LIMIT,

@@ -42,7 +42,6 @@ def say(sentence: str) -> None:
 
 def _launch(words: Sequence[str]) -> int:
     from elasticrun.cli.devices import this_machine
-    from elasticrun.cli.program import check_program
     from elasticrun.cli.resolve import resolve
 
     ns = get_args_parser().parse_args(words)
@@ -52,7 +51,7 @@ def _launch(words: Sequence[str]) -> int:
 
         sys.stdout.write(describe(config, ns, os.environ))
         return settings.EXIT_OK
-    hint = check_program(config.entry)
+    hint = _check(config)
     for note in (*config.notes, hint):
         if note:
             say(note)
@@ -61,6 +60,19 @@ def _launch(words: Sequence[str]) -> int:
     from elasticrun.agent.main import run
 
     return run(dataclasses.replace(config, notes=()))  # they have been printed
+
+
+def _check(config: settings.AgentConfig) -> str:
+    """Refuse a program that is not there. On one node of several only say so, and let the rank
+    fail: then the job ends everywhere, instead of waiting for this node."""
+    from elasticrun.cli.program import check_program
+
+    try:
+        return check_program(config.entry)
+    except UsageError as error:
+        if config.spec.max_nodes == 1:
+            raise
+        return str(error)
 
 
 def _leave_to_torchrun(plugin: str, words: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_REFUSED
 from elasticrun.core import effects as fx
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.failures import Bill
-from elasticrun.core.job_status import NOTHING_YET, picture
+from elasticrun.core.job_status import nothing_yet, picture
 from elasticrun.core.membership import Health, Membership
 from elasticrun.core.rendezvous import Decision, Rendezvous, Verb
 from elasticrun.core.roster import Roster, differences
@@ -96,7 +96,7 @@ class Job:
     def status(self) -> m.JobStatus:
         """The job as one page; O(nodes)."""
         if self._spec is None:
-            return NOTHING_YET
+            return nothing_yet(self._given_spec)
         return picture(
             spec=self._spec,
             rdzv=self._rdzv,

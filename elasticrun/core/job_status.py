@@ -10,21 +10,24 @@ from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round
 from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
-NOTHING_YET = JobStatus(
-    job_id="",
-    phase="gathering",
-    reason="no agent has attached yet",
-    round=None,
-    world_size=0,
-    restart_count=0,
-    restarts_left=0,
-    max_restarts=0,
-    min_nodes=0,
-    max_nodes=0,
-    nodes=(),
-    last_failure="",
-    outcome="",
-)
+
+def nothing_yet(spec: JobSpec | None) -> JobStatus:
+    """Before the first agent; `spec` if the master was given one, else it is the agent's to tell."""
+    return JobStatus(
+        job_id=spec.job_id if spec else "",
+        phase="gathering",
+        reason="no agent has attached yet",
+        round=None,
+        world_size=0,
+        restart_count=0,
+        restarts_left=spec.max_restarts if spec else 0,
+        max_restarts=spec.max_restarts if spec else 0,
+        min_nodes=spec.min_nodes if spec else 0,
+        max_nodes=spec.max_nodes if spec else 0,
+        nodes=(),
+        last_failure="",
+        outcome="",
+    )
 
 
 def picture(

@@ -101,7 +101,7 @@ class Master:
         # The term only has to grow from one master of a job to the next, with no record kept
         # between them; wall-clock seconds do, and a brain that adopts a round takes a larger one
         # if the agents report it.
-        self._brain: Brain = brain or Job(config.spec, int(time.time()), mint_nonce)
+        self._brain: Brain = brain or Job(config.spec, time.time_ns() // 10**6, mint_nonce)
 
     async def run(self) -> int:
         """Serve; the exit code. ListenError if the port cannot be had, BrainFault on a defect."""
@@ -112,7 +112,9 @@ class Master:
             lost=spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT,
             hosted=self._hosted,
             outlive=config.outlive,
-            dialling=lambda: any(node.state == "suspect" for node in loop.status().nodes),
+            dialling=lambda: any(
+                node.state == "suspect" and node.node in ear.broken for node in loop.status().nodes
+            ),
             several=lambda: len(ear.nodes) > 1,
         )
         loop = Loop(self._brain, job_id=config.job_id, on_over=life.over)

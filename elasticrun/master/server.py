@@ -95,6 +95,8 @@ class Ear:
         """Streams that have said Hello and still stand."""
         self.nodes: set[str] = set()
         """Node ids that ever attached, two at most: enough to tell one from several."""
+        self.broken: set[str] = set()
+        """Nodes whose last stream broke: they may be dialling, and have not heard the latest."""
 
     # ------------------------------------------------------------ GetStatus
 
@@ -130,6 +132,7 @@ class Ear:
         session = next(self._sessions)
         box = Mailbox()
         clean = False
+        self.broken.discard(hello.node)
         self._count(+1, hello.node)
         self._loop.attach(Attached(session, hello), box)
         writer = asyncio.ensure_future(_write(context, box))
@@ -154,6 +157,8 @@ class Ear:
                 limit.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
             self._loop.put(Detached(session, clean))
+            if not clean:
+                self.broken.add(hello.node)
             self._count(-1)
 
     def _count(self, change: int, node: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,11 @@ def test_the_drawing_names_every_state_and_event() -> None:
     assert all(state.value in drawing.splitlines()[0] for state in State)
     assert "| RankExited |" in drawing
     assert len(drawing.splitlines()) == 2 + len({kind for _, kind in TABLE})
+
+
+def test_architecture_shows_the_table_as_it_is() -> None:
+    page = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text()
+    assert draw().rstrip() in page, "put what draw() gives into ARCHITECTURE.md again"
 
 
 def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() -> None:

@@ -1,4 +1,4 @@
-"""What the machine around a job may do to it: proxies, other jobs, taken ports, frozen terminals."""
+"""What the machine may do to a job: proxies, other jobs, taken ports, frozen terminals."""
 
 from __future__ import annotations
 
