@@ -327,8 +327,13 @@ class World:
         stdout: Any = None,
         stderr: Any = None,
         umask: int = -1,
+        ignoring: str = "",
     ) -> Launched:
-        """Start any command in a session of its own; its console goes to files unless given."""
+        """Start any command in a session of its own; its console goes to files unless given.
+
+        `ignoring`: signals by their short names, as `nohup` and `&` in a script leave them."""
+        if ignoring:
+            argv = ("sh", "-c", f'trap "" {ignoring}; exec "$@"', "sh", *argv)
         number = len(self.jobs)
         out, err = self.scratch / f"console-{number}.out", self.scratch / f"console-{number}.err"
         with out.open("wb") as out_file, err.open("wb") as err_file:

@@ -8,6 +8,7 @@ that it is ours; only then asyncio and grpc are imported.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from functools import cache
@@ -47,7 +48,10 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
     writer = operator_log.set_up()
     if threading.current_thread() is not threading.main_thread():
         return _said(Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0))
-    ignored = ignored_signals()
+    # Death signals are caught here, and what is caught is back to its default in a new program:
+    # under `nohup`, ranks of torchrun obey a SIGHUP, and so must these.
+    caught = {getattr(signal, name, None) for name in config.signals_to_handle}
+    ignored = tuple(number for number in ignored_signals() if number not in caught)
     inbox = SignalInbox(config.signals_to_handle)
     inbox.install()
     try:

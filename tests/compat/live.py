@@ -16,8 +16,9 @@ def job(
     env: Mapping[str, str] | None = None,
     console: int | None = None,
 ) -> Launched:
-    """One agent whose ranks are puppets."""
-    return world.launch(launcher, *flags, PUPPET, env=env, stdout=console, stderr=console)
+    """One agent whose ranks are puppets; it says at once what it waits for."""
+    talkative = {"LOGLEVEL": "INFO", **(env or {})}
+    return world.launch(launcher, *flags, PUPPET, env=talkative, stdout=console, stderr=console)
 
 
 def agents(

@@ -34,6 +34,7 @@ class Case:
     agents: tuple[tuple[str, ...], ...] = ((),)
     cwd: str = ""  # below tests/, "": the scratch folder
     umask: int = -1
+    ignoring: str = ""
     user_port: bool = False  # the ranks must see exactly `{port}`
     log_dir: str = ""  # where the log tree is looked for, below the scratch folder
 
@@ -84,7 +85,11 @@ def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
     jobs = []
     for more in case.agents:
         argv = (*flags, *fill(more, world, port), script, *args)
-        jobs.append(world.launch(launcher, *argv, env=env, cwd=cwd, umask=case.umask))
+        jobs.append(
+            world.launch(
+                launcher, *argv, env=env, cwd=cwd, umask=case.umask, ignoring=case.ignoring
+            )
+        )
     return jobs
 
 

@@ -322,7 +322,7 @@ class TestRootCause:
 
     def test_torchrun(self, torchrun_world: World) -> None:
         """Both deaths have to fall between two of its looks, a second apart."""
-        assert "0" in [self.cause(torchrun_world, TORCHRUN) for _ in range(3)]
+        assert any(self.cause(torchrun_world, TORCHRUN) == "0" for _ in range(3))
 
     def test_ours(self, world: World) -> None:
         assert self.cause(world, ELASTICRUN) == "1"
@@ -349,7 +349,7 @@ class TestSpareAtTheEnd:
         jobs = agents(world, ELASTICRUN, 1, "1:1", port)
         (peer,) = world.hub.ranks(1)
         (spare,) = agents(world, ELASTICRUN, 1, "1:1", port)
-        spare.until_text("wait")
+        spare.until_text("spare")
         finish([peer])
         assert jobs[0].wait() == 0
         assert spare.wait() == 0, spare.stderr

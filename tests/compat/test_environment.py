@@ -60,6 +60,7 @@ CASES = {
         ("--nproc-per-node=2",), ("dump.py", "--dev=${local_rank}", "$local_rank", "${other}", "$$")
     ),
     "a umask": Case(umask=0o027),
+    "nohup and &": Case(ignoring="HUP INT QUIT USR1"),
     "restarts": Case(("--max-restarts=2", "--nproc-per-node=2"), env={"DUMP_FAIL_UNTIL": "2"}),
     "two agents, static": Case(
         ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}", "--nproc-per-node=2"),

@@ -157,12 +157,7 @@ def test_a_signal_before_the_first_start(world: World, torchrun_world: World) ->
     """Defect (M:546): torchrun installs its handlers with the first ranks, so in rendezvous it
     dies of the signal without a clean-up; here it is one sentence and 1."""
     flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1")
-    theirs = job(
-        torchrun_world,
-        TORCHRUN,
-        *(*flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        env={"LOGLEVEL": "INFO"},
-    )
+    theirs = job(torchrun_world, TORCHRUN, *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     theirs.until_text("Rendezvous'ing worker group")
     theirs.signal(signal.SIGTERM)
     assert theirs.wait() == -signal.SIGTERM
