@@ -12,7 +12,7 @@ from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
 
 def nothing_yet(spec: JobSpec | None) -> JobStatus:
-    """Before the first agent; `spec` if the master was given one, else it is the agent's to tell."""
+    """Before the first agent, which brings the spec where the master was given none."""
     return JobStatus(
         job_id=spec.job_id if spec else "",
         phase="gathering",
