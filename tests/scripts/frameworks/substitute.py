@@ -14,8 +14,9 @@ import sys
 
 def put_in_place() -> None:
     """Make `import torch.distributed.run` give our module, both ways of looking it up."""
-    import elasticrun.run
     import torch.distributed
+
+    import elasticrun.run
 
     sys.modules["torch.distributed.run"] = elasticrun.run
     torch.distributed.run = elasticrun.run
