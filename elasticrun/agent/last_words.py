@@ -43,9 +43,12 @@ async def events(
         await in_thread(record, limit=EVENTS_LIMIT, name="events")
 
 
-async def tell(config: AgentConfig, outcome: Exit, writer: StderrWriter) -> None:
-    """Print the outcome and write the launcher's own error file, if it was given one."""
+async def tell(config: AgentConfig, outcome: Exit, writer: StderrWriter, *, ran: bool) -> None:
+    """Print the outcome and write the launcher's own error file, if it was given one. `ran`:
+    ranks were started here."""
     if outcome.code == EXIT_OK:
+        if not ran:  # a spare; or a second job at the endpoint of the first, by mistake
+            logger.warning("no rank was started here: the job ended without needing this node")
         logger.info("the job is over: %s", outcome.reason)
         writer.flush(1.0)
         return

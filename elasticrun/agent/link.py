@@ -15,8 +15,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from elasticrun.agent.probe import Answer, probe
+from elasticrun.agent.threads import tell_failure
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.operator_log import logger
 from elasticrun.wire.channel import Attendance, LinkError, attend, open_channel
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
@@ -156,7 +158,8 @@ class Link:
 
     `deliver` gets Ordered, LinkBack and LinkLost; `hello` is asked for a fresh Hello before each
     attempt; `endpoint` may change between attempts (a standalone master on a new port);
-    `waiting(reason)` is called once when no master is there at first."""
+    `waiting(reason)` is called once when no master is there at first, `broken(sentence)` when the
+    link itself fails."""
 
     def __init__(
         self,
@@ -164,21 +167,25 @@ class Link:
         hello: Callable[[], Hello],
         deliver: Callable[[AgentEvent], None],
         waiting: Callable[[str], None] = lambda reason: None,
+        broken: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._endpoint = endpoint
         self._hello = hello
         self._deliver = deliver
         self._session: _Session | None = None
         self._task: asyncio.Task[None] | None = None
+        self._page = ""
         self._strange = 0
         self._nudge = asyncio.Event()
         self._waiting = waiting
+        self._broken = broken
         self._tries = 0
         self.connected = asyncio.Event()
         """Set once a master has welcomed us, for good."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
+        tell_failure(self._task, self._broken, "the link to the master")
 
     def say(self, report: Report) -> None:
         """Send a report; dropped without a session, since LinkBack makes the brain tell it all."""
@@ -269,6 +276,9 @@ class Link:
             answer = await asyncio.wait_for(session.open(self._hello()), WELCOME_LIMIT)
             if isinstance(answer, Welcome):
                 self._strange = 0
+                if answer.status_url not in ("", self._page):
+                    self._page = answer.status_url
+                    logger.info("the job's page: %s", self._page)
                 return session
             await session.drop()
             return answer

@@ -25,7 +25,7 @@ from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.agent.stores import HOLD, Stores
-from elasticrun.agent.threads import in_thread, threadsafe
+from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
 from elasticrun.agent.waiting import LongWaits
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.effects import (
@@ -123,6 +123,7 @@ class Node:
             self._writer.write(note.rstrip("\n") + "\n")
         self._pet()
         self._tasks.append(asyncio.create_task(self._set_out()))
+        tell_failure(self._tasks[-1], self._fatal, "setting out")
         try:
             outcome = await self._loop.run()
         except BaseException:
@@ -170,7 +171,11 @@ class Node:
             fatal=self._fatal,
         )
         self._link = Link(
-            lambda: self._meeting.dial, self._hello, self._loop.deliver, self._no_master
+            lambda: self._meeting.dial,
+            self._hello,
+            self._loop.deliver,
+            waiting=self._no_master,
+            broken=self._fatal,
         )
 
     async def _set_out(self) -> None:
@@ -368,7 +373,8 @@ class Node:
             await in_thread(self._identity.release, limit=1.0, name="identity")
         if outcome is not None:
             await self._tell_events(outcome)
-            await last_words.tell(self._config, outcome, self._writer)
+            ran = self._ranks.start is not None
+            await last_words.tell(self._config, outcome, self._writer, ran=ran)
 
     async def _tell_events(self, outcome: Exit) -> None:
         if self._events is not None:

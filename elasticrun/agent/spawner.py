@@ -249,10 +249,12 @@ class Spawners:
 
     def _learn(self, spawner: Spawner, modules: tuple[str, ...]) -> None:
         """Make a spawner ready that has what the ranks import, for the next life."""
-        new = tuple(sorted(set(modules) - set(self._learned)))
+        known = set(self._learned)
+        # in the order of their imports: many a library does not bear another one
+        new = tuple(module for module in dict.fromkeys(modules) if module not in known)
         if not new or spawner is not self._current or self._next is not None:
             return
-        self._learned = tuple(sorted({*self._learned, *new}))
+        self._learned = (*self._learned, *new)
         logger.info("a second fork server imports %d modules that the ranks used", len(new))
         self._prepare_next(spawner)
 

@@ -54,3 +54,13 @@ def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *ar
     """Have the loop call `call(*args)`, from any thread; nothing if the loop is over."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
+
+
+def tell_failure(task: asyncio.Task[None], tell: Callable[[str], object], what: str) -> None:
+    """Have a defect of ours in this task told, so that nobody waits for it for ever."""
+
+    def look(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            tell(f"{what} failed: {error!r}")
+
+    task.add_done_callback(look)

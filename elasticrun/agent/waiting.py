@@ -26,9 +26,11 @@ class LongWaits:
         self._seen = (status.state, status.reason)
         self.close()
         if status.state in (State.PREPARING, State.JOINED) and status.reason:
-            self._timer = asyncio.get_running_loop().call_later(
-                STILL_WAITING, logger.warning, "still waiting: %s", status.reason
-            )
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(STILL_WAITING, self._tell, status.reason)
+
+    def _tell(self, reason: str) -> None:
+        logger.warning("still waiting: %s", reason)
 
     def close(self) -> None:
         """Say no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -34,8 +35,10 @@ def verb_of(words: Sequence[str]) -> str:
 
 
 def say(sentence: str) -> None:
-    """One line for the user, on standard error."""
-    if sys.stderr is not None:  # None where our caller has closed it
+    """One line for the user, on standard error; a full disk or a closed pipe there ends no job."""
+    if sys.stderr is None:  # our caller has closed it
+        return
+    with contextlib.suppress(OSError):
         sys.stderr.write(f"{PROG}: {sentence}\n")
         sys.stderr.flush()
 
@@ -49,8 +52,7 @@ def _launch(words: Sequence[str]) -> int:
     if ns.dry_run:
         from elasticrun.cli.dryrun import describe
 
-        sys.stdout.write(describe(config, ns, os.environ))
-        return settings.EXIT_OK
+        return _printed(lambda: print(describe(config, ns, os.environ), end="") or settings.EXIT_OK)
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:
@@ -98,7 +100,18 @@ def _master(words: Sequence[str]) -> int:
 def _status(words: Sequence[str]) -> int:
     from elasticrun.cli.status import main as print_status
 
-    return print_status(words)
+    return _printed(lambda: print_status(words))
+
+
+def _printed(show: Callable[[], int]) -> int:
+    """Run what writes to standard output; a full disk or a closed pipe there is one sentence."""
+    try:
+        code = show()
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails on it again
+        raise UsageError(f"cannot write to standard output: {error.strerror}", 1) from None
+    return code
 
 
 VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {"master": _master, "status": _status}

@@ -158,7 +158,8 @@ class GroupBase:
         self._out.append(Note(text, level))
 
     def _link_gone(self, reason: str, now: float) -> None:
-        if not self._link_lost:
+        ending = self._state in (State.ENDING, State.CLEARING)  # then it needs no master any more
+        if not self._link_lost and not ending:
             self._note(
                 f"no master answers ({reason}); this node goes on for "
                 f"{self._master_lost_timeout:g} s",

@@ -152,10 +152,11 @@ class Ear:
             clean = writer.done() and not writer.cancelled() and writer.exception() is None
         finally:
             reader.cancel()
-            writer.cancel()
+            # Not cancelled: a write that is under way would forbid the abort that may follow.
+            box.close()
+            await asyncio.gather(reader, writer, return_exceptions=True)
             for limit in limits:
                 limit.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
             self._loop.put(Detached(session, clean))
             if not clean:
                 self.broken.add(hello.node)

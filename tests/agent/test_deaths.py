@@ -86,6 +86,7 @@ def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> No
         env={"LOGLEVEL": "INFO"},
     )
     job.until_text("waiting for nodes")
+    job.until_text("the job's page: http://")
     job.process.kill()
     world.nothing_left()
 

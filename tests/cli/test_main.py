@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
-from elasticrun.cli.main import verb_of
+from elasticrun.cli.main import say, verb_of
 from elasticrun.cli.master_verb import configure
 from elasticrun.cli.program import check_program
 from elasticrun.cli.values import UsageError
@@ -115,6 +116,14 @@ def test_one_sentence_and_no_traceback(
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("elasticrun")
     assert done.stdout == ""
+
+
+def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
+        say("a note")
+        assert isinstance(sys.stderr, io.TextIOWrapper)
+        sys.stderr.detach()
 
 
 def test_a_binary_is_no_script(tmp_path: Path) -> None:

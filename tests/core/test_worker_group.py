@@ -348,3 +348,10 @@ def test_the_spawner_takes_its_ranks_with_it() -> None:
     assert said.report.failures[0].time_us == 77
     assert (stopped, prepare) == (fx.Say(m.Stopped(ROUND)), fx.PrepareStore())
     assert agent.feed(fx.StoreReady(NEXT)) == [fx.Say(m.Join(NEXT))]
+
+
+def test_who_ends_anyway_does_not_speak_of_a_lost_master() -> None:
+    agent = Agent().running()
+    agent.feed(fx.Signalled(2, "SIGINT", True))
+    assert agent.state is State.ENDING
+    assert agent.group.step(fx.LinkLost("the job is over"), agent.now) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 
@@ -43,6 +44,13 @@ def main(folder: str) -> None:
         "first": float(losses[0]), "last": float(losses[-1]), "weight": round(weight, 6),
     }  # fmt: skip
     sys.stdout.write("RESULT " + json.dumps(result) + "\n")
+    # What DDP holds of gloo must be gone before the interpreter is, or torch 2.13 may abort in its
+    # threads (seen under torchrun on a busy machine, one run of nine).
+    accelerator = trainer.accelerator
+    accelerator.free_memory()
+    del trainer
+    gc.collect()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
