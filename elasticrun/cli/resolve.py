@@ -74,7 +74,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         logs=_log_plan(asked, machine),
         nproc_per_node=nproc,
         node_rank=meeting.node_rank,
-        node_id=asked.text("node_id"),
+        node_id=asked.text("node_id") or _static_id(meeting.rendezvous.kind, meeting.node_rank),
         local_addr=asked.value("local_addr") or None,
         role=asked.text("role"),
         launch=asked.text("launch"),
@@ -97,6 +97,11 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         notes=tuple(notes),
         delegate=meeting.delegate,
     )
+
+
+def _static_id(kind: str, node_rank: int) -> str:
+    """In a static job the node rank says who a node is over its lives (COORDINATION 13)."""
+    return f"rank-{node_rank}" if kind == "static" and node_rank >= 0 else ""
 
 
 def conf_keys(asked: Asked) -> dict[str, str]:

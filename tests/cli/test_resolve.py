@@ -332,6 +332,7 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--role r", {}, "role", "r"),
     ("--local-addr 10.0.0.1", {}, "local_addr", "10.0.0.1"),
     ("--node-id n7", {}, "node_id", "n7"),
+    ("--nnodes 2 --node-rank 1 --master-addr h", {}, "node_id", "rank-1"),
     ("", {"ELASTICRUN_NODE_ID": "n8"}, "node_id", "n8"),
     ("--launch exec", {}, "launch", "exec"),
     ("", {"ELASTICRUN_LAUNCH": "fork"}, "launch", "fork"),

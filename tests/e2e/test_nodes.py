@@ -55,16 +55,16 @@ def test_a_frozen_node_costs_nothing_and_comes_back(world: World) -> None:
 
 
 def test_a_node_that_is_there_twice(world: World) -> None:
-    """COORDINATION 13 (d): two pods that are one node do not fight. With one `--node-id` the later
-    one is told and ends; with one NODE_RANK it is a spare, which ends well with the job."""
+    """COORDINATION 13 (d): two pods that are one node do not fight. In a static job the node rank
+    says who a node is, else `--node-id`: the later one is told and ends. One of another id is a
+    spare, which ends well with the job."""
     port = free_port()
-    jobs = agents(world, ELASTICRUN, 1, "2", port, static=True)
-    jobs += agents(world, ELASTICRUN, 1, "2", port, "--node-id=pod-1", first=1, static=True)
+    jobs = agents(world, ELASTICRUN, 2, "2", port, static=True)
     peers = world.hub.ranks(2)
-    (twin,) = agents(world, ELASTICRUN, 1, "2", port, "--node-id=pod-1", first=1, static=True)
+    (twin,) = agents(world, ELASTICRUN, 1, "2", port, first=1, static=True)
     jobs += agents(world, ELASTICRUN, 1, "2", port, "--node-id=pod-2", first=1, static=True)
     assert twin.wait() == 78
-    assert "node pod-1 is held by another agent" in twin.stderr
+    assert "node rank-1 is held by another agent" in twin.stderr
     assert "Traceback" not in twin.stderr
     jobs[-1].until_text("spare")
     assert allreduce(world, peers) == [2, 2]
