@@ -76,7 +76,8 @@ def test_kill_9_of_the_agent_leaves_nothing(world: World) -> None:
     world.nothing_left()
 
 
-def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> None:
+def one_of_two(world: World) -> Launched:
+    """An agent that waits for a second node, which never comes."""
     job = world.launch(
         ELASTICRUN,
         "--nnodes=2",
@@ -86,6 +87,11 @@ def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> No
         env={"LOGLEVEL": "INFO"},
     )
     job.until_text("waiting for nodes")
+    return job
+
+
+def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> None:
+    job = one_of_two(world)
     job.until_text("the job's page: http://")
     job.process.kill()
     world.nothing_left()
@@ -199,15 +205,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -
 
 
 def test_sigterm_while_nodes_are_awaited_ends_in_order(world: World) -> None:
-    job = world.launch(
-        ELASTICRUN,
-        "--nnodes=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        PUPPET,
-        env={"LOGLEVEL": "INFO"},
-    )
-    job.until_text("waiting for nodes")
+    job = one_of_two(world)
     job.signal(signal.SIGTERM)
     assert job.wait() == 1
     assert "Received 15 death signal" in job.stderr
