@@ -52,6 +52,11 @@ wheel-test: $(VENV)/.dev
 
 bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/launcher.py
+	$(BIN)/python benchmarks/elastic.py --plot docs/elastic.png
+	$(BIN)/python benchmarks/rendezvous_scale.py
+	$(BIN)/python benchmarks/idle_sessions.py
+	$(BIN)/python benchmarks/record.py
+	$(BIN)/python benchmarks/sim_scale.py --png docs/sim-scale.png
 
 soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest -m soak --timeout 3600

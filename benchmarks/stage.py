@@ -34,13 +34,16 @@ class TookTooLong(Exception):
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds."""
+    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds, `node` tells
+    which of the job's agents started it, by number."""
 
     event: str
     rank: int
     life: int
     time: float
     pid: int
+    world: int
+    node: int
 
 
 class Job:
@@ -71,6 +74,8 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "BENCH_SOCKET": str(self.folder / "facts"),
             MARK: self.marker,
+            "BENCH_NODE": str(len(self.agents)),
+            "BENCH_STEPS": str(self.folder),
             "TMPDIR": str(self.temporary),
         }
         if own_store and self.launcher == TORCHRUN:

@@ -71,16 +71,63 @@ RESTART_HEALTHY_AFTER: Final = 30.0
 RESTART_WINDOW: Final = 0.0
 """The restart budget counts failures of this many seconds; 0 counts the whole job."""
 
+EXCLUDE_FAILING_AFTER: Final = 3
+"""A node whose ranks were the root cause of this many rounds in a row is left out, where the others
+are enough; raise it and a bad machine costs more restarts before it is known for one."""
+
+STORM_NODES: Final = 16
+"""From this many nodes on, a second loss soon after the first is taken for part of a bigger event
+(a switch, a rack): the next round waits until no more are lost."""
+
+STORM_WINDOW: Final = 120.0
+"""How soon after the one before a loss belongs to the same event."""
+
+STORM_QUIET: Final = 60.0
+"""The longest silence that is waited for before such an event counts as over; one that was quick is
+over much sooner (core/burst.py). Raise it for events whose losses come further apart."""
+
+STORM_LONGEST: Final = 300.0
+"""An event that does not end holds a round back for this long in all."""
+
 # ---------------------------------------------------------------- stopping
 
 SHUTDOWN_TIMEOUT: Final = 30
 """Seconds between SIGTERM and SIGKILL for a rank that handles SIGTERM (torchrun's default)."""
+
+SPAWN_TIMEOUT: Final = 300.0
+"""How long the fork server may take to start all ranks of a node before the agent gives it up;
+raise it where executables come from a file system that takes minutes."""
 
 STUCK_AFTER: Final = 30.0
 """A process still there this long after SIGKILL is in uninterruptible sleep: the node says so."""
 
 LOG_DRAIN: Final = 0.5
 """How long the console copy of a dead rank's log is still read before the tail is given up."""
+
+# ---------------------------------------------------------------- mastership by etcd (seconds)
+
+LEADER_TTL: Final = 3
+"""Lease of the leadership: a lost master is succeeded this long after its last word to etcd. Lower
+it and a pause of etcd's costs a change of masters (which no rank notices); raise it and a lost host
+costs more. etcd itself grants 2 s at the least."""
+
+LEADER_RENEW: Final = 0.75
+"""How often the master renews that lease; a renewal that is answered counts from its sending."""
+
+CANDIDATE_TTL: Final = 5
+"""How long one agent may take to start a master before the next one tries."""
+
+LEADER_CALL_LIMIT: Final = 0.8
+"""How long one etcd server may take to renew it: one that is down leaves time for two others."""
+
+OUTCOME_KEPT: Final = 3600
+"""How long etcd remembers how a job ended: who comes later is told, and starts nothing."""
+
+RECORD_KEPT: Final = 7 * 24 * 3600
+"""How long etcd keeps the record of a job whose nodes have all gone without an end."""
+
+ETCD_CALL_LIMIT: Final = 2.0
+"""How long one call to one etcd server may take before the next server is asked."""
 
 # ---------------------------------------------------------------- bounds
 
@@ -108,6 +155,9 @@ EXIT_REFUSED: Final = 78
 """The master would not have this node: wrong version, wrong job, a node id that is taken."""
 EXIT_PORT_TAKEN: Final = 79
 """The master could not listen: somebody else holds its port (only the master ends with it)."""
+EXIT_NOT_LEADING: Final = 80
+"""Another master leads this job, or this one cannot prove any more that it does (only a master
+whose leadership is in etcd ends with it; its agents go to the one that leads)."""
 
 
 # ---------------------------------------------------------------- what the command line resolves to
@@ -135,13 +185,23 @@ class Rendezvous:
 
     kind "standalone": this agent starts one on loopback. "elastic": the agent whose address
     `host:port` names starts it. "static": node rank 0 does, behind a door on `port`, which the
-    ranks see as MASTER_PORT. "external": somebody else has started it at `host:port`.
+    ranks see as MASTER_PORT. "external": somebody else has started it at `host:port`. "etcd": the
+    agents choose one of them to start it, by way of `master_store`, on `port` (0: a free one).
     """
 
     kind: str
     host: str = ""
     port: int = 0
     is_host: bool | None = None  # --rdzv-conf is_host
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files (PEM) of a node's TLS; `ca` alone checks the master and shows nothing of us."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +238,9 @@ class AgentConfig:
     notes: tuple[str, ...] = ()  # sentences to print once at the start
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
     delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
+    token: str = field(default="", repr=False)  # the job's secret; "": none was given
+    tls: Tls | None = None
+    master_store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
     called: bool = False  # from Python: the caller's exception tells of failures, not the agent
 
 
@@ -194,4 +257,10 @@ class MasterConfig:
     lifeline_fd: int = -1  # end when this pipe reaches EOF (standalone); -1: none
     ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving; -1: none
     linger: float = 5.0  # how long agents have to hear the outcome
+    token: str = field(default="", repr=False)  # agents prove it; "": anyone may join
+    tls: Tls | None = None
+    record_dir: str = ""  # folder of state.sqlite and trace, on a local disk; "": no record
+    master_store: str = ""  # as in AgentConfig; the record is there then, the trace in record_dir
+    advertise: str = ""  # host under which a master found by way of etcd is dialled
+    holder: str = ""  # names the life of the agent that starts this master, in etcd's leader key
     outlive: bool = False  # at EOF of the lifeline go on for as long as other agents are attached

@@ -11,17 +11,21 @@ import json
 import types
 import typing
 from enum import StrEnum
+from functools import cache
 from typing import Any, TypeVar
 
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
 """More than an environment and a command line can be (2 MB each on Linux) with JSON's escapes."""
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+"""Types whose values are their own JSON: most of a large round is, and takes a short way."""
 
 C = TypeVar("C")
 
 
 def dumps(config: Any) -> str:
     """A configuration (a dataclass of dataclasses, tuples, dicts, words and numbers) as JSON."""
-    return json.dumps(_plain(config))
+    return json.dumps(plain(config))
 
 
 def loads(text: str | bytes, cls: type[C]) -> C:
@@ -34,13 +38,24 @@ def loads(text: str | bytes, cls: type[C]) -> C:
     return config
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+def typed(value: Any, kind: Any) -> Any:
+    """The value of type `kind` that was made `plain`. Raises ValueError."""
+    return _value(kind, value, getattr(kind, "__name__", str(kind)))
+
+
+def plain(value: Any) -> Any:
+    """A configuration as `json.dumps` takes it; `typed(plain(config), type(config)) == config`."""
+    if type(value) in _SCALARS:
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            name: item if type(item := getattr(value, name)) in _SCALARS else plain(item)
+            for name in _hints(type(value))
+        }
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -49,7 +64,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _one_of(inner, value, where)
     if origin is tuple and isinstance(value, list):
-        return tuple(_value(inner[0], item, where) for item in value)
+        kind = inner[0]
+        return tuple(v if _is_plainly(v, kind) else _value(kind, v, where) for v in value)
     if origin is dict and isinstance(value, dict):
         return {_key(inner[0], k, where): _value(inner[1], v, where) for k, v in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
@@ -67,15 +83,31 @@ def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     raise ValueError(f"{where} has the wrong type {type(value).__name__}")
 
 
-def _object(cls: type, body: dict[str, Any], where: str) -> Any:
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The fields of a dataclass with their types; ten thousand seats of a round ask for them."""
     hints = typing.get_type_hints(cls)
-    unknown = body.keys() - {f.name for f in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _object(cls: type, body: dict[str, Any], where: str) -> Any:
+    hints = _hints(cls)
+    unknown = body.keys() - hints.keys()
     if unknown:
         raise ValueError(f"{where} has no field {min(unknown)[:60]!r}")
     try:
-        return cls(**{key: _value(hints[key], v, f"{where}.{key}") for key, v in body.items()})
+        return cls(
+            **{
+                key: v if _is_plainly(v, hints[key]) else _value(hints[key], v, f"{where}.{key}")
+                for key, v in body.items()
+            }
+        )
     except TypeError:
         raise ValueError(f"{where} is not complete") from None
+
+
+def _is_plainly(value: Any, kind: Any) -> bool:
+    return type(value) is kind and kind in _SCALARS
 
 
 def _key(kind: type, text: str, where: str) -> Any:

@@ -23,6 +23,7 @@ from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.caller.log_words import log_words
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.resolve import resolve
+from elasticrun.cli.trust import withdraw
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.core.effects import Exit
@@ -170,7 +171,7 @@ def agent_config_of(
 ) -> AgentConfig:
     """The agent's configuration; what cannot be raises ValueError with a sentence."""
     try:
-        resolved = resolve(_as_flags(config), os.environ, this_machine())
+        resolved = resolve(_as_flags(config), withdraw(), this_machine())
     except UsageError as error:
         raise ValueError(str(error)) from None
     if resolved.delegate:

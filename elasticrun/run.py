@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from elasticrun.cli.devices import this_machine
 from elasticrun.cli.main import say
 from elasticrun.cli.program import check_program
 from elasticrun.cli.resolve import resolve
+from elasticrun.cli.trust import withdraw
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
@@ -116,7 +116,7 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 def _resolve(args: argparse.Namespace) -> AgentConfig:
     try:
-        config = resolve(args, os.environ, this_machine(say=say))
+        config = resolve(args, withdraw(), this_machine(say=say))
         hint = check_program(config.entry)
     except UsageError as error:
         raise ValueError(str(error)) from None

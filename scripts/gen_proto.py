@@ -6,7 +6,7 @@
 protoc writes the descriptor and the type stubs; the module around the descriptor is ours and uses
 protobuf's public functions alone. protoc's own Python refuses every runtime older than the protoc
 that made it, and its gRPC stubs likewise: a launcher must not tell its users which protobuf to
-have. The service needs no stub: its two methods are named in `wire/channel.py`.
+have. No service needs a stub: methods are named in `wire/channel.py` and `wire/etcd.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 TARGET = ROOT / "elasticrun" / "wire" / "pb"
 
-PACKAGE = '"""Generated from protos/ by scripts/gen_proto.py; only `wire/codec.py` imports it."""\n'
+PACKAGE = (
+    '"""Generated from protos/ by scripts/gen_proto.py; for `wire/codec.py`, `wire/etcd.py`."""\n'
+)
 
 MODULE = '''"""Generated from {source} by scripts/gen_proto.py; do not edit."""
 

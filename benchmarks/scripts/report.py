@@ -14,12 +14,14 @@ _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
 def report(event: str) -> None:
-    """Send `event` with this rank, this life and the time."""
+    """Send `event` with the time, this rank, its life, world size and node."""
     fact = {
         "event": event,
         "rank": int(os.environ["RANK"]),
         "life": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         "time": time.monotonic(),
         "pid": os.getpid(),
+        "world": int(os.environ["WORLD_SIZE"]),
+        "node": int(os.environ["BENCH_NODE"]),
     }
     _socket.sendto(json.dumps(fact).encode(), os.environ["BENCH_SOCKET"])

@@ -2,9 +2,9 @@
 
 Where a user names a master port, ranks see exactly that MASTER_PORT (DROP-IN 12), and agents dial
 the same port for the job master. The door holds it and reads the first bytes of each connection:
-the preface of HTTP/2 goes to the master, all else to the store of the current round. When the agent
-names another store, connections to the older one are closed. While there is no store, or no
-master yet, connections wait.
+what begins as HTTP/2 or TLS does goes to the master, all else to the store of the current round.
+When the agent names another store, connections to the older one are closed. While there is no
+store, or no master yet, connections wait.
 
 A process of its own, so that a busy agent delays nobody's store; standard library alone. The agent
 binds the port, starts `command(...)` in a new session with both descriptors inherited, and writes
@@ -34,6 +34,10 @@ from collections.abc import Callable
 
 PREFACE = b"PRI * HTTP/2.0"
 """How every HTTP/2 connection begins (RFC 9113, 3.4); no request of a TCPStore does."""
+
+CLIENT_HELLO = b"\x16\x03"
+"""How every TLS connection begins (RFC 8446, 5.1); no TCPStore speaks TLS, its clients begin with a
+zero."""
 
 HEAD_LIMIT = 30.0
 """Seconds within which a connection must show what it is."""
@@ -198,9 +202,10 @@ class Door:
     def _sort(self, link: Link) -> None:
         """Say where a connection belongs, as soon as its first bytes tell."""
         head = bytes(link.to_back[: len(PREFACE)])
-        if PREFACE.startswith(head) and len(head) < len(PREFACE):
-            return
-        link.target = "master" if head == PREFACE else "store"
+        for start in (PREFACE, CLIENT_HELLO):
+            if start.startswith(head) and len(head) < len(start):
+                return
+        link.target = "master" if head.startswith((PREFACE, CLIENT_HELLO)) else "store"
         if self._where[link.target] is not None:
             self._dial(link)
 

@@ -1,4 +1,5 @@
-"""The processes that an agent starts beside its spawner: the job master, and a static job's door.
+"""The processes that an agent starts beside its spawner: the job master here, and in `door_host.py`
+a static job's door.
 
 Both live in sessions of their own, ignore the signals that hit every process of a job, and end
 when the agent's end of a pipe is closed, by whatever death.
@@ -11,33 +12,40 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.agent import door
 from elasticrun.agent.processes import Reaper
-from elasticrun.config import EXIT_PORT_TAKEN, AgentConfig, MasterConfig
+from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire import record_folder
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.record_folder import LaunchFolder
 from elasticrun.wire.serverstart import SHIELDED
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
 
 RELAY_BYTES: Final = 64 * 1024
 
-RESTARTS: Final = (0.0, 0.2, 0.5, 1.0)
-"""Seconds before a helper that died is started again, the last one from the fourth time on."""
+RESTARTS: Final = (0.0, 0.0, 0.1, 0.3, 1.0)
+"""Seconds before a helper that died is started again, the last one from the fifth time on."""
 
 MAX_STILLBORN: Final = 4
 """Masters that died before the first one served; then the installation is broken, not the luck."""
 
+MAX_TAKEN: Final = 10
+"""Deaths and takings in a row after which a port that is taken is another master's for good."""
+
 HEALTHY_AFTER: Final = 10.0
 """A helper that lived this long starts again at once."""
+
+RECORD_LIMIT: Final = 1.0
+"""Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
 
 
 @contextlib.contextmanager
@@ -51,14 +59,47 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def new_record() -> LaunchFolder | None:
+    """A folder for the record of this launch's masters; None, with one line, where there can be
+    none. Blocks."""
+    try:
+        return record_folder.make(os.environ)
+    except OSError as wrong:
+        logger.warning("the job's master keeps no record: %s", wrong)
+        return None
+
+
+def sweep_records() -> None:
+    """Remove, in a thread, what launches have left that were killed together with their masters."""
+    environ = dict(os.environ)
+    threading.Thread(
+        target=record_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
+    ).start()
+
+
+@dataclass(frozen=True, slots=True)
+class InEtcd:
+    """What a master whose leadership is in etcd says of itself there."""
+
+    holder: str  # the life of the agent that starts it
+    advertise: str  # where other nodes dial it, which may not be where it listens
+
+
 class MasterProcess:
     """One process of the job master, from its start to its ready line."""
 
-    def __init__(self, config: AgentConfig, bind: Endpoint) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        bind: Endpoint,
+        record: LaunchFolder | None = None,
+        in_etcd: InEtcd | None = None,
+    ) -> None:
         """Starts it; needs no loop, so that it can be done before asyncio is imported. OSError."""
+        self.record = record
         self._code: int | None = None
         self._heard: Callable[[int], None] | None = None
-        several = config.spec.max_nodes > 1 and config.rendezvous.kind == "elastic"
+        several = config.spec.max_nodes > 1 and config.rendezvous.kind in ("elastic", "etcd")
         config_read, config_write = os.pipe()
         self.ready_fd, ready_write = os.pipe()
         lifeline_read, self.lifeline_fd = os.pipe()
@@ -71,7 +112,13 @@ class MasterProcess:
             status_port=config.status_port,
             lifeline_fd=lifeline_read,
             ready_fd=ready_write,
+            token=config.token,
+            tls=config.tls,
             outlive=several,
+            record_dir=str(record.path) if record is not None else "",
+            master_store=config.master_store,
+            advertise=in_etcd.advertise if in_etcd is not None else "",
+            holder=in_etcd.holder if in_etcd is not None else "",
         )
         environ = dict(os.environ)
         # -P keeps the working directory off the path: a folder grpc/ in it would be imported.
@@ -126,7 +173,7 @@ def early_master(config: AgentConfig) -> MasterProcess | None:
     kind = config.rendezvous.kind
     if kind == "standalone" or (kind == "static" and config.node_rank <= 0):
         with contextlib.suppress(OSError):
-            return MasterProcess(config, Endpoint("127.0.0.1", 0))
+            return MasterProcess(config, Endpoint("127.0.0.1", 0), record=new_record())
     return None
 
 
@@ -147,7 +194,10 @@ class MasterHost:
         moved: Callable[[Endpoint], None],
         taken: Callable[[str], None],
         failed: Callable[[str], None],
+        record: LaunchFolder | None = None,
+        in_etcd: InEtcd | None = None,
     ) -> None:
+        """`record`: what this launch's masters remember; it is removed when the last one ends."""
         self._config = config
         self._bind = bind
         self._reaper = reaper
@@ -155,6 +205,8 @@ class MasterHost:
         self._moved = moved
         self._taken = taken
         self._failed = failed
+        self._record = record
+        self._in_etcd = in_etcd
         self._loop = asyncio.get_running_loop()
         self._master: MasterProcess | None = None
         self._closing = False
@@ -170,11 +222,18 @@ class MasterHost:
     def pid(self) -> int | None:
         return None if self._master is None else self._master.process.pid
 
+    @property
+    def serves(self) -> bool:
+        """Whether a master runs here and has said that it serves."""
+        return self._master is not None and "port" in self._answer
+
     def start(self, first: MasterProcess | None = None) -> None:
         """Start a master, or take over one that was started (and is watched) already."""
         self._timer = None
+        if first is not None:
+            self._record = first.record
         try:
-            master = first or MasterProcess(self._config, self._bind)
+            master = first or MasterProcess(self._config, self._bind, self._record, self._in_etcd)
         except OSError as error:
             logger.warning("the job master cannot be started: %s", error)
             self._again()
@@ -201,15 +260,38 @@ class MasterHost:
             os.close(self._master.lifeline_fd)
             self._master.lifeline_fd = -1
             if not self._answer:
-                self._kill()  # it does not even serve yet
+                self.kill()  # it does not even serve yet
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), limit)
-        if self._config.spec.max_nodes == 1:
-            self._kill()
+        alone = self._config.spec.max_nodes == 1
+        if alone:
+            self.kill()
         if self._master is not None:
             self._let_go(self._master)
+        if self._master is not None and not alone:
+            if self._record is not None:
+                self._record.release()  # it removes the folder itself: it has seen our end
+        elif (removed := self._forget()) is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(removed.wait(), RECORD_LIMIT)
 
-    def _kill(self) -> None:
+    def _forget(self) -> asyncio.Event | None:
+        """Remove the record, in a thread; the event is set when that is done."""
+        record, self._record = self._record, None
+        if record is None:
+            return None
+        removed, loop = asyncio.Event(), self._loop
+
+        def work() -> None:
+            record.remove()
+            with contextlib.suppress(RuntimeError):  # the loop did not wait for it
+                loop.call_soon_threadsafe(removed.set)
+
+        threading.Thread(target=work, name="elasticrun-record", daemon=True).start()
+        return removed
+
+    def kill(self) -> None:
+        """End the master that runs here, whatever state it is in."""
         if self._master is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._master.process.pid, signal.SIGKILL)
@@ -228,7 +310,8 @@ class MasterHost:
         port = self._answer.get("port")
         if isinstance(port, int):
             self._served = True
-            host = "127.0.0.1" if self._bind.host == "::" else self._bind.host
+            everywhere = self._bind.host in ("::", "0.0.0.0")
+            host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
             self._moved(Endpoint(host, port))
 
@@ -254,6 +337,10 @@ class MasterHost:
         self._gone.set()
         if self._closing or code == 0:
             return  # the job is over, or we are
+        if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
+            self._forget()
+            self._taken(str(self._answer.get("error", "the job master here leads no more")))
+            return
         if self._answer.get("exit_code") == EXIT_PORT_TAKEN:
             self._port_taken()
             return
@@ -272,9 +359,10 @@ class MasterHost:
             # On loopback only we know the port: any other does as well.
             self._bind = Endpoint(self._bind.host, 0)
             self._again()
-        elif self._served:
+        elif self._served and self._deaths < MAX_TAKEN:
             self._again()  # the kernel may not have given it back yet
         else:
+            self._forget()
             self._taken(str(self._answer.get("error", "its port is taken")))
 
     def _again(self) -> None:
@@ -289,68 +377,3 @@ class MasterHost:
             if fd >= 0:
                 self._loop.remove_reader(fd)
         master.close()
-
-
-class DoorHost:
-    """Keeps the door of a static job alive on the user's port; the socket itself is ours."""
-
-    def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
-        self._listener = listener
-        self._reaper = reaper
-        self._said: dict[str, str | None] = {}
-        self._closing = False
-        self._deaths = 0
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._gone = asyncio.Event()
-        self._start()
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def say(self, target: str, where: Endpoint | None) -> None:
-        """Name the `master` or the `store` behind the door."""
-        self._said[target] = None if where is None else str(where)
-        self._tell({target: self._said[target]})
-
-    async def close(self, limit: float) -> None:
-        """Close the door and give the port back."""
-        self._closing = True
-        self._listener.close()
-        if self._control is not None:
-            self._control.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), limit)
-
-    def _start(self) -> None:
-        if self._closing:
-            return
-        ours, theirs = socket.socketpair()
-        fds = (self._listener.fileno(), theirs.fileno())
-        with theirs, shielded():
-            self._process = subprocess.Popen(
-                door.command(*fds), stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
-            )
-        ours.setblocking(False)
-        self._control = ours
-        self._reaper.watch(self._process, self._ended)
-        self._tell(self._said)
-
-    def _tell(self, what: dict[str, str | None]) -> None:
-        if self._control is not None and what:
-            with contextlib.suppress(OSError):  # it has died; its successor is told everything
-                self._control.send(json.dumps(what).encode() + b"\n")
-
-    def _ended(self, code: int) -> None:
-        self._process = None
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        self._gone.set()
-        if self._closing:
-            return
-        logger.warning("the door of the master port ended (%d) and is opened again", code)
-        wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
-        self._deaths += 1
-        asyncio.get_running_loop().call_later(wait, self._start)

@@ -36,9 +36,10 @@ class Inotify:
         """The file descriptor to poll for reading."""
         return self._fd
 
-    def watch(self, path: str) -> int:
-        """Watch a file that exists for writes; the number by which `read` names it."""
-        number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), IN_MODIFY)
+    def watch(self, path: str, mask: int = IN_MODIFY) -> int:
+        """Watch a file that exists for writes, or a path for other events of inotify(7); the
+        number by which `read` names it."""
+        number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
             raise _last_error()
         return number

@@ -9,19 +9,22 @@ does not wait for the old stream's retransmissions (COORDINATION 5).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Final
 
 from elasticrun.agent.probe import Answer, probe
-from elasticrun.agent.threads import tell_failure
-from elasticrun.config import EXIT_FAILED
+from elasticrun.agent.session import Session
+from elasticrun.agent.threads import in_thread, tell_failure
+from elasticrun.agent.trust import NO_TRUST, Trust
+from elasticrun.config import EXIT_FAILED, EXIT_REFUSED, HEARTBEAT_TIMEOUT
 from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
-from elasticrun.wire.channel import Attendance, LinkError, attend, open_channel
+from elasticrun.wire import tls
+from elasticrun.wire.channel import LinkError, Unproved
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
+from elasticrun.wire.messages import Hello, Refused, Report, Welcome
 
 WELCOME_LIMIT: Final = 5.0
 """Seconds from dialling to the answer to our Hello; then the attempt is given up for a new one."""
@@ -31,12 +34,6 @@ BACKOFF_MOST: Final = 1.0
 """Seconds between attempts, doubled each time and jittered; an agent is back within a second of a
 master's return, and ten thousand agents do not come in one instant."""
 
-ECHO_LIMIT: Final = 1.0
-"""Seconds after a beat without an echo at which a second connection is dialled."""
-
-OUTBOX_MOST: Final = 1000
-"""Reports that wait for a full transport; beyond it the stream is given up and state told anew."""
-
 TELL_AFTER: Final = 3
 """Attempts at first contact before the operator is told that no master answers."""
 
@@ -45,121 +42,13 @@ STRANGER_AFTER: Final = 3
 somebody there who does not speak our protocol before we end with a sentence."""
 
 
-class _Session:
-    """One stream on one channel of its own, from Hello to its end."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._channel = open_channel(endpoint)
-        self._stream: Attendance = attend(self._channel)
-        self._outbox: deque[Report] = deque()
-        self._more = asyncio.Event()
-        self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the stream is gone, with the reason."""
-        self.stale = asyncio.Event()
-        """Set while a beat has waited ECHO_LIMIT for its echo."""
-        self.welcome: Welcome | None = None
-        self.beat_interval = 1.0
-        self._echo = asyncio.Event()
-        self._echoed = 0
-
-    async def open(self, hello: Hello) -> Welcome | Refused:
-        """Say hello and hear the answer. LinkError."""
-        await self._stream.send(hello)
-        answer = await self._stream.receive()
-        if isinstance(answer, Welcome):
-            self.welcome = answer
-            self.beat_interval = max(0.1, answer.beat_interval)
-            return answer
-        if isinstance(answer, Refused):
-            return answer
-        said = "nothing" if answer is None else type(answer).__name__
-        raise LinkError(f"it answered our hello with {said}")
-
-    def carry(self, heard: Callable[[Order], None]) -> None:
-        """Begin to exchange reports and orders; to be called after a Welcome."""
-        bodies: list[Coroutine[Any, Any, None]] = [self._read(heard), self._write(), self._beat()]
-        self._tasks = [asyncio.create_task(body) for body in bodies]
-
-    def say(self, report: Report) -> None:
-        if len(self._outbox) >= OUTBOX_MOST:
-            self._end("the master takes no reports")
-            return
-        self._outbox.append(report)
-        self._more.set()
-
-    async def close(self, limit: float) -> None:
-        """Send what is queued, leave in good order, then drop everything."""
-        if self._tasks and not self.ended.done():
-            self._closing = True
-            self._more.set()
-            await asyncio.wait({self.ended}, timeout=limit)
-        await self.drop()
-
-    async def drop(self) -> None:
-        """Cut the connection, in whatever state it is."""
-        self._end("closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._stream.cancel()
-        await self._channel.close()
-
-    def _end(self, reason: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(reason)
-
-    async def _read(self, heard: Callable[[Order], None]) -> None:
-        try:
-            while (order := await self._stream.receive()) is not None:
-                if isinstance(order, Echo):
-                    self._echoed = order.number
-                    self._echo.set()
-                else:
-                    heard(order)
-            self._end("the master closed the stream")
-        except LinkError as error:
-            self._end(str(error))
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                while self._outbox:
-                    await self._stream.send(self._outbox.popleft())
-                if self._closing:
-                    await self._stream.close()
-                    return
-                self._more.clear()
-                if not self._outbox and not self._closing:
-                    await self._more.wait()
-        except LinkError as error:
-            self._end(str(error))
-
-    async def _beat(self) -> None:
-        number = 0
-        while True:
-            await asyncio.sleep(self.beat_interval)
-            number += 1
-            self._echo.clear()
-            self.say(Beat(number))
-            while self._echoed < number:
-                try:
-                    await asyncio.wait_for(self._echo.wait(), ECHO_LIMIT)
-                except TimeoutError:
-                    self.stale.set()
-                    await self._echo.wait()
-                self._echo.clear()
-            self.stale.clear()
-
-
 class Link:
     """Keeps one session with the master alive, whatever becomes of connections and masters.
 
     `deliver` gets Ordered, LinkBack and LinkLost; `hello` is asked for a fresh Hello before each
     attempt; `endpoint` may change between attempts (a standalone master on a new port);
     `waiting(reason)` is called once when no master is there at first, `broken(sentence)` when the
-    link itself fails."""
+    link itself fails. After `patience` seconds without a word a stream counts as lost."""
 
     def __init__(
         self,
@@ -168,15 +57,22 @@ class Link:
         deliver: Callable[[AgentEvent], None],
         waiting: Callable[[str], None] = lambda reason: None,
         broken: Callable[[str], None] = lambda reason: None,
+        trust: Trust = NO_TRUST,
+        patience: float = HEARTBEAT_TIMEOUT,
     ) -> None:
+        self._patience = patience
         self._endpoint = endpoint
+        self._trust = trust
+        self._warned = ""
         self._hello = hello
         self._deliver = deliver
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._task: asyncio.Task[None] | None = None
         self._page = ""
         self._strange = 0
         self._nudge = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._dialled: Endpoint | None = None
         self._waiting = waiting
         self._broken = broken
         self._tries = 0
@@ -193,8 +89,11 @@ class Link:
             self._session.say(report)
 
     def nudge(self) -> None:
-        """Dial now instead of at the end of the back-off: the master is known to be up."""
+        """Dial now instead of at the end of the back-off: a master is known to be up. Where that is
+        another than the one we dial or talk to, it is given up for this one."""
         self._nudge.set()
+        if self._dialled is not None and self._dialled != self._endpoint():
+            self._moved.set()
 
     async def close(self, limit: float) -> None:
         """Deliver what was said, `limit` seconds at most, and end."""
@@ -218,13 +117,29 @@ class Link:
             self._deliver(LinkLost(reason))
             await ended.drop()
 
-    def _take_up(self, session: _Session) -> None:
+    def _take_up(self, session: Session) -> None:
         self.connected.set()
         self._session = session
         if session.welcome is not None:
             self._deliver(Ordered(session.welcome))
         self._deliver(LinkBack())
-        session.carry(lambda order: self._deliver(Ordered(order)))
+        session.carry(
+            lambda order: self._deliver(Ordered(order)),
+            lambda silent: self._silent(session, silent),
+            self._patience,
+        )
+
+    def _silent(self, session: Session, silent: bool) -> None:
+        """Of a pulled cable no kernel tells for a quarter of an hour. The master's fence counts on
+        it that we notice, and start to wait for a master, as soon as it does (core.rendezvous)."""
+        if session is not self._session:
+            return
+        if silent:
+            self._deliver(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
+            return
+        if session.welcome is not None:  # only that says to the brain that a master is there
+            self._deliver(Ordered(session.welcome))
+        self._deliver(LinkBack())
 
     async def _hold(self) -> str:
         """Until the session is gone for good; a stale one is replaced on the way."""
@@ -232,32 +147,36 @@ class Link:
             session = self._session
             if session is None:
                 return "closed"
-            stale = asyncio.ensure_future(session.stale.wait())
-            waits: tuple[asyncio.Future[Any], ...] = (session.ended, stale)
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            stale.cancel()
+            if session.endpoint == self._endpoint():
+                stale = asyncio.ensure_future(session.stale.wait())
+                moved = asyncio.ensure_future(self._moved.wait())
+                waits: tuple[asyncio.Future[Any], ...] = (session.ended, stale, moved)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                stale.cancel()
+                moved.cancel()
             if session.ended.done():
                 return session.ended.result()
             began = asyncio.get_running_loop().time()
             fresh = await self._attempt()
-            if isinstance(fresh, _Session):
+            if isinstance(fresh, Session):
                 if self._session is not session:
                     await fresh.drop()
                     return "closed"
                 self._take_up(fresh)
                 await session.drop()
             else:
-                await asyncio.sleep(
-                    max(0.0, began + ECHO_LIMIT - asyncio.get_running_loop().time())
-                )
+                self._nudge.clear()
+                rest = began + session.echo_limit - asyncio.get_running_loop().time()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._nudge.wait(), max(0.0, rest))
 
-    async def _connect(self) -> _Session | None:
+    async def _connect(self) -> Session | None:
         """A welcomed session, however long it takes; None when there can never be one."""
         pause = BACKOFF_FIRST
         while True:
             self._nudge.clear()
             outcome = await self._attempt()
-            if isinstance(outcome, _Session):
+            if isinstance(outcome, Session):
                 return outcome
             if isinstance(outcome, Refused):
                 self._deliver(Ordered(outcome))
@@ -268,44 +187,101 @@ class Link:
             except TimeoutError:
                 pause = min(BACKOFF_MOST, 2 * pause)
 
-    async def _attempt(self) -> _Session | Refused | None:
-        endpoint = self._endpoint()
-        session = _Session(endpoint)
+    async def _attempt(self) -> Session | Refused | None:
+        """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
+        endpoint = self._dialled = self._endpoint()
+        self._moved.clear()
+        session: Session | None = None
         reason = "no answer"
+        final: Refused | None = None
+        kept = False
         try:
-            answer = await asyncio.wait_for(session.open(self._hello()), WELCOME_LIMIT)
+            session = Session(endpoint, self._trust, await self._pem())
+            answer = await self._answer(session)
             if isinstance(answer, Welcome):
-                self._strange = 0
-                if answer.status_url not in ("", self._page):
-                    self._page = answer.status_url
-                    logger.info("the job's page: %s", self._page)
-                return session
-            await session.drop()
-            return answer
+                kept = True
+                return self._welcomed(session, answer)
+            if session.proved:
+                return answer
+            reason = answer.reason
+            final = Refused(f"{endpoint}: {reason}", answer.exit_code)
+        except Unproved as error:
+            reason = str(error)
+            final = Refused(f"{endpoint}: {reason}", EXIT_REFUSED)
         except LinkError as error:
             reason = str(error)
             if error.rejected:
-                await session.drop()
-                return Refused(f"{endpoint}: {reason}", EXIT_FAILED)
+                final = Refused(f"{endpoint}: {reason}", EXIT_FAILED)
+        except tls.TlsError as error:
+            reason = str(error)
         except TimeoutError:
             pass
-        except asyncio.CancelledError:
-            await session.drop()
-            raise
-        await session.drop()
+        finally:
+            if session is not None and not kept:
+                await session.drop()
         if self.connected.is_set():
+            if final is not None:
+                self._warn(final.reason)
             return None
+        if final is not None:
+            return final
         self._tries += 1
-        if self._tries == TELL_AFTER:
+        if self._tries < TELL_AFTER:
+            return None
+        final = await self._stranger(endpoint)
+        if final is None and self._tries == TELL_AFTER:
             self._waiting(reason)
-        return await self._stranger(endpoint) if self._tries > TELL_AFTER else None
+        return final
+
+    async def _answer(self, session: Session) -> Welcome | Refused:
+        """The answer to our hello. LinkError, also when the master is known to be elsewhere."""
+        opening = asyncio.ensure_future(session.open(self._hello()))
+        moved = asyncio.ensure_future(self._moved.wait())
+        try:
+            await asyncio.wait(
+                (opening, moved), timeout=WELCOME_LIMIT, return_when=asyncio.FIRST_COMPLETED
+            )
+            if opening.done():
+                return opening.result()
+            if moved.done():
+                raise LinkError("the master is elsewhere now")
+            raise TimeoutError
+        finally:
+            opening.cancel()
+            moved.cancel()
+            await asyncio.gather(opening, moved, return_exceptions=True)
+
+    async def _pem(self) -> tls.Pem | None:
+        """Our certificates as they stand now. TlsError, TimeoutError."""
+        files = self._trust.files
+        if files is None:
+            return None
+        return await in_thread(lambda: tls.read(files), limit=WELCOME_LIMIT, name="tls")
+
+    def _welcomed(self, session: Session, welcome: Welcome) -> Session:
+        self._strange = 0
+        self._warned = ""
+        if welcome.status_url not in ("", self._page):
+            self._page = welcome.status_url
+            logger.info("the job's page: %s", self._page)
+        return session
+
+    def _warn(self, reason: str) -> None:
+        """A running job is not ended by whoever has taken its master's port meanwhile; told once
+        per change of the sentence."""
+        if reason != self._warned:
+            self._warned = reason
+            logger.warning("%s; the ranks go on, and this node dials on", reason)
 
     async def _stranger(self, endpoint: Endpoint) -> Refused | None:
         """Whether the port belongs to somebody else, so that no patience will help."""
-        answer = await probe(endpoint, WELCOME_LIMIT)
+        files, name = self._trust.files, self._trust.name
+        answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
+        if answer is Answer.INSECURE:
+            return Refused(f"{endpoint}: {why}", EXIT_REFUSED)
         if answer is Answer.FOREIGN:
             self._strange = STRANGER_AFTER
-        elif answer is Answer.SILENT:
+        elif answer in (Answer.SILENT, Answer.CLOSED):
             self._strange += 1
         else:
             self._strange = 0

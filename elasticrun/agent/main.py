@@ -18,7 +18,8 @@ from elasticrun import operator_log
 from elasticrun.agent.processes import Reaper, become_subreaper
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner_process import SpawnerProcess, start_spawner
-from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.agent.trust import unusable, with_trust
+from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
 from elasticrun.wire.serverstart import ignored_signals
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
 
     fill_standard_fds()
     writer = operator_log.set_up()
+    config = with_trust(config)
     if threading.current_thread() is not threading.main_thread():
         return _said(Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0))
+    if config.tls is not None and (wrong := unusable(config.tls)):
+        return _said(Exit(EXIT_USAGE, wrong, (), 0))
     # Death signals are caught here, and what is caught is back to its default in a new program:
     # under `nohup`, ranks of torchrun obey a SIGHUP, and so must these.
     caught = {getattr(signal, name, None) for name in config.signals_to_handle}

@@ -4,17 +4,26 @@ address that this node offers to others."""
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent import host
-from elasticrun.agent.helpers import DoorHost, MasterHost, MasterProcess
+from elasticrun.agent.door_host import DoorHost
+from elasticrun.agent.helpers import MasterHost, MasterProcess, new_record, sweep_records
 from elasticrun.agent.identity import offered_address
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.config import AgentConfig
+from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire import published
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import End, Refused
+
+if TYPE_CHECKING:
+    from elasticrun.agent.etcd_meeting import EtcdMeeting
 
 RESOLVE_AGAIN: Final = 1.0
 """Seconds between tries to resolve the endpoint's name: pods get theirs late."""
@@ -23,13 +32,38 @@ OVER_LIMIT: Final = 3.0
 """Seconds for a hosted master to end when the job is over: then its port is free again when the
 command returns."""
 
+HEIR_AFTER: Final = 3.0
+"""Seconds without a master after which an agent of its host starts one: the agent to which it
+belonged, if it lives, has done so long before."""
+
 LEAVE_LIMIT: Final = 1.0
 """The same when only this node leaves: the master may live on for the others."""
 
 
+def meeting_of(
+    config: AgentConfig,
+    reaper: Reaper,
+    writer: StderrWriter,
+    met: Callable[[], None],
+    fatal: Callable[[str], None],
+    deliver: Callable[[AgentEvent], None],
+) -> Meeting | EtcdMeeting:
+    """The way in which the nodes of this job meet."""
+    if config.rendezvous.kind == "etcd":
+        from elasticrun.agent.etcd_meeting import EtcdMeeting
+
+        return EtcdMeeting(config, reaper, writer, met, fatal, deliver)
+    return Meeting(config, reaper, writer, met, fatal)
+
+
 class Meeting:
     """`met` is called when the master's place is known and whenever one serves there anew;
-    `fatal(sentence)` when it cannot be had."""
+    `fatal(sentence)` when it cannot be had.
+
+    An agent that found the endpoint of its own host taken attaches to the master there. Should that
+    one end while nobody starts it again (the agent it belonged to is gone, COORDINATION 12), this
+    agent is the next that can: it tries to take the endpoint whenever no master has answered for
+    HEIR_AFTER seconds."""
 
     def __init__(
         self,
@@ -46,6 +80,8 @@ class Meeting:
         self._fatal = fatal
         self._master: MasterHost | None = None
         self._door: DoorHost | None = None
+        self._heir: asyncio.Task[None] | None = None
+        self._over = False
         self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
         """What the link dials."""
         self.address = ""
@@ -67,16 +103,78 @@ class Meeting:
         if place.bind is None:
             self._met()
             return
+        await self._host(place.bind, early)
+
+    async def _host(self, bind: Endpoint, early: MasterProcess | None = None) -> None:
+        sweep_records()
+        record = None if early is not None else await in_thread(new_record, name="record")
         self._master = MasterHost(
             self._config,
-            place.bind,
+            bind,
             self._reaper,
             self._writer,
             moved=self._moved,
             taken=self._taken,
             failed=self._fatal,
+            record=record,
         )
         self._master.start(early)
+
+    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
+        """`deliver`, for what the link says; it is heard here too."""
+
+        def both(event: AgentEvent) -> None:
+            if isinstance(event, LinkLost):
+                self._no_master()
+            elif isinstance(event, LinkBack):
+                self._forget_heir()
+            elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
+                self._over = True
+            deliver(event)
+
+        return both
+
+    def _no_master(self) -> None:
+        where = self._config.rendezvous
+        mine = where.kind == "elastic" and where.is_host is None
+        if mine and self._master is None and self._heir is None and not self._over:
+            self._heir = asyncio.create_task(self._succeed())
+            tell_failure(self._heir, self._fatal, "looking after the job master")
+
+    async def _succeed(self) -> None:
+        """Host the master, once its place on this host is free and nobody else has taken it. One
+        that ended by itself had seen the end of the job, which must not begin again."""
+        killed = False
+        while True:
+            # At once, too: whoever lists the masters of this host removes what shows it.
+            killed = killed or await in_thread(self._was_killed, name="resolve")
+            await asyncio.sleep(HEIR_AFTER * random.uniform(1.0, 1.5))
+            killed = killed or await in_thread(self._was_killed, name="resolve")
+            bind = await in_thread(self._free_place, name="resolve") if killed else None
+            if bind is not None and not self._over:
+                logger.warning("no job master is left at %s: this agent starts one", bind)
+                self._heir = None
+                await self._host(bind)
+                return
+
+    def _was_killed(self) -> bool:
+        try:
+            folder = published.run_folder(os.environ)
+            return published.was_killed(folder, self._config.spec.job_id, self.dial.port)
+        except (OSError, RuntimeError):  # RuntimeError: nobody knows our home
+            return False
+
+    def _free_place(self) -> Endpoint | None:
+        """The endpoint, where it is this host's and nobody listens there."""
+        try:
+            return host.settle(self._config).bind
+        except (host.NotYet, host.HostError):
+            return None
+
+    def _forget_heir(self) -> None:
+        if self._heir is not None:
+            self._heir.cancel()
+            self._heir = None
 
     def pids(self) -> set[int]:
         """Helpers that a sweep must spare."""
@@ -90,6 +188,8 @@ class Meeting:
 
     async def close(self, *, job_over: bool) -> None:
         """Let the master go and shut the door."""
+        self._over = True
+        self._forget_heir()
         if self._master is not None:
             await self._master.close(OVER_LIMIT if job_over else LEAVE_LIMIT)
         if self._door is not None:

@@ -18,7 +18,7 @@ from elasticrun.agent.link import Link
 from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.loop import AgentLoop
 from elasticrun.agent.marked import end_at_once
-from elasticrun.agent.meeting import Meeting
+from elasticrun.agent.meeting import meeting_of
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.ranks import Ranks
 from elasticrun.agent.signals import SignalInbox
@@ -26,6 +26,7 @@ from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.agent.stores import HOLD, Stores
 from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
+from elasticrun.agent.trust import trust_of
 from elasticrun.agent.waiting import LongWaits
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.effects import (
@@ -55,10 +56,6 @@ from elasticrun.wire.spawner import (
     StoreListening,
     Swept,
 )
-
-PET_EVERY: Final = 30.0
-PET_LIMIT: Final = 90.0
-"""A spawner that hears nothing from this loop for so long ends its ranks (COORDINATION 1)."""
 
 GOODBYE: Final = 2.0
 """Seconds for the last reports to reach the master."""
@@ -121,7 +118,7 @@ class Node:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
         for note in self._config.notes:
             self._writer.write(note.rstrip("\n") + "\n")
-        self._pet()
+        self._spawners.pet(self._brain.master_lost_timeout)
         self._tasks.append(asyncio.create_task(self._set_out()))
         tell_failure(self._tasks[-1], self._fatal, "setting out")
         try:
@@ -143,7 +140,9 @@ class Node:
             master_lost_timeout=spec.master_lost_timeout,
         )
         self._loop = AgentLoop(self._brain, self._perform)
-        self._meeting = Meeting(config, self._reaper, self._writer, self._met, self._fatal)
+        self._meeting = meeting_of(
+            config, self._reaper, self._writer, self._met, self._fatal, self._loop.deliver
+        )
         self._spawners = Spawners(
             config,
             self._first_spawner,
@@ -154,12 +153,9 @@ class Node:
             lost=self._spawner_lost,
             fatal=self._fatal,
         )
-        alone = spec.max_nodes == 1
+        hold = 0.0 if spec.max_nodes == 1 else HOLD
         self._stores = Stores(
-            self._spawners,
-            lambda: self._meeting.address,
-            self._loop.deliver,
-            hold=0.0 if alone else HOLD,
+            self._spawners, lambda: self._meeting.address, self._loop.deliver, hold=hold
         )
         self._output = RankOutput(config.logs, spec.job_id, config.role, config.nproc_per_node)
         self._ranks = Ranks(
@@ -173,9 +169,11 @@ class Node:
         self._link = Link(
             lambda: self._meeting.dial,
             self._hello,
-            self._loop.deliver,
+            self._meeting.overhear(self._loop.deliver),
             waiting=self._no_master,
             broken=self._fatal,
+            patience=spec.heartbeat_timeout,
+            trust=trust_of(config),
         )
 
     async def _set_out(self) -> None:
@@ -288,10 +286,6 @@ class Node:
             last_term=self._brain.term,
         )
 
-    def _pet(self) -> None:
-        self._spawners.pet(PET_LIMIT)
-        self._petting = asyncio.get_running_loop().call_later(PET_EVERY, self._pet)
-
     # ------------------------------------------------------------ what goes out
 
     def _perform(self, effect: AgentEffect) -> None:
@@ -329,6 +323,7 @@ class Node:
                 start.restart_count,
                 self._config.spec.max_restarts,
             )
+        self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
         self._meeting.store(start.store)
         if self._events is not None:
             waited = now - self._waiting_since
@@ -349,7 +344,6 @@ class Node:
     async def _leave_nothing(self, outcome: Exit | None) -> None:
         """End every process below this one, tell the user, and give back what was taken."""
         self._ending = True
-        self._petting.cancel()
         self._long_waits.close()
         for task in self._tasks:
             task.cancel()

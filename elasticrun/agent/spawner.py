@@ -36,6 +36,13 @@ from elasticrun.wire.spawner import (
 
 READ_BYTES: Final = 256 * 1024
 
+PET_LIMIT: Final = 90.0
+"""A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
+must not leave ranks of an old round at work (COORDINATION 1)."""
+
+PETS: Final = 3
+"""How often within that time it is told that the loop lives."""
+
 MAX_EARLY_DEATHS: Final = 3
 """Spawners in a row that died before they were ready; then something is wrong that a fourth will
 not mend (a broken torch, no memory)."""
@@ -155,6 +162,7 @@ class Spawners:
         self._learned: tuple[str, ...] = ()
         self._told: set[str] = set()
         self._closing = False
+        self._petting: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.lives_by_call = first.process is None
         """The caller of elastic_launch is the spawner: it can be neither replaced nor reaped."""
@@ -196,6 +204,8 @@ class Spawners:
     async def close(self, limit: float) -> None:
         """Tell all to quit and wait for it, `limit` seconds at most."""
         self._closing = True
+        if self._petting is not None:
+            self._petting.cancel()
         for task in self._tasks:
             task.cancel()
         for spawner in self._all:
@@ -336,8 +346,16 @@ class Spawners:
         self._current = self._adopt(process)
         return True
 
-    def pet(self, limit: float) -> None:
-        """Tell every spawner that this loop lives; without it for `limit` seconds they end their
-        ranks (a stopped agent must not leave ranks of an old round at work, COORDINATION 1)."""
+    def pet(self, master_lost_timeout: float) -> None:
+        """Tell every spawner, from now on again and again, that this loop lives.
+
+        Without it they end their ranks after PET_LIMIT, and no later than the master may take it
+        for granted that ranks which nobody hears of have been stopped (`core.rendezvous`, the
+        fence): after `master_lost_timeout`, where that is shorter."""
+        if self._petting is not None:
+            self._petting.cancel()
+        limit = max(1.0, min(PET_LIMIT, master_lost_timeout))
         for spawner in self._all:
             spawner.send(Pet(limit))
+        loop = asyncio.get_running_loop()
+        self._petting = loop.call_later(limit / PETS, self.pet, master_lost_timeout)

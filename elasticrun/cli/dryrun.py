@@ -65,6 +65,7 @@ def _master(config: AgentConfig) -> str:
         "elastic": f"{where}, started by the node that has this address",
         "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
         "external": f"{where}, started by somebody else",
+        "etcd": f"on a node that the nodes choose by way of {config.master_store}",
     }[place.kind]
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from elasticrun import config as settings
 from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.trust import notes, withdraw
 from elasticrun.cli.values import UsageError
 
 
@@ -48,11 +49,12 @@ def _launch(words: Sequence[str]) -> int:
     from elasticrun.cli.resolve import resolve
 
     ns = get_args_parser().parse_args(words)
-    config = resolve(ns, os.environ, this_machine(say=say))
+    environ = withdraw()
+    config = resolve(ns, environ, this_machine(say=say))
     if ns.dry_run:
         from elasticrun.cli.dryrun import describe
 
-        return _printed(lambda: print(describe(config, ns, os.environ), end="") or settings.EXIT_OK)
+        return _printed(lambda: print(describe(config, ns, environ), end="") or settings.EXIT_OK)
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:
@@ -91,7 +93,10 @@ def _leave_to_torchrun(plugin: str, words: Sequence[str]) -> int:
 def _master(words: Sequence[str]) -> int:
     from elasticrun.cli.master_verb import configure
 
-    config = configure(words, dict(os.environ))
+    config = configure(words, withdraw())
+    where = settings.Rendezvous("elastic", config.host, config.port)
+    for note in notes(where, config.spec.max_nodes if config.spec else 0, config.token, config.tls):
+        say(note)
     from elasticrun.master.main import main as run_master
 
     return run_master(config)
@@ -101,6 +106,12 @@ def _status(words: Sequence[str]) -> int:
     from elasticrun.cli.status import main as print_status
 
     return _printed(lambda: print_status(words))
+
+
+def _replay(words: Sequence[str]) -> int:
+    from elasticrun.cli.replay import main as print_replay
+
+    return _printed(lambda: print_replay(words))
 
 
 def _printed(show: Callable[[], int]) -> int:
@@ -114,5 +125,9 @@ def _printed(show: Callable[[], int]) -> int:
     return code
 
 
-VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {"master": _master, "status": _status}
+VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
+    "master": _master,
+    "status": _status,
+    "replay": _replay,
+}
 """First words that are not a script."""

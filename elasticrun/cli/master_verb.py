@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
-from elasticrun.cli import values
+from elasticrun.cli import trust, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.flags import PROG, Parser, add_flags, help_formatter
 from elasticrun.cli.meeting import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import MasterConfig, Rendezvous
+from elasticrun.cli.values import UsageError
+from elasticrun.config import EXIT_USAGE, MasterConfig, Rendezvous
+from elasticrun.wire import env, record_folder
 
 JOB_FLAGS: Final = (
     "nnodes",
@@ -45,10 +48,18 @@ def parser(environ: dict[str, str]) -> Parser:
         "--status-host", "--status_host", default="127.0.0.1", metavar="HOST",
         help="Address of the status page. [default 127.0.0.1]",
     )  # fmt: skip
+    made.add_argument(
+        "--state-dir", "--state_dir", default=environ.get(env.STATE_DIR, ""), metavar="DIR",
+        help="Folder on a disk of this host in which the job's record is kept: a master that is "
+        "started again with it goes on where this one ended, and remembers a job that is over "
+        f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
+    )  # fmt: skip
     group = made.add_argument_group("the job")
     wanted = ("rdzv_id", "status_port", *JOB_FLAGS)
     rows = [flag for flag in FLAGS if flag.dest in wanted]
     add_flags(made, {flag.group: group for flag in rows}, rows, environ)
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    add_flags(made, {"trust": made.add_argument_group("who may join")}, rows, environ)
     return made
 
 
@@ -69,4 +80,19 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         spec=spec,
         status_host=values.host_name(ns.status_host, "--status-host"),
         status_port=values.port(asked.number("status_port"), "--status-port"),
+        token=trust.token(asked),
+        tls=trust.tls(asked),
+        record_dir=state_dir(ns.state_dir),
     )
+
+
+def state_dir(text: str) -> str:
+    """The folder of the record, made and found fit; raises `UsageError`."""
+    if not text:
+        return ""
+    folder = Path(text).absolute()
+    try:
+        record_folder.prepare(folder)
+    except record_folder.Unusable as wrong:
+        raise UsageError(f"--state-dir: {wrong}", EXIT_USAGE) from None
+    return str(folder)

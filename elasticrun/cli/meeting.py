@@ -13,6 +13,7 @@ from elasticrun.cli import values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.values import UsageError
 from elasticrun.config import Rendezvous
+from elasticrun.wire.etcd_place import PlaceError, parse_place
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
 ETCD_WORDS: Final = ("etcd", "etcd-v2")
@@ -50,6 +51,8 @@ def find_meeting(
     """Everything that is settled by how and where nodes meet."""
     low, high, notes = _how_many(asked)
     word = asked.text("rdzv_backend")
+    if asked.text("master_store"):
+        return _etcd(asked, low, high, notes)
     if asked.environ.get("DLROVER_MASTER_ADDR") and _stronger(asked):
         notes.append(f"DLROVER_MASTER_ADDR is not used: {_stronger(asked)} says where nodes meet")
     if asked.switch("standalone"):
@@ -64,7 +67,8 @@ def find_meeting(
         raise UsageError(
             f"--rdzv-backend={word}: elasticrun needs no etcd, its master runs on one of the "
             f"nodes; use --rdzv-backend=c10d --rdzv-endpoint=HOST:{values.C10D_PORT} with the "
-            "name of that node"
+            "name of that node, or --master-store=etcd://HOST:PORT to have the master of no one "
+            "node"
         )
     if word in set(entry_points(PLUGIN_GROUP)):
         place = Rendezvous(kind="external")
@@ -178,6 +182,38 @@ def _elastic(
     return Meeting(
         Rendezvous(kind="elastic", host=host, port=port, is_host=is_host), asked.text("rdzv_id"),
         low, high, _wish(asked), tuple(notes),
+    )  # fmt: skip
+
+
+def _etcd(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
+    """The nodes choose the master's host by way of etcd; of an endpoint only the port counts."""
+    try:
+        place = parse_place(asked.text("master_store"))
+    except PlaceError as wrong:
+        raise UsageError(f"--master-store: {wrong}") from None
+    word = asked.text("rdzv_backend")
+    if asked.switch("standalone"):
+        raise UsageError("--master-store has no use with --standalone: no other node can join")
+    if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+        raise UsageError(
+            f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
+        )
+    job_id = asked.text("rdzv_id")
+    if not asked.explicitly("rdzv_id"):
+        raise UsageError(
+            "--master-store needs --rdzv-id=NAME, the same on all nodes and new for every run: "
+            "etcd remembers how a job of that name has ended"
+        )
+    port = 0
+    if named := asked.text("rdzv_endpoint").strip():
+        host, port = values.endpoint(named, 0, "--rdzv-endpoint")
+        notes.append(
+            f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or another) "
+            "is known from etcd, and only the port counts"
+        )
+    return Meeting(
+        Rendezvous(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
+        _wish(asked), tuple(notes),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elasticrun import config
-from elasticrun.cli import table, values
+from elasticrun.cli import table, trust, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN
@@ -67,6 +67,9 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     preload, learn = values.modules(asked.text("preload"))
     _choices(asked)
     notes += _nothing_yet(asked)
+    token, tls = trust.token(asked), trust.tls(asked)
+    if not meeting.delegate:
+        notes += trust.notes(meeting.rendezvous, meeting.max_nodes, token, tls)
     return AgentConfig(
         spec=spec,
         rendezvous=meeting.rendezvous,
@@ -96,6 +99,9 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         status_port=values.port(asked.number("status_port"), "--status-port"),
         notes=tuple(notes),
         delegate=meeting.delegate,
+        token=token,
+        tls=tls,
+        master_store=asked.text("master_store"),
     )
 
 

@@ -1,26 +1,34 @@
 """`elasticrun status [ENDPOINT]`: the job as one page, asked of its master by gRPC.
 
+Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads.
 Without an endpoint every master of this user on this host is asked; their addresses stand in the
-user's run folder. Exit code 0 if each asked one answered, 1 if one did not or there is none.
+user's run folder, and with them what proves to each that its own user asks. Another host needs the
+job's token, as the nodes do. Exit code 0 if each asked one answered, 1 if one did not or there is
+none.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from elasticrun import __version__
+from elasticrun.cli.etcd_leader import NoLeader, leading
+from elasticrun.config import Tls
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import reader_token
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from elasticrun.wire.messages import JobStatus, NodeStatus
+    from elasticrun.wire.published import Published
 
 ANSWER_LIMIT: Final = 5.0
 """Seconds to wait for a master; one on the other side of the world answers within one."""
@@ -33,19 +41,42 @@ class NoStatus(Exception):
     """Nothing can be shown; the text is a sentence."""
 
 
-def print_status(endpoint: str | None, *, as_json: bool = False) -> int:
-    """Print the page of the master at `endpoint` (host:port), or of all masters on this host."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One master to be asked, and by what it knows us."""
+
+    endpoint: Endpoint
+    reader: str = field(default="", repr=False)
+    files: Tls | None = None
+
+
+def print_status(
+    endpoint: str | None,
+    *,
+    token: str = "",
+    files: Tls | None = None,
+    as_json: bool = False,
+    store: tuple[str, str] | None = None,
+) -> int:
+    """Print the page of the master at `endpoint` (host:port), of the one that leads in a `store`
+    (an etcd's URL and the job's id), or of all masters on this host."""
     try:
-        endpoints = [parse_endpoint(endpoint)] if endpoint else _here()
-    except NoStatus as nothing:
+        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
+            if endpoint:
+                questions = [_question(parse_endpoint(endpoint), token, files)]
+            elif store:
+                questions = [_question(runner.run(leading(*store, files)), token, files)]
+            else:
+                questions = _here(token, files)
+            pages, silent = _ask(questions, runner)
+    except (NoStatus, NoLeader) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
-    pages, silent = _ask(endpoints)
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if as_json:
         shown = [asdict(page) for page in pages]
-        print(json.dumps(shown[0] if endpoint and shown else shown, indent=1))
+        print(json.dumps(shown[0] if (endpoint or store) and shown else shown, indent=1))
     else:
         for page in pages:
             _show(page)
@@ -63,34 +94,73 @@ def parse_endpoint(text: str) -> Endpoint:
     return Endpoint(host, int(port))
 
 
-def _here() -> list[Endpoint]:
-    """The endpoints that masters of this user have left in the run folder."""
+def _published() -> list[Published]:
     from elasticrun.wire import published
 
     try:
-        masters = published.published(published.run_folder(os.environ))
+        return published.published(published.run_folder(os.environ))
     except OSError as wrong:
         raise NoStatus(f"the run folder cannot be read: {wrong}") from None
+
+
+def _question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
+    """With the job's token, or with what a master of our own on this port has left for us. It is no
+    secret of another job's: a proof made with it is good for that master alone."""
+    if token:
+        return Question(endpoint, reader_token(token), files)
+    with contextlib.suppress(NoStatus):
+        for master in _published():
+            if master.port == endpoint.port:
+                return Question(endpoint, master.reader, files)
+    return Question(endpoint, "", files)
+
+
+def _here(token: str, files: Tls | None) -> list[Question]:
+    """The masters of this user that have left their endpoints in the run folder."""
+    masters = _published()
     if not masters:
         raise NoStatus("no master of yours runs on this host: name an endpoint (host:port)")
-    return [master.endpoint for master in masters]
+    given = reader_token(token)
+    return [
+        Question(master.endpoint, master.reader or given, files if master.tls else None)
+        for master in masters
+    ]
 
 
-def _ask(endpoints: list[Endpoint]) -> tuple[list[JobStatus], list[str]]:
+def _ask(questions: list[Question], runner: asyncio.Runner) -> tuple[list[JobStatus], list[str]]:
     """The pages of those who answer, and a sentence for each who does not."""
     # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.probe import Answer, probe
+    from elasticrun.wire import tls
     from elasticrun.wire.channel import LinkError, get_status
 
+    async def ask(question: Question) -> JobStatus:
+        pem = None if question.files is None else tls.read(question.files)
+        where = question.endpoint
+        try:
+            return await get_status(
+                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
+            )
+        except LinkError as error:
+            if error.rejected:
+                raise
+            found, why = await probe(where, ANSWER_LIMIT, question.files)
+            if found is Answer.INSECURE:
+                raise LinkError(why, rejected=True) from None
+            raise
+
     async def ask_all() -> list[JobStatus | BaseException]:
-        return await asyncio.gather(
-            *(get_status(where, ANSWER_LIMIT) for where in endpoints), return_exceptions=True
-        )
+        return await asyncio.gather(*map(ask, questions), return_exceptions=True)
 
     pages: list[JobStatus] = []
     silent: list[str] = []
-    for where, answer in zip(endpoints, asyncio.run(ask_all()), strict=True):
+    for question, answer in zip(questions, runner.run(ask_all()), strict=True):
+        where = question.endpoint
         if isinstance(answer, LinkError):
-            silent.append(f"no master answers at {where}: {answer}")
+            verb = "refuses to answer" if answer.rejected else "does not answer"
+            silent.append(f"the master at {where} {verb}: {answer}")
+        elif isinstance(answer, tls.TlsError):
+            raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
             raise answer
         else:
@@ -168,9 +238,15 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 # ---------------------------------------------------------------- the verb
 
 
-def main(argv: Sequence[str]) -> int:
-    """`elasticrun status` with its own arguments."""
-    parser = argparse.ArgumentParser(
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
+    from elasticrun.cli import trust
+    from elasticrun.cli.asked import Asked
+    from elasticrun.cli.flags import Parser, add_flags
+    from elasticrun.cli.table import FLAGS
+    from elasticrun.cli.values import UsageError
+
+    parser = Parser(
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
     )
     parser.add_argument(
@@ -180,5 +256,21 @@ def main(argv: Sequence[str]) -> int:
         help="host:port of the job's master; without it all of yours on this host",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
-    asked = parser.parse_args(argv)
-    return print_status(asked.endpoint, as_json=asked.json)
+    variables = trust.withdraw() if environ is None else environ
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    group = parser.add_argument_group("of a job that has a token or TLS")
+    add_flags(parser, {"trust": group}, rows, variables)
+    group = parser.add_argument_group("of a job whose master is found by way of etcd")
+    rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
+    add_flags(parser, {"rdzv": group}, rows, variables)
+    ns = parser.parse_args(argv)
+    asked = Asked(ns, variables)
+    store = None
+    if asked.text("master_store"):
+        if not ns.endpoint and not asked.explicitly("rdzv_id"):
+            raise UsageError("--master-store: name the job by --rdzv-id")
+        store = (asked.text("master_store"), asked.text("rdzv_id"))
+    files = trust.tls(asked)
+    return print_status(
+        ns.endpoint, token=trust.token(asked), files=files, as_json=ns.json, store=store
+    )

@@ -13,6 +13,7 @@ from elasticrun.cli.flags import DLROVER, NEWER, OURS, Flag
 GROUPS: Final = {
     "size": "how many processes",
     "rdzv": "where the nodes meet",
+    "trust": "who may join",
     "node": "this node",
     "program": "the program",
     "restart": "restarting and stopping",
@@ -26,6 +27,7 @@ EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
   elasticrun status [ENDPOINT]  print the state of a job: its nodes, and what it waits for
   elasticrun master             run a job master by hand, on a host without ranks
+  elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
 
 Every flag may be written with underscores, and abbreviated as long as it is clear. A flag on the
 command line beats the variable in its brackets."""
@@ -103,6 +105,28 @@ FLAGS: Final[tuple[Flag, ...]] = (
     Flag(
         "--master-port", "Port there; the ranks see it as MASTER_PORT (static only; 29500).",
         "rdzv", kind=int, wants=_WHOLE, metavar="PORT",
+    ),
+    Flag(
+        "--master-store", "Keep the job's record and who leads in etcd (etcd://HOST:PORT,...): "
+        "another node takes over when the master's host dies. Needs --rdzv-id.", "rdzv",
+        kind=str, default="", metavar="URL", origin=OURS,
+    ),
+    # ------------------------------------------------------------ who may join
+    Flag(
+        "--token-file", "File with the job's secret, the same on all nodes (or $ELASTICRUN_TOKEN); "
+        "it never crosses the network.", "trust", kind=str, default="", metavar="FILE", origin=OURS,
+    ),
+    Flag(
+        "--tls-cert", "Certificate (PEM) of this node, for the master's TLS and as a client.",
+        "trust", kind=str, default="", metavar="FILE", origin=OURS,
+    ),
+    Flag(
+        "--tls-key", "Private key (PEM) of --tls-cert.", "trust", kind=str, default="",
+        metavar="FILE", origin=OURS,
+    ),
+    Flag(
+        "--tls-ca", "Certificates (PEM) that a peer's must be signed by.", "trust", kind=str,
+        default="", metavar="FILE", origin=OURS,
     ),
     # ------------------------------------------------------------ this node
     Flag(

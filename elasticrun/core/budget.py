@@ -7,8 +7,13 @@ A charge is made at most once per round, by whoever settles the round's failure 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
+
+MAX_AGES = 1024
+"""Charges that are recorded one by one: a job that may restart more often than this in one window
+is forgiven the older ones when its master dies."""
 
 
 class Budget:
@@ -40,6 +45,28 @@ class Budget:
         if count > self.count:
             self._adopted += count - self.count
             self.count = count
+
+    def restore(self, count: int, ages: Iterable[float], short_lives: int, now: float) -> None:
+        """What the record of the master before this one says; `ages` as `ages` gave them."""
+        self.count = count
+        self._short_lives = short_lives
+        if self._window > 0:
+            self._charges = deque(now - age for age in ages)
+        else:
+            self._adopted = count
+
+    def ages(self, now: float) -> tuple[float, ...]:
+        """For the record: how old the charges are that lie in the window, oldest first, the newest
+        MAX_AGES of them; none where every charge counts for ever."""
+        if self._window <= 0:
+            return ()
+        self.left(now)
+        return tuple(now - when for when in self._charges)[-MAX_AGES:]
+
+    @property
+    def short_lives(self) -> int:
+        """How many rounds in a row died soon after they began."""
+        return self._short_lives
 
     def left(self, now: float) -> int:
         """Restarts that may still be charged."""

@@ -11,13 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from elasticrun.config import GROW_YOUNG, REATTACH_GRACE
+from elasticrun.config import STORM_LONGEST, STORM_QUIET, STORM_WINDOW
+from elasticrun.core.bars import Bars
+from elasticrun.core.burst import Burst
 from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.door import Door
 from elasticrun.core.last_call import LastCall
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
 """A survivor is waited for this much longer than the stopping time it has named."""
+
+SLOW_START = 10.0
+"""Seconds after which a node whose ranks are still being started is shown with that."""
 
 REJOIN_WAIT = 30.0
 """A survivor without ranks is waited for this long to offer a store again: a fork server that died
@@ -57,16 +63,20 @@ class Crew:
         self._leaving: dict[str, None] = {}  # members that go as soon as their ranks have ended
         self._completed: dict[str, None] = {}  # members all of whose ranks ended with 0
         self._announced: dict[str, None] = {}  # attached, not joined
-        self._barred: Deadlines[str] = Deadlines()
+        self._barred = Bars()
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
         self._call = LastCall(spec.last_call_timeout)
-        # at the door the series goes on over the rounds that newcomers cause: nodes that come back
-        # one after another are let in together, and not each by a round of its own
-        self._door_call = LastCall(spec.last_call_timeout, horizon=GROW_YOUNG)
+        self._door = Door(spec)
+        self._storm = Burst(  # of losses; the news of one takes `heartbeat_timeout` at most
+            window=STORM_WINDOW,
+            least=min(spec.heartbeat_timeout, STORM_QUIET),
+            most=STORM_QUIET,
+            longest=STORM_LONGEST,
+        )
         self._formed_at: float | None = None
-        self._door_opened: float | None = None
         self._unheard: dict[str, None] = {}  # members whose stream is broken
         self._lost: list[str] = []  # sentences: members that went before their ranks were done
+        self._struck: list[str] = []  # nodes just lost, until `decide` knows when
         self._broken = ""  # why the running round cannot go on
         self._recount = False
         self._fenced = True
@@ -98,6 +108,14 @@ class Crew:
         """Whether the work of the round needs this node still."""
         return self.is_member(node) and node not in self._completed
 
+    def is_stopping(self, node: str) -> bool:
+        """Whether the ranks of this member are being stopped, or were."""
+        return self.stages.get(node) in (Stage.STOPPING, Stage.STOPPED)
+
+    def is_barred(self, node: str) -> bool:
+        """Whether it waits at the door whatever room there is."""
+        return node in self._barred
+
     @property
     def formed_at(self) -> float:
         """When the last round was formed; 0.0 if there was none."""
@@ -123,13 +141,17 @@ class Crew:
         """Whether members of the last round are still to stop or to come back."""
         return len(self._awaited) > 0
 
-    def reason_of(self, node: str) -> str:
+    def reason_of(self, node: str, now: float) -> str:
         """Why this one node waits, where that is an affair of its own; else empty."""
         if node in self._barred:
-            return "it fell silent too often and is let in again later"
+            return self._barred.sentence(node, now)
         if node in self._announced:
             return "it has not joined yet: its store is being made ready"
-        if node not in self.ready and not self.is_member(node):
+        if self.is_member(node):
+            age = now - self.formed_at
+            if self.stages[node] is Stage.STARTING and age >= SLOW_START:
+                return f"its ranks have not all been started yet, {age:.0f} s after its round began"
+        elif node not in self.ready:
             return "it has not said yet that its ranks of an earlier round are gone"
         return ""
 
@@ -144,29 +166,31 @@ class Crew:
 
     # ------------------------------------------------------------ nodes come and go
 
-    def announce(self, node: str) -> None:
+    def announce(self, node: str, now: float) -> None:
         """A stream of this node stands; it is expected to join."""
         if node not in self.ready and not self.is_member(node):
+            if not self.stages and node not in self._announced:
+                self._call.arrival(now)
             self._announced[node] = None
+            self._door.appeared(node, now)
 
-    def join(self, node: str, now: float, *, not_before: float) -> None:
-        """No rank lives on this node and it offers a store. `not_before`: when it is let in, for
-        a node that keeps falling silent."""
+    def join(self, node: str, now: float, *, not_before: float, why: str = "") -> None:
+        """No rank lives on this node and it offers a store. `not_before`: when it is let in, for a
+        node that keeps falling silent or whose ranks keep failing, as `why` says in a clause."""
         if self.is_member(node) and self.stages[node] is not Stage.STOPPED:
             return  # it said so before it read the Start of the present round
+        announced = node in self._announced
         self._announced.pop(node, None)
         if not_before > now and not self.is_member(node):
-            self._barred.arm(node, not_before)
+            self._barred.put(node, not_before, why)
             return
         self._awaited.disarm(node)
         if node not in self.ready:
             self.ready[node] = None
             if not self.stages:
-                self._call.arrival(now)
-            elif not self.is_member(node):
-                self._door_call.arrival(now)
-            if self.phase is Phase.RUNNING and self._door_opened is None:
-                self._door_opened = now
+                self._call.ready(now) if announced else self._call.arrival(now)
+            if self.phase is Phase.RUNNING:
+                self._door.joined(node, now)
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: the answers of survivors are not late."""
@@ -174,8 +198,10 @@ class Crew:
 
     def lost_contact(self, node: str, now: float, patience: float) -> None:
         """Its stream broke; it may come back within `patience` seconds, and joins again then."""
+        if node in self._announced or node in self.ready:
+            self._door.went(node)
         self._announced.pop(node, None)
-        self._barred.disarm(node)
+        self._barred.lift(node)
         self._recount = True
         if self.is_concerned(node):
             self._unheard[node] = None
@@ -195,8 +221,7 @@ class Crew:
         if self.is_member(node) and self.stages[node] not in (Stage.STOPPED, Stage.FINISHED):
             if node not in self._leaving:
                 self._leaving[node] = None
-                self._lost.append(f"node {node} left: {reason}")
-                self._recount = True
+                self._lose(node, f"left: {reason}")
                 self._awaited.arm(node, now + self._spec.restart_grace + SURVIVOR_SLACK)
         else:
             self.gone(node, f"left: {reason}", last_word=now)
@@ -206,7 +231,7 @@ class Crew:
         heard. `reborn`: a newer life of it is there, so its ranks are not."""
         self._announced.pop(node, None)
         self._unheard.pop(node, None)
-        self._barred.disarm(node)
+        self._barred.lift(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
         self._recount = True
@@ -214,10 +239,38 @@ class Crew:
             return
         stage = self.stages[node]
         if node not in self._completed and node not in self._leaving:
-            self._lost.append(f"node {node} {reason}")
+            self._lose(node, reason)
         self._away[node] = None
         self._fenced = self._fenced or reborn or stage in (Stage.STOPPED, Stage.FINISHED)
         self._last_word = max(self._last_word, last_word)
+
+    def _lose(self, node: str, reason: str) -> None:
+        self._lost.append(f"node {node} {reason}")
+        self._struck.append(node)
+        self._recount = True
+
+    def can_spare(self, node: str) -> bool:
+        """Whether the next round could do without this member; O(n)."""
+        if not self.is_member(node) or node in self._leaving:
+            return False
+        others = {one for one in self.stages if self.is_member(one)} - set(self._leaving)
+        others.update(self.ready)
+        unit = self._spec.node_unit
+        return (len(others) - 1) // unit * unit >= self._spec.min_nodes
+
+    def leave_out(self, node: str, until: float, why: str) -> None:
+        """This member waits at the door until then. It is no loss that others would follow."""
+        self._away[node] = None
+        self._awaited.disarm(node)
+        self._lost.append(f"node {node} is left out: {why}")
+        if node in self.ready:  # else it is barred when it joins
+            del self.ready[node]
+            self._barred.put(node, until, why)
+
+    def let_in(self, node: str, now: float) -> None:
+        """A node that was left out need not wait any more."""
+        if node in self._barred:
+            self._barred.put(node, now, "acquitted")
 
     def reborn(self, node: str) -> None:
         """A newer life of a node that had gone is there: none of its ranks lives on."""
@@ -227,7 +280,7 @@ class Crew:
     def returned(self, node: str, now: float, *, within: float) -> None:
         """A member that had gone is there again and will join; if the next round is still being
         gathered it is waited for, `within` seconds, since two restarts cost more than a wait."""
-        self.announce(node)
+        self.announce(node, now)
         if self.phase is Phase.GATHERING and node in self._away:
             self._awaited.arm(node, now + within)
 
@@ -274,37 +327,15 @@ class Crew:
 
     # ------------------------------------------------------------ rounds
 
-    def adopt(self, world_size: int, now: float) -> None:
-        """A round that another master formed runs; this one learns of it from its nodes."""
-        self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
-        self._unseen_ranks = world_size
-        self._grace_until = now + REATTACH_GRACE
-
-    def succeed_another(self, now: float) -> None:
-        """Another master served this job before: there may be a round that nobody reported yet."""
-        if not self.stages and self._successor_until is None:
-            self._successor_until = now + REATTACH_GRACE
-
-    def is_adopting(self, now: float) -> bool:
-        """Whether further nodes of an adopted round are taken as its members."""
-        return self._unseen_ranks > 0 and now < self._grace_until
-
-    def adopt_member(self, node: str, ranks: int, now: float) -> None:
-        """A node of the adopted round has been heard, with so many ranks."""
-        if node not in self.stages:
-            self.stages[node] = Stage.STARTING
-            self._unseen_ranks = max(0, self._unseen_ranks - ranks)
-            if self.phase is Phase.GATHERING:
-                self._awaited.arm(node, now + self._spec.restart_grace + SURVIVOR_SLACK)
-        self._announced.pop(node, None)
-        self.ready.pop(node, None)
-
     def formed(self, nodes: Iterable[str], now: float) -> None:
         """These ready nodes have been given places in a new round."""
         members = dict.fromkeys(nodes, Stage.STARTING)
         for node in members:
             del self.ready[node]
+        first = self._formed_at is None
         self._begin(members, now)
+        if first:
+            self._door.job_began()
 
     def _begin(self, members: dict[str, Stage], now: float) -> None:
         self.phase = Phase.RUNNING
@@ -317,9 +348,9 @@ class Crew:
         self._completed.clear()
         self._broken = ""
         self._unseen_ranks = 0
-        self._door_call.cancel()
+        self._door.formed(now, announced=bool(self._announced))
+        self._storm.answered(now)
         self._formed_at = now
-        self._door_opened = None
         self._fenced = False
         self._last_word = now
         self._recount = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticrun.core.facts import Facts
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import Failure, Hello, Order, Report, Start
 
@@ -48,10 +49,13 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Detached:
-    """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered)."""
+    """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered).
+    `silent`: seconds for which nothing had come on it, more than a beat allows, while we heard
+    others; a stream that is reset was not silent, one whose pings went unanswered was."""
 
     session: int
     clean: bool
+    silent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,15 @@ class JobOver:
     reason: str
 
 
-JobEffect = Tell | Hangup | Note | JobOver
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Make these facts durable. Every effect after this one, of this step and of later ones, is
+    carried out only when that is done; events are taken in meanwhile (COORDINATION 3)."""
+
+    facts: Facts
+
+
+JobEffect = Tell | Hangup | Note | JobOver | Record
 
 
 # ---------------------------------------------------------------- the agent's brain: WorkerGroup
@@ -265,6 +277,7 @@ __all__ = [
     "RankExited",
     "RankSpawned",
     "RanksSwept",
+    "Record",
     "ReleaseStore",
     "RoundName",
     "Say",

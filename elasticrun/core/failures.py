@@ -159,12 +159,19 @@ class Window:
         self._failures: dict[int, Failure] = {}
         self._cause: Failure | None = None
         self._reporters: set[str] = set()
+        self._by_themselves: set[str] = set()  # nodes on which a rank died that nobody had stopped
+        self._cause_node = ""
         self.opened_at: float | None = None
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         """All that failed, root cause first."""
         return cause_first(tuple(self._failures.values()))
+
+    @property
+    def excused(self) -> str:
+        """Why what fails from here on costs nothing; empty if it may cost."""
+        return self._excuse
 
     def excuse(self, reason: str) -> None:
         """The round is being closed for another reason: what fails from here on is an echo.
@@ -177,15 +184,33 @@ class Window:
         if self.opened_at is not None:
             self._doubt += by
 
-    def add(self, node: str, failures: Iterable[Failure], now: float) -> bool:
-        """Note what `node` reported; whether any of it was new."""
+    @property
+    def cause(self) -> tuple[str, Failure] | None:
+        """The root cause as things stand, and its node; None if it is a mere echo."""
+        if self._cause is None or self._cause.kind in ECHOES:
+            return None
+        return self._cause_node, self._cause
+
+    def others_failed(self, node: str) -> bool:
+        """Whether ranks of a node other than `node` died by themselves."""
+        return len(self._by_themselves) > (1 if node in self._by_themselves else 0)
+
+    def add(
+        self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
+    ) -> bool:
+        """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
+        stopped, so that whatever they died of proves nothing."""
         before = len(self._failures)
         for failure in failures:
             cause = root_cause([one for one in (self._cause, failure) if one])
             full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
             if not full and failure.rank not in self._failures:
                 self._failures[failure.rank] = failure
+                if cause is failure:
+                    self._cause_node = node
                 self._cause = cause
+                if not stopped and failure.kind not in ECHOES:
+                    self._by_themselves.add(node)
         if len(self._failures) > before:
             self._reporters.add(node)
             if self.opened_at is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from elasticrun.config import MASTER_LOST_TIMEOUT
+from elasticrun.config import EXIT_FAILED, MASTER_LOST_TIMEOUT, SPAWN_TIMEOUT
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.effects import AgentEffect, Exit, Note, Say, SignalRanks
+from elasticrun.core.failures import cause_first
 from elasticrun.core.group_states import GroupStatus, State
 from elasticrun.core.local_ranks import LocalRanks
 from elasticrun.core.store_shelf import StoreShelf
+from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import (
     MAX_FAILURES,
     Failure,
@@ -81,6 +83,11 @@ class GroupBase:
         """The term of the last master that was obeyed, for Hello; 0 if there was none."""
         return self._term
 
+    @property
+    def master_lost_timeout(self) -> float:
+        """Seconds for which ranks go on with no master to be heard, as the last one told."""
+        return self._master_lost_timeout
+
     def attached(self) -> RoundReport | None:
         """The last round this node had a place in, for Hello; what became of it follows on
         LinkBack. None if it never had one."""
@@ -114,6 +121,21 @@ class GroupBase:
 
     def _failures(self) -> tuple[Failure, ...]:
         return tuple(self._ranks.failures.values())
+
+    def _exit(self, outcome: Exit) -> None:
+        self._state = State.OVER
+        self._deadlines.clear()
+        self._out.append(outcome)
+
+    def _give_up(self, code: int, sentence: str) -> None:
+        """End at once, whatever lives here: nothing more can be done about it."""
+        self._say(Leaving(sentence, 0))
+        self._exit(Exit(code, sentence, cause_first(self._failures()), 0))
+
+    def _not_spawned(self) -> None:
+        if self._state is State.STARTING:
+            late = f"{SPAWN_TIMEOUT:g} s ago and has not started all of them"
+            self._give_up(EXIT_FAILED, f"the fork server was asked for the ranks {late}")
 
     def _say(self, report: Report) -> None:
         self._out.append(Say(report))
@@ -172,3 +194,8 @@ class GroupBase:
         targets = self._ranks.targets(signum)
         if targets:
             self._out.append(SignalRanks(targets, signum))
+
+
+def newer(one: RoundName, other: RoundName) -> bool:
+    """Whether `one` is of a later round than `other`."""
+    return (one.term, one.number) > (other.term, other.number)

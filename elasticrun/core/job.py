@@ -9,19 +9,15 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-from elasticrun import __version__
-from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_REFUSED
+from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.core import effects as fx
-from elasticrun.core.crew import SURVIVOR_SLACK, Phase
+from elasticrun.core.attaching import Attaching
+from elasticrun.core.blame import Cause
+from elasticrun.core.crew import Phase
 from elasticrun.core.failures import Bill
-from elasticrun.core.job_status import nothing_yet, picture
-from elasticrun.core.membership import Health, Membership
-from elasticrun.core.rendezvous import Decision, Rendezvous, Verb
-from elasticrun.core.roster import Roster, differences
-from elasticrun.core.rounds import Round, adopt, begin
-from elasticrun.core.settlement import Settlement
+from elasticrun.core.rendezvous import Decision, Verb
+from elasticrun.core.rounds import begin
+from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import RoundName
 
@@ -29,30 +25,8 @@ MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
 
 
-class Job:
+class Job(Attaching):
     """The brain of one job's master; see the module's head."""
-
-    def __init__(self, spec: m.JobSpec | None, term: int, mint: Callable[[], str]) -> None:
-        """`spec`: None takes the first m.Hello's. `term` must be higher than that of any master of
-        this job before; `mint` gives a nonce for every round."""
-        self._term = term
-        self._mint = mint
-        self._given_spec = spec
-        self._spec: m.JobSpec | None = None
-        self._now = 0.0
-        self._number = 0
-        self._round: Round | None = None
-        self._outcome: m.End | None = None
-        self._reason = ""
-        self._until: float | None = None
-        self._all_left = False
-        self._last_failure = ""
-        self._hold_reason = ""
-        self._roster = Roster()
-        self._out: list[fx.JobEffect] = []
-        self._membership: Membership
-        self._rdzv: Rendezvous
-        self._settlement: Settlement
 
     # ------------------------------------------------------------ the shape of a brain
 
@@ -60,15 +34,14 @@ class Job:
         """Take in one event at monotonic time `now`; what is to be done, in order."""
         self._now = now
         self._out = []
+        if self._spec is None and not self._wake(event):
+            return self._out
         if isinstance(event, fx.Attached):
-            self._found(event.hello.spec, now)
             self._attached(event.session, event.hello, now)
-        elif self._spec is None:
-            return []
         elif isinstance(event, fx.Heard):
             node = self._membership.heard(event.session, now)
             if node is None or isinstance(event.report, m.Beat):
-                return []
+                return self._out
             if self._outcome is None:
                 self._heard(node, event.report, now)
         elif isinstance(event, fx.Detached):
@@ -84,175 +57,18 @@ class Job:
             self._advance(now)
             if isinstance(event, fx.Heard) and isinstance(event.report, m.Join):
                 self._tell_to_wait(self._membership.node_of(event.session))
+            self._keep_record()
         return self._out
 
-    def next_deadline(self) -> float | None:
-        """When `step(Tick(), now)` is due at the latest."""
-        if self._spec is None or self._outcome is not None:
-            return None
-        deadlines = (self._membership.next_deadline(), self._until)
-        return min((when for when in deadlines if when is not None), default=None)
-
-    def status(self) -> m.JobStatus:
-        """The job as one page; O(nodes)."""
-        if self._spec is None:
-            return nothing_yet(self._given_spec)
-        return picture(
-            spec=self._spec,
-            rdzv=self._rdzv,
-            membership=self._membership,
-            roster=self._roster,
-            round_=self._round,
-            budget=self._settlement.budget,
-            now=self._now,
-            reason=self._hold_reason or self._reason,
-            last_failure=self._last_failure,
-            outcome=self._outcome.reason if self._outcome else "",
-        )
-
-    @property
-    def spec(self) -> m.JobSpec:
-        """What the job has agreed on; there is none before the first agent."""
-        assert self._spec is not None
-        return self._spec
-
-    def _found(self, first_spec: m.JobSpec, now: float) -> None:
-        """The first agent is there: the job begins."""
-        if self._spec is not None:
-            return
-        spec = self._spec = self._given_spec or first_spec
-        self._membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
-        self._rdzv = Rendezvous(spec, now)
-        self._settlement = Settlement(spec)
-
-    # ------------------------------------------------------------ streams
-
-    def _attached(self, session: int, hello: m.Hello, now: float) -> None:
-        node = hello.node
-        suspect = self._membership.is_suspect(node)
-        admission = self._membership.attach(
-            node=node, host=hello.host, incarnation=hello.incarnation, session=session, now=now
-        )
-        if admission.refusal:
-            self._tell(session, m.Refused(admission.refusal, EXIT_REFUSED))
-            self._out.append(fx.Hangup(session))
-            return
-        if admission.old_session is not None:
-            self._out.append(fx.Hangup(admission.old_session))
-        if admission.superseded:
-            self._rdzv.gone(node, "was replaced by a newer agent", last_word=now, reborn=True)
-        elif admission.newer:
-            self._rdzv.reborn(node)
-        if admission.forgotten:
-            self._roster.forget(admission.forgotten)
-        self._roster.enter(hello)
-        self._rdzv.back(node)
-        if admission.returned or (suspect and not admission.newer):
-            self._note(f"node {node} is heard again")
-        self._tell(session, self._welcome())
-        if hello.spec != self.spec:
-            otherwise = ", ".join(differences(hello.spec, self.spec))
-            self._note(f"node {node} was started otherwise: {otherwise}", "warning")
-        if hello.last_term not in (0, self._term):
-            self._rdzv.succeed_another(now)
-        if self._outcome is not None:
-            self._tell(session, self._outcome)
-        elif hello.attached is not None:
-            self._reattached(session, node, hello, hello.attached, now)
-        elif self._rdzv.is_member(node):
-            self._repeat_start(session, node, now)
-        else:
-            self._rdzv.returned(node, now, within=self.spec.last_call_timeout)
-
-    def _welcome(self) -> m.Welcome:
-        return m.Welcome(
-            protocol=m.PROTOCOL_VERSION,
-            version=__version__,
-            job_id=self.spec.job_id,
-            term=self._term,
-            beat_interval=self._membership.beat_interval(),
-            master_lost_timeout=self.spec.master_lost_timeout,
-            status_url="",  # the shell knows it
-        )
-
-    def _reattached(
-        self, session: int, node: str, hello: m.Hello, report: m.RoundReport, now: float
-    ) -> None:
-        """The agent knows a round. Is it ours, is it one to adopt, or is it over?"""
-        current = self._round
-        self._number = max(self._number, report.round.number)
-        if current is None or (current.adopted and current.is_older_than(report.round)):
-            self._adopt(report, now)
-            self._adopt_member(node, hello, report)
-        elif report.round == current.name:
-            if not self._rdzv.is_member(node) and self._rdzv.is_adopting(now):
-                self._adopt_member(node, hello, report)
-            if not self._rdzv.is_member(node):
-                self._tell(session, m.Stop(report.round, "this node had been given up"))
-                self._rdzv.returned(node, now, within=self.spec.restart_grace + SURVIVOR_SLACK)
-            elif self._rdzv.phase is Phase.GATHERING:
-                self._tell(session, m.Stop(report.round, current.why_stopped))
-        elif self._rdzv.is_member(node):
-            self._repeat_start(session, node, now)
-        else:
-            self._tell(session, m.Stop(report.round, "the job has gone on without this node"))
-            self._rdzv.announce(node)
-
-    def _repeat_start(self, session: int, node: str, now: float) -> None:
-        """The node has a place in our round and does not know: its m.Start was lost."""
-        assert self._round is not None
-        start = self._round.starts.get(node)
-        if self._rdzv.phase is Phase.RUNNING and start is not None:
-            self._tell(session, start)
-        else:
-            self._rdzv.stopped(node, now)
-
-    def _adopt(self, report: m.RoundReport, now: float) -> None:
-        old = self._round
-        if old is not None:
-            over = m.Stop(old.name, f"round {report.round} is newer")
-            self._broadcast(self._rdzv.stages, over)
-        self._round = adopt(report)
-        self._settlement.budget.adopt(report.restart_count)
-        self._settlement.new_round(adopted=True)
-        self._rdzv.adopt(report.world_size, now)
-        self._note(f"round {report.round} with {report.world_size} ranks runs already: adopted")
-
-    def _adopt_member(self, node: str, hello: m.Hello, report: m.RoundReport) -> None:
-        assert self._round is not None
-        self._round.seats[node] = report.group_rank
-        self._rdzv.adopt_member(node, hello.local_world_size, self._now)
-
-    def _detached(self, event: fx.Detached, now: float) -> None:
-        node = self._membership.node_of(event.session)
-        if node is None:
-            return
-        seen = self._rdzv.is_concerned(node) and self._settlement.window.reported_by_another(node)
-        self._membership.detached(event.session, now, corroborated=seen, clean=event.clean)
-        member = self._membership.member(node)
-        if member.health is Health.LEFT:
-            self._rdzv.gone(node, member.reason, last_word=now)
-        elif self._outcome is None:
-            self._note(f"node {node} is suspect: {member.reason}")
-            self._rdzv.lost_contact(node, now, self.spec.heartbeat_timeout + 1.0)
-
-    def _bury(self, now: float) -> None:
-        """Nodes whose time is up are dead."""
-        rdzv = self._rdzv
-        if rdzv.size:
-            deaths = self._membership.due(now, rdzv.is_member, rdzv.size)
-        else:
-            deaths = self._membership.due(now, lambda _: True, self._membership.present())
-        for death in deaths:
-            self._note(f"node {death.node} is dead: {death.reason}", "warning")
-            last_heard = self._membership.member(death.node).last_heard
-            rdzv.gone(death.node, f"is dead: {death.reason}", last_word=last_heard)
-            if death.session is not None:
-                self._out.append(fx.Hangup(death.session))
-        hold = self._membership.hold_reason()
-        if hold != self._hold_reason:
-            self._hold_reason = hold
-            self._note(hold or "nodes are heard again", "warning" if hold else "info")
+    def _wake(self, event: fx.JobEvent) -> bool:
+        """Nothing was there yet. The record, or the first agent, says what the job is; whether
+        `event` is still to be looked at."""
+        if self._facts is not None:
+            self._begin(self._given_spec or self._facts.spec, self._now)
+            return not isinstance(event, fx.Overslept)  # it listens only since now
+        if isinstance(event, fx.Attached):
+            self._begin(self._given_spec or event.hello.spec, self._now)
+        return isinstance(event, fx.Attached)
 
     # ------------------------------------------------------------ reports
 
@@ -260,7 +76,7 @@ class Job:
         rdzv = self._rdzv
         if isinstance(report, m.Join):
             self._roster.joined(node, report.store)
-            rdzv.join(node, now, not_before=self._membership.barred_until(node, now))
+            self._joined(node, now)
         elif isinstance(report, m.Leaving):
             self._membership.left(node, report.reason)
             rdzv.leaving(node, now, report.reason)
@@ -281,15 +97,26 @@ class Job:
             else:
                 rdzv.finished(node)
 
+    def _joined(self, node: str, now: float) -> None:
+        silent = self._membership.barred_until(node, now)
+        failing = self._settlement.blame.barred_until(node, now)
+        why = "it fell silent too often" if silent > failing else "its ranks kept failing"
+        self._rdzv.join(node, now, not_before=max(silent, failing), why=why)
+
     def _ranks_failed(self, node: str, report: m.RanksFailed, now: float) -> None:
-        if not self._settlement.add(node, report.failures, now):
+        stopped = self._rdzv.is_stopping(node)
+        if not self._settlement.add(node, report.failures, now, stopped=stopped):
             return
         self._membership.corroborate(node, self._rdzv.is_concerned, now)
         if self._rdzv.phase is Phase.RUNNING and self._rdzv.is_member(node):
             verdict = self._settlement.verdict(self._trouble(), now)
-            self._last_failure = verdict.reason
+            reason = verdict.reason
+            if verdict.bill is Bill.NOTHING and self._rdzv.is_incomplete(now):
+                # who is to blame is open until all have dialled again; what has failed is known
+                reason = self._settlement.verdict("", now).reason
+            self._last_failure = reason
             if verdict.bill is not Bill.HOPELESS:
-                self._reopen(verdict.reason, now)
+                self._reopen(reason, now)
 
     # ------------------------------------------------------------ decisions
 
@@ -310,7 +137,8 @@ class Job:
                 self._wait(decision, None if gate is None else gate.until)
                 return
             if decision.verb is Verb.FORM:
-                self._form(decision.nodes, now)
+                if not self._reconsider(now):
+                    self._form(decision.nodes, now)
             elif decision.verb is Verb.REOPEN:
                 self._settlement.window.excuse(decision.reason)
                 self._reopen(decision.reason, now)
@@ -323,11 +151,45 @@ class Job:
         """Which member has gone or may have gone, in words; empty if all are well."""
         if self._rdzv.loss:
             return self._rdzv.loss
-        suspects = (n for n in self._membership.suspects() if self._rdzv.is_concerned(n))
-        return next((f"node {node} is suspect" for node in suspects), "")
+        for node in self._membership.suspects():
+            if self._rdzv.is_concerned(node):
+                return f"node {node} is suspect"
+        cause, why = self._culprit()
+        return f"node {cause.node} is left out: {why}" if cause else ""
+
+    def _culprit(self) -> tuple[Cause | None, str]:
+        """The cause of the round's end whose node is to be left out, and why."""
+        cause = self._settlement.cause()
+        if cause is None:
+            return None, ""
+        why = self._settlement.blame.culprit(cause, self._now)
+        return (cause, why) if why and self._rdzv.can_spare(cause.node) else (None, "")
+
+    def _reconsider(self, now: float) -> bool:
+        """A round could form. Whether that has to be asked again, because a node is left out or an
+        innocent one let in."""
+        if self._rdzv.loss:
+            return False
+        blame = self._settlement.blame
+        cause, why = self._culprit()
+        if cause is not None:
+            wait = blame.leave_out(cause, now)
+            self._stale = True
+            self._rdzv.leave_out(cause.node, now + wait, why)
+            self._note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
+            self._tell_to_wait(cause.node)
+            return True
+        cause = self._settlement.cause()
+        innocent = blame.acquit(cause, now) if cause and not self._trouble() else ""
+        if cause is not None and innocent:
+            self._rdzv.let_in(innocent, now)
+            self._note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
+        return bool(innocent)
 
     def _wait(self, decision: Decision, gate: float | None) -> None:
-        self._until = min((t for t in (decision.until, gate) if t is not None), default=None)
+        dues = (decision.until, decision.wake, gate)
+        self._until = min((when for when in dues if when is not None), default=None)
+        self._ends = decision.until
         if decision.reason != self._reason:
             self._reason = decision.reason
             if decision.reason:
@@ -336,6 +198,10 @@ class Job:
 
     def _tell_to_wait(self, only: str | None = None) -> None:
         """Tell ready nodes, or the one named, why they wait, each once per sentence."""
+        if only is not None and self._rdzv.is_barred(only) and self._outcome is None:
+            session = self._membership.session_of(only)
+            if session is not None:
+                self._tell(session, m.Wait(self._rdzv.reason_of(only, self._now)))
         if not self._reason or self._outcome is not None:
             return
         sessions = []
@@ -355,6 +221,7 @@ class Job:
         self._round.why_stopped = reason
         members = self._rdzv.reopen(now)
         self._note(f"round {self._round.name.number} is over: {reason}")
+        self._record()
         self._broadcast(members, m.Stop(self._round.name, reason))
 
     def _form(self, limit: int, now: float) -> None:
@@ -365,16 +232,20 @@ class Job:
         self._number += 1
         name = RoundName(self._term, self._number, self._mint())
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
-        round_ = begin(name, ready, limit, self._round, self._settlement.budget.count)
+        count = self._settlement.budget.count
+        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of)
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""
         self._rdzv.formed(round_.seats, now)
-        self._settlement.new_round()
-        self._reason = ""
-        ranks = f"{round_.world_size} ranks on {len(round_.seats)} nodes"
-        self._note(f"round {name.number} begins: {ranks}")
-        for node, start in round_.starts.items():
+        self._settlement.new_round(nodes=len(round_.seats))
+        self._reason, self._ends = "", None
+        size = f"{some(round_.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
+        self._note(f"round {name.number} begins: {size}")
+        self._record()
+        for node in round_.members:
+            start = round_.start(node)
+            assert start is not None
             self._broadcast((node,), start)
 
     def _end(self, exit_code: int, reason: str) -> None:
@@ -382,19 +253,6 @@ class Job:
         self._outcome = m.End(exit_code, reason, failures)
         self._until = None
         self._note(f"the job is over: {reason}")
+        self._record()
         self._out.append(fx.Tell(self._membership.sessions(), self._outcome))
-        self._out.append(fx.JobOver(exit_code, reason))
-
-    # ------------------------------------------------------------ small change
-
-    def _tell(self, session: int, order: m.Order) -> None:
-        self._out.append(fx.Tell((session,), order))
-
-    def _broadcast(self, nodes: Iterable[str], order: m.Start | m.Stop) -> None:
-        found = (self._membership.session_of(node) for node in nodes)
-        sessions = tuple(session for session in found if session is not None)
-        if sessions:
-            self._out.append(fx.Tell(sessions, order))
-
-    def _note(self, text: str, level: str = "info") -> None:
-        self._out.append(fx.Note(text, level))
+        self._say_over(self._outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticrun.core.budget import Budget
 from elasticrun.core.crew import Phase
-from elasticrun.core.membership import Health, Membership
+from elasticrun.core.membership import Health, Member, Membership
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round
@@ -40,42 +40,33 @@ def picture(
     budget: Budget,
     now: float,
     reason: str,
+    ends: float | None,
     last_failure: str,
     outcome: str,
 ) -> JobStatus:
-    """All of it; O(nodes)."""
+    """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
     phase = rdzv.phase.value
     if outcome:
         phase = "ended"
     elif rdzv.phase is Phase.GATHERING and rdzv.is_waiting_for_survivors():
         phase = "stopping"
-    seats = round_.seats if round_ else {}
-    starts = round_.starts if round_ else {}
-    nodes = []
-    for member in membership.nodes():
-        entry = roster[member.node]
-        here = rdzv.is_member(member.node)
-        start = starts.get(member.node) if here else None
-        nodes.append(
-            NodeStatus(
-                node=member.node,
-                host=entry.hello.host,
-                address=entry.hello.address,
-                state=member.health.value,
-                activity=rdzv.activity(member.node),
-                reason=member.reason
-                if member.health is not Health.ALIVE
-                else (rdzv.reason_of(member.node) or entry.told),
-                group_rank=seats.get(member.node, -1) if here else -1,
-                first_rank=start.first_rank if start else -1,
-                local_world_size=entry.hello.local_world_size,
-                pids=entry.pids if here else (),
-            )
+    rest = f"; at most {max(0.0, ends - now):.0f} s more" if ends is not None else ""
+
+    def why(member: Member) -> str:
+        if member.health is not Health.ALIVE:
+            return member.reason
+        entry = roster.get(member.node)
+        told = entry.told if entry else ""
+        return (
+            membership.sluggish(member, now)
+            or rdzv.reason_of(member.node, now)
+            or (f"{told}{rest}" if told and told == reason else told)
         )
+
     return JobStatus(
         job_id=spec.job_id,
         phase=phase,
-        reason=f"{reason} ({rdzv.detail()})" if reason and not outcome else reason,
+        reason=f"{reason} ({rdzv.detail()}{rest})" if reason and not outcome else reason,
         round=round_.name if round_ else None,
         world_size=round_.world_size if round_ else 0,
         restart_count=budget.count,
@@ -83,7 +74,30 @@ def picture(
         max_restarts=spec.max_restarts,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        nodes=tuple(nodes),
+        nodes=tuple(
+            _node(member, why(member), rdzv, roster, round_) for member in membership.nodes()
+        ),
         last_failure=last_failure,
         outcome=outcome,
+    )
+
+
+def _node(
+    member: Member, reason: str, rdzv: Rendezvous, roster: Roster, round_: Round | None
+) -> NodeStatus:
+    entry = roster.get(member.node)  # None: of a restored round, and not heard yet
+    here = rdzv.is_member(member.node)
+    seat = round_.members.get(member.node) if round_ and here else None
+    ranks = seat.ranks if seat else 0
+    return NodeStatus(
+        node=member.node,
+        host=entry.hello.host if entry else "",
+        address=entry.hello.address if entry else "",
+        state=member.health.value,
+        activity=rdzv.activity(member.node),
+        reason=reason,
+        group_rank=seat.group_rank if seat else -1,
+        first_rank=seat.first_rank if seat else -1,
+        local_world_size=entry.hello.local_world_size if entry else ranks,
+        pids=entry.pids if entry and here else (),
     )

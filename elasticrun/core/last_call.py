@@ -8,7 +8,10 @@ from elasticrun.config import LAST_CALL_CAP_FACTOR, LAST_CALL_QUIET
 
 
 class LastCall:
-    """It ends when nodes have stopped coming; the rules are in the head of `rendezvous`."""
+    """It ends when nodes have stopped coming; the rules are in the head of `rendezvous`.
+
+    A silence begins when a node has come (its Hello), not when it has imported torch and can start;
+    but half of LAST_CALL_QUIET passes after that too, for those who were a moment slower."""
 
     def __init__(self, timeout: float, horizon: float = math.inf) -> None:
         """`timeout`: see there. A node that comes more than `horizon` seconds after the
@@ -17,13 +20,18 @@ class LastCall:
         self._horizon = horizon
         self._last: float | None = None
         self._gap = 0.0
+        self._ready = -math.inf
         self.began: float | None = None
 
     def arrival(self, now: float) -> None:
-        """A node has joined."""
+        """A node has come: its Hello counts, not how long it then imports torch before it joins."""
         gap = 0.0 if self._last is None else now - self._last
         self._gap = max(self._gap, gap) if gap <= self._horizon else 0.0
         self._last = now
+
+    def ready(self, now: float) -> None:
+        """A node that had come before can start."""
+        self._ready = now
 
     def begin(self, now: float) -> None:
         """There are nodes enough; without effect if it has begun."""
@@ -41,7 +49,8 @@ class LastCall:
         if announced:
             quiet = self._timeout
         last = self.began if self._last is None else self._last
+        settled = self._ready + min(LAST_CALL_QUIET / 2.0, self._timeout)
         return min(
-            max(self.began, last + min(quiet, self._timeout)),
+            max(self.began, last + min(quiet, self._timeout), settled),
             self.began + LAST_CALL_CAP_FACTOR * self._timeout,
         )

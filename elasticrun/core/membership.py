@@ -4,7 +4,8 @@ Three witnesses speak of a node (COORDINATION 5). *Process*: its stream; the tra
 it when the process is gone or stopped. *Loop*: its beats; a node whose stream stands but that says
 nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks of the same round that fail
 on another node. A broken stream makes a node SUSPECT; it is DEAD after SUSPECT_CONFIRM if the world
-agrees, at once if a newer incarnation of it attaches, and after `heartbeat_timeout` otherwise.
+agrees, at once if a newer incarnation of it attaches, and otherwise when it has been silent for
+`heartbeat_timeout`; that includes the silence for which pings broke the stream.
 
 Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
 more than half of a round's nodes fall silent together the verdict waits for MASS_SILENCE_HOLD,
@@ -20,31 +21,23 @@ Every report costs O(1). The caller owes `due` a look whenever `next_deadline` h
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elasticrun.config import (
-    BEAT_INTERVAL,
-    EXCLUDE_SILENT_AFTER,
     MASS_SILENCE_HOLD,
     MAX_SESSIONS,
+    REATTACH_GRACE,
     SLUGGISH_DEAD,
     SUSPECT_CONFIRM,
 )
 from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.pace import BEATS_PER_SECOND, beat_interval
+from elasticrun.core.silences import Silences
 
-SILENCE_MEMORY = 600.0
-"""Deaths by silence are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
-
-BAR_UNIT = 120.0
-"""A node that dies of silence too often waits this long at the door, then twice as long, ..."""
-
-BAR_LONGEST = 3600.0
-
-BEATS_PER_SECOND = 500
-"""Beats that one master hears per second at most; more nodes beat less often (COORDINATION 5)."""
+SLUGGISH_BEATS = 5.0
+"""A node that has missed so many beats is shown as sluggish."""
 
 MAX_SUPERSEDED = 100_000
 """Superseded incarnations remembered; the oldest are forgotten first."""
@@ -71,9 +64,10 @@ class Member:
     health: Health = Health.ALIVE
     reason: str = ""  # why it is not ALIVE
     broke_at: float = 0.0  # when its stream broke, while SUSPECT
+    silent: float = 0.0  # for how long nothing had come on it then
     corroborated: bool = False
-    silences: deque[float] = field(default_factory=deque)
-    bars: int = 0
+    silences: Silences = field(default_factory=Silences)
+    unseen: bool = False  # known from the record, not heard by this master yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +104,7 @@ class Membership:
         self._present: dict[str, None] = {}  # alive or suspect
         self._deadlines: Deadlines[str] = Deadlines()
         self._hold_until: float | None = None
+        self._past: dict[str, Silences] = {}  # from the record: nodes that have not attached yet
 
     # ------------------------------------------------------------ questions
 
@@ -153,7 +148,7 @@ class Membership:
 
     def beat_interval(self) -> float:
         """How often agents are to say that they live, in seconds."""
-        return max(BEAT_INTERVAL, len(self._sessions) / BEATS_PER_SECOND)
+        return beat_interval(len(self._sessions))
 
     def hold_reason(self) -> str:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
@@ -167,10 +162,17 @@ class Membership:
     def barred_until(self, node: str, now: float) -> float:
         """Until when a node that keeps falling silent waits at the door; `now` if it need not."""
         member = self._members[node]
-        if len(member.silences) < EXCLUDE_SILENT_AFTER or not member.bars:
-            return now
-        wait = min(BAR_UNIT * 2.0 ** (member.bars - 1), BAR_LONGEST)
-        return max(now, member.silences[-1] + wait)
+        return max(now, member.silences.barred_until)
+
+    def sluggish(self, member: Member, now: float) -> str:
+        """That a node whose stream stands misses its beats, in words; empty if it does not."""
+        silent = now - member.last_heard
+        if member.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
+            return ""
+        return (
+            f"sluggish: its connection stands, but its agent has said nothing for {silent:.0f} s "
+            f"(given up after {SLUGGISH_DEAD:g} s)"
+        )
 
     def next_deadline(self) -> float | None:
         """When `due` must be asked."""
@@ -191,7 +193,8 @@ class Membership:
                 forgotten = self._forget_one()
                 if not forgotten:
                     return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
-            self._enter(Member(node, host, incarnation, session, now), now)
+            fresh = Member(node, host, incarnation, session, now, silences=self._recalled(node))
+            self._enter(fresh, now)
             return Admission(forgotten=forgotten)
         if old.incarnation == incarnation:
             return self._reattach(old, session, now)
@@ -202,7 +205,7 @@ class Membership:
             )
         self._supersede(old.incarnation)
         given_up = old.health in (Health.DEAD, Health.LEFT)
-        fresh = Member(node, host, incarnation, session, now, silences=old.silences, bars=old.bars)
+        fresh = Member(node, host, incarnation, session, now, silences=old.silences)
         self._enter(fresh, now)
         return Admission(newer=True, superseded=not given_up)
 
@@ -213,6 +216,7 @@ class Membership:
             self._sessions.pop(replaced, None)
         old.session, old.last_heard = session, now
         old.health, old.reason, old.corroborated = Health.ALIVE, "", False
+        old.unseen = False
         self._enter(old, now)
         return Admission(returned=returned, old_session=replaced)
 
@@ -236,9 +240,12 @@ class Membership:
             self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
         return member.node
 
-    def detached(self, session: int, now: float, *, corroborated: bool, clean: bool) -> str | None:
+    def detached(
+        self, session: int, now: float, *, corroborated: bool, clean: bool, silent: float = 0.0
+    ) -> str | None:
         """The stream is gone; the node it was the stream of, if it was a node's present one.
-        `corroborated`: ranks of its round have failed on another node."""
+        `corroborated`: ranks of its round have failed on another node. `silent`: for how long
+        nothing had come, while the master listened."""
         member = self._sessions.pop(session, None)
         if member is None:
             return None
@@ -246,14 +253,15 @@ class Membership:
         if member.health is Health.ALIVE:
             member.health = Health.SUSPECT
             member.reason = "its stream was closed" if clean else "its stream broke"
-            member.broke_at = now
+            member.broke_at, member.silent = now, silent
             member.corroborated = corroborated
             self._suspects[member.node] = None
             self._deadlines.arm(member.node, now + self._patience(member))
         return member.node
 
     def _patience(self, member: Member) -> float:
-        return min(SUSPECT_CONFIRM, self._timeout) if member.corroborated else self._timeout
+        confirm = min(SUSPECT_CONFIRM, self._timeout)
+        return confirm if member.corroborated else max(confirm, self._timeout - member.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
         """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""
@@ -305,14 +313,17 @@ class Membership:
 
     def _die(self, node: str, now: float) -> Death:
         member = self._members[node]
-        if member.corroborated:
+        if member.unseen:
+            reason = member.reason
+        elif member.corroborated:
             reason = f"{member.reason} and ranks elsewhere lost it"
         elif member.health is Health.SUSPECT:
-            reason = f"{member.reason} and nothing was heard for {now - member.broke_at:.1f} s"
+            silent = now - member.broke_at + member.silent
+            reason = f"{member.reason} and nothing was heard for {silent:.1f} s"
         else:
             reason = f"its agent said nothing for {now - member.last_heard:.0f} s"
-        if not member.corroborated:
-            self._count_silence(member, now)
+        if not member.corroborated and not member.unseen:
+            member.silences.count(now)
         member.health, member.reason = Health.DEAD, reason
         session, member.session = member.session, None
         if session is not None:
@@ -323,12 +334,51 @@ class Membership:
             self._hold_until = None
         return Death(node, reason, session)
 
-    def _count_silence(self, member: Member, now: float) -> None:
-        while member.silences and member.silences[0] < now - SILENCE_MEMORY:
-            member.silences.popleft()
-        member.silences.append(now)
-        if len(member.silences) >= EXCLUDE_SILENT_AFTER:
-            member.bars += 1
+    # ------------------------------------------------------------ the record of another master
+
+    def recall(self, node: str, incarnation: str, now: float) -> Member:
+        """A member of the record's round that had been given up."""
+        member = self._members[node] = Member(
+            node,
+            "",
+            incarnation,
+            None,
+            now,
+            Health.DEAD,
+            "it had gone before the master came back",
+            silences=self._recalled(node),
+            unseen=True,
+        )
+        return member
+
+    def redial(self, nodes: int) -> float:
+        """Seconds in which living agents, so many, have dialled a master that came back: they try
+        once a second; the silence limit, or the time that it takes to hear so many."""
+        return min(REATTACH_GRACE, max(self._timeout, nodes / BEATS_PER_SECOND))
+
+    def expect(self, node: str, incarnation: str, now: float, *, redial: float) -> None:
+        """A member of the record's round. It is suspect until it attaches, for REATTACH_GRACE; for
+        `redial` only where another node's ranks lose it."""
+        member = self.recall(node, incarnation, now)
+        member.health = Health.SUSPECT
+        member.reason = "it was not heard since the master came back"
+        member.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
+        self._present[node] = None
+        self._suspects[node] = None
+        self._deadlines.arm(node, now + REATTACH_GRACE)
+
+    def remember(self, past: Mapping[str, Silences]) -> None:
+        """Nodes that fell silent under another master."""
+        self._past = dict(past)
+
+    def pasts(self, now: float) -> list[tuple[str, Silences]]:
+        """The nodes whose silences still matter, the newest last."""
+        found = [*self._past.items(), *((m.node, m.silences) for m in self._members.values())]
+        found = [one for one in found if one[1].matter(now)]
+        return sorted(found, key=lambda one: one[1].times[-1])
+
+    def _recalled(self, node: str) -> Silences:
+        return self._past.pop(node, None) or Silences()
 
     # ------------------------------------------------------------ bounds
 

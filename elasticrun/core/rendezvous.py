@@ -8,8 +8,8 @@ Phases. A job is GATHERING until a round forms and RUNNING until it reopens:
 have. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the largest gap between joins so
 far) - nodes that start together do not wait for nodes that do not exist, nodes that start ten
 seconds apart are waited for - but no single silence lasts longer than `last_call_timeout`, and the
-whole no longer than LAST_CALL_CAP_FACTOR times that, whoever joins. A node whose stream stands but
-that has not joined yet (it imports torch) counts as a join to come.
+whole no longer than LAST_CALL_CAP_FACTOR times that, whoever joins. A node has come when its stream
+stands; one that has not joined yet (it imports torch) is waited for.
 
 *A later round* needs no last call: the nodes that are expected are known. It forms as soon as every
 living member of the last round is back, with whoever else is ready. Last call is for those who are
@@ -17,24 +17,36 @@ not expected; so a live survivor that is still stopping holds the round open unt
 named and SURVIVOR_SLACK more, and only then goes on without (COORDINATION 6).
 
 *While RUNNING*, a member that dies or leaves before its ranks are done reopens the round at once. A
-newcomer waits at the door while training goes on: last call is spent before workers are stopped,
-not after. A round younger than GROW_YOUNG lets newcomers in when no more come, because little work
-is lost; an older one when `grow_cooldown` is over since it began (`grow == "now"`: any round at
-once). Nodes that `max` or `node_unit` leave over are spares; they replace the lost.
+newcomer waits at the door while training goes on; when it is let in is the affair of `door`. Nodes
+that `max` or `node_unit` leave over are spares; they replace the lost.
+
+Storms. The round that follows a loss forms at once, with all who are left. In a job of STORM_NODES
+and more, when that round is broken by the loss of another node within STORM_WINDOW, the two may be
+one event (a switch, a rack), and the next round waits for the event's end, as `burst` judges it
+from the pace of the losses so far. So an event costs two rounds, however it is spread, and one that
+was over within seconds costs seconds. Nodes that return meanwhile are in that round. A successor of
+the master knows nothing of a storm; the first loss that it sees is answered at once.
 
 The fence. A round whose ranks may still run somewhere must not be followed by another that writes
 the same checkpoints. Collectives need every rank, so it is enough that *one* member of the round
 has reported that its ranks are gone, or has come back as a newer life (COORDINATION 1). Where no
 member can be heard, the next round waits until every agent of the last one has stopped its ranks by
-itself: after the last word of the last of them, `heartbeat_timeout` for it to notice,
-`master_lost_timeout` in which it goes on, `restart_grace` for its ranks to end, and FENCE_SLACK.
+itself: after the last word of the last of them, `heartbeat_timeout` for it to notice (two beats in
+a large job, which beats slowly), `master_lost_timeout` in which it goes on, `restart_grace` for its
+ranks to end, and FENCE_SLACK.
 
-Adoption. A master without a record of its own adopts the highest round that agents report, as
-RUNNING, and waits REATTACH_GRACE for the nodes of it that have not been heard. It learns that there
-was a master before it from any agent that has obeyed one, be it a spare: from then on it forms
-nothing until the grace is over or a round was reported. (A successor that only new agents have
-found so far cannot know; it may begin a round that it ends when the first old agent attaches. Only
-a record that outlives the master could prevent that.)
+A successor with a record takes the round of the record as RUNNING, or as ended, with its members:
+none begins beside it, whoever finds the new master first. A member that was never told its place is
+told it now; one that comes back as a newer life has passed the fence; who is not heard for
+REATTACH_GRACE has gone. A round that agents report wins over an older one in the record (a disk may
+have lost its last writes); what neither the record nor any agent tells, nobody can know.
+
+A successor without a record *adopts* the highest round that agents report, as RUNNING, and waits
+REATTACH_GRACE for the nodes of it that have not been heard. It learns that there was a master
+before it from any agent that has obeyed one, be it a spare: from then on it forms nothing until the
+grace is over or a round was reported. What remains: a successor without a record that only new
+agents have found cannot know; it may begin a round, which it ends when the first old agent
+attaches.
 
 Invariants: a node is in `ready` only while no rank of an earlier round lives on it and its stream
 stands. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
@@ -48,11 +60,14 @@ count nodes, so that a thousand joins are not a million messages; the numbers ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elasticrun.config import EXIT_BELOW_MIN, EXIT_FAILED, GROW_YOUNG
-from elasticrun.core.crew import Crew, Phase, Stage
+from elasticrun.config import EXIT_BELOW_MIN, EXIT_FAILED, STORM_NODES
+from elasticrun.core.crew import Phase, Stage
+from elasticrun.core.pace import beat_interval
+from elasticrun.core.succession import Succession
+from elasticrun.core.wording import some
 
 FENCE_SLACK = 5.0
 """Seconds of doubt about how soon an agent notices that its master has gone."""
@@ -75,34 +90,44 @@ class Decision:
     verb: Verb
     reason: str
     until: float | None = None
+    wake: float | None = None  # WAIT: to be asked again by then for another reason
     nodes: int = 0  # FORM: how many at most
     exit_code: int = 0  # GIVE_UP
 
 
-class Rendezvous(Crew):
-    """The rounds of one job; see the module's head. The books are kept by `Crew`."""
+class Rendezvous(Succession):
+    """The rounds of one job; see the module's head. The books are kept by `Crew`, those of a round
+    that another master formed by `Succession`."""
 
     def decide(self, now: float) -> Decision:
         """What is to be done at `now`."""
-        for node in self._barred.pop_due(now):
+        self._note_losses(now)
+        for node in self._barred.due(now):
+            self._door.appeared(node, now)
             self.join(node, now, not_before=now)
         decision = self._success(now)
         if self._unseen_ranks and now >= self._grace_until:
             self._lost.append(self.loss)
             self._unseen_ranks = 0
             self._recount = True
-        if decision is None and self._recount and self._lost and self._impatient:
+        settled = now >= self._grace_until  # not while a new master waits for those who dial again
+        if decision is None and self._recount and self._lost and self._impatient and settled:
             self._recount = False
             if self._within_reach() < self._spec.min_nodes:
                 return Decision(Verb.GIVE_UP, self.loss, exit_code=EXIT_FAILED)
         if decision is None:
             running = self.phase is Phase.RUNNING
             decision = self._running(now) if running else self._gathering(now)
-        barred = self._barred.next()
-        if decision.verb is Verb.WAIT and barred is not None:
-            until = barred if decision.until is None else min(barred, decision.until)
-            return Decision(Verb.WAIT, decision.reason, until)
+        wakes = [self._barred.next(), None if settled else self._grace_until]
+        wake = min((when for when in wakes if when is not None), default=None)
+        if decision.verb is Verb.WAIT and wake is not None:
+            return replace(decision, wake=wake)
         return decision
+
+    def _note_losses(self, now: float) -> None:
+        for node in self._struck:
+            self._storm.seen(node, now)
+        self._struck.clear()
 
     def _within_reach(self) -> int:
         """Nodes that could be in the next round; O(n), asked only when one was lost for good."""
@@ -110,9 +135,9 @@ class Rendezvous(Crew):
         return len(there.union(self.ready, self._announced, self._barred))
 
     def _success(self, now: float) -> Decision | None:
-        if not self.stages or len(self._completed) < len(self.stages):
+        if not self._completed or len(self._completed) + len(self._vanished) < len(self.stages):
             return None
-        if not self._unseen_ranks:
+        if not self._unseen_ranks and not self._vanished:
             return Decision(Verb.SUCCEED, "every rank ended with 0")
         if now < self._grace_until:
             return None
@@ -123,15 +148,15 @@ class Rendezvous(Crew):
     def _running(self, now: float) -> Decision:
         if self._lost or self._broken:
             return Decision(Verb.REOPEN, self.loss or self._broken)
-        if self._unseen_ranks:
+        if self.is_incomplete(now):
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the nodes of the round that runs",
                 self._grace_until,
             )
-        return self._door(now)
+        return self._at_the_door(now)
 
-    def _door(self, now: float) -> Decision:
+    def _at_the_door(self, now: float) -> Decision:
         """Newcomers and a running round."""
         if not self.ready:
             return Decision(Verb.WAIT, "")
@@ -141,37 +166,26 @@ class Rendezvous(Crew):
         possible = self._usable(size + len(self.ready))
         if possible <= size:
             why = (
-                f"the round has all {self._spec.max_nodes} nodes"
+                f"the round is full, with {some(self._largest, 'node')}"
                 if size >= self._largest
                 else f"nodes are taken {self._spec.node_unit} at a time"
             )
             return Decision(Verb.WAIT, f"spare: {why}; takes the place of a node that is lost")
-        assert self._formed_at is not None
-        opened = self._formed_at if self._door_opened is None else self._door_opened
-        self._door_call.begin(opened)
-        due = now
-        if possible < self._largest:
-            due = self._door_call.ends(announced=bool(self._announced))
-        reason = "at the door: let in when no more nodes come"
-        if self._spec.grow != "now" and opened - self._formed_at >= GROW_YOUNG:
-            due = max(due, self._formed_at + self._spec.grow_cooldown)
-            reason = (
-                f"at the door: let in {self._spec.grow_cooldown:g} s after the round began "
-                "(--grow=now: at once), or when a node is lost"
-            )
-        if now >= due:
+        entry = self._door.entry(size, possible, self._largest, bool(self._announced))
+        if now >= entry.due:
             if self._unheard:  # their fate is decided first, and soon: membership has a deadline
                 return Decision(
                     Verb.WAIT, "at the door: a node of the round cannot be heard just now"
                 )
             return Decision(Verb.REOPEN, "new nodes join")
-        return Decision(Verb.WAIT, reason, due)
+        return Decision(Verb.WAIT, entry.reason, entry.due)
 
     def _gathering(self, now: float) -> Decision:
         for node in self._awaited.pop_due(now):  # its time is over; it comes back as a newcomer
             if self.is_member(node) and self.stages[node] in (Stage.STARTING, Stage.RUNNING):
-                self._lost.append(f"node {node} does not answer")
-        if self._unseen_ranks:
+                self._lose(node, "does not answer")
+                self._note_losses(now)
+        if self.is_incomplete(now):
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the other nodes of the last round",
@@ -191,7 +205,8 @@ class Rendezvous(Crew):
             )
         if self.stages and not self._fenced:
             spec = self._spec
-            silence = spec.heartbeat_timeout + spec.master_lost_timeout + spec.restart_grace
+            notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.stages)))
+            silence = notice + spec.master_lost_timeout + spec.restart_grace
             silence += FENCE_SLACK
             if now < self._last_word + silence:
                 return Decision(
@@ -200,10 +215,19 @@ class Rendezvous(Crew):
                     f"round waits until they have stopped by themselves ({silence:g} s)",
                     self._last_word + silence,
                 )
+        if self._usable(len(self.ready)) < self._spec.min_nodes:
+            self._call_in_the_barred(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
             return self._starve(now)
         self._starved_since = None
+        storm = self._storm.holds() if len(self.stages) >= STORM_NODES else None
+        if storm is not None and now < storm:
+            return Decision(
+                Verb.WAIT,
+                "nodes are lost one after another: the next round waits until no more are lost",
+                storm,
+            )
         if usable >= self._largest or self.stages:
             return Decision(Verb.FORM, "", nodes=usable)
         self._call.begin(now)
@@ -212,14 +236,21 @@ class Rendezvous(Crew):
             return Decision(Verb.FORM, "", nodes=usable)
         return Decision(Verb.WAIT, f"last call: up to {self._spec.max_nodes} nodes may join", ends)
 
+    def _call_in_the_barred(self, now: float) -> None:
+        """Nodes are left out only while the job can go on without them."""
+        if self._usable(len(self.ready) + len(self._barred)) >= self._spec.min_nodes:
+            for node in tuple(self._barred):
+                self._barred.lift(node)
+                self.join(node, now, not_before=now)
+
     def _starve(self, now: float) -> Decision:
         self._call.cancel()
         if self._starved_since is None:
             self._starved_since = now
-        until = self._starved_since + self._spec.join_timeout
+        until = max(self._starved_since + self._spec.join_timeout, self._grace_until)
         needed = self._needed()
         if now >= until:
-            reason = f"fewer than {needed} nodes for {self._spec.join_timeout:g} s"
+            reason = f"fewer than {some(needed, 'node')} for {self._spec.join_timeout:g} s"
             reason += f" ({self.loss})" if self.loss else ""
             return Decision(Verb.GIVE_UP, reason, exit_code=EXIT_BELOW_MIN)
         reason = f"waiting for nodes: {needed} must join"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 from elasticrun.core.placement import Candidate
@@ -14,7 +15,6 @@ class Entry:
     """One node id."""
 
     hello: Hello
-    order: int = -1  # of first join over all lives, -1: has not joined
     store: Endpoint | None = None
     pids: tuple[int, ...] = ()
     told: str = ""  # the sentence it was last told to wait for
@@ -25,10 +25,15 @@ class Roster:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._order: dict[str, int] = {}  # of first join over all lives, by node
         self._joined = 0
 
     def __getitem__(self, node: str) -> Entry:
         return self._entries[node]
+
+    def get(self, node: str) -> Entry | None:
+        """What this node has said; None if this master has not heard it yet."""
+        return self._entries.get(node)
 
     def __contains__(self, node: str) -> bool:
         return node in self._entries
@@ -39,22 +44,47 @@ class Roster:
         if old is not None and old.hello.incarnation == hello.incarnation:
             old.hello, old.told = hello, ""
             return old
-        entry = Entry(hello, order=-1 if old is None else old.order)
-        self._entries[hello.node] = entry
+        entry = self._entries[hello.node] = Entry(hello)
         return entry
 
     def forget(self, node: str) -> None:
         """The node has gone and its room is needed."""
         self._entries.pop(node, None)
+        self._order.pop(node, None)
+
+    def remember(self, order: Iterable[str]) -> None:
+        """The nodes that joined under another master, in the order of first join."""
+        for node in order:
+            self._first_join(node)
+
+    def order(self, keep: Collection[str], others: int) -> tuple[str, ...]:
+        """The order of first join: of the nodes to keep, and of so many others, the newest."""
+        spare = sum(node not in keep for node in self._order) - others
+        order = []
+        for node in self._order:
+            if node in keep:
+                order.append(node)
+            else:
+                if spare <= 0:
+                    order.append(node)
+                spare -= 1
+        return tuple(order)
 
     def joined(self, node: str, store: Endpoint) -> None:
         """It offers this store and can start."""
         entry = self._entries[node]
         entry.store = store
         entry.pids = ()
-        if entry.order < 0:
-            entry.order = self._joined
+        self._first_join(node)
+
+    def _first_join(self, node: str) -> None:
+        if node not in self._order:
+            self._order[node] = self._joined
             self._joined += 1
+
+    def life_of(self, node: str) -> str:
+        """The incarnation of the node's agent."""
+        return self._entries[node].hello.incarnation
 
     def candidate(self, node: str) -> Candidate:
         """A node that has joined, as placement needs it."""
@@ -62,7 +92,12 @@ class Roster:
         hello = entry.hello
         assert entry.store is not None
         return Candidate(
-            node, hello.node_rank, entry.order, hello.local_world_size, hello.role, entry.store
+            node,
+            hello.node_rank,
+            self._order[node],
+            hello.local_world_size,
+            hello.role,
+            entry.store,
         )
 
 

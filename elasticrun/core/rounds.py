@@ -1,13 +1,14 @@
-"""The last round that was formed or adopted: its name, and the place of every node in it."""
+"""The last round that was formed, adopted or restored: its name, and the place of every node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from elasticrun.core.facts import RoundFacts, Seat
 from elasticrun.core.placement import Candidate, choose, lay_out
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import RoundReport, Start
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import Hello, RoundReport, Start
 
 
 @dataclass(slots=True)
@@ -16,8 +17,12 @@ class Round:
 
     name: RoundName
     world_size: int
-    adopted: bool = False
-    starts: dict[str, Start] = field(default_factory=dict)  # by node; none of an adopted round
+    restart_count: int
+    store: Endpoint
+    store_node: str = ""  # empty of an adopted round
+    inherited: bool = False  # another master formed it
+    adopted: bool = False  # ... and its nodes told of it, there was no record
+    members: dict[str, Seat] = field(default_factory=dict)  # by node
     seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
     why_stopped: str = ""
 
@@ -25,10 +30,71 @@ class Round:
         """Whether `name` is of a later round."""
         return (name.term, name.number) > (self.name.term, self.name.number)
 
+    def seat(self, seat: Seat) -> None:
+        """Write down a member's place."""
+        self.members[seat.node] = seat
+        self.seats[seat.node] = seat.group_rank
+
+    def start(self, node: str) -> Start | None:
+        """The order that gives this node its place; None for a node that has none, or one of an
+        adopted round: that one runs already, and has told only a part of it."""
+        seat = self.members.get(node)
+        if seat is None or not seat.role_world_size:
+            return None
+        return Start(
+            round=self.name,
+            group_rank=seat.group_rank,
+            group_world_size=len(self.members),
+            first_rank=seat.first_rank,
+            world_size=self.world_size,
+            role_first_rank=seat.role_first_rank,
+            role_world_size=seat.role_world_size,
+            restart_count=self.restart_count,
+            store=self.store,
+            host_store=node == self.store_node,
+        )
+
 
 def adopt(report: RoundReport) -> Round:
     """A round that another master formed, as far as one node knows it."""
-    return Round(report.round, report.world_size, adopted=True)
+    return Round(
+        report.round,
+        report.world_size,
+        report.restart_count,
+        report.store,
+        inherited=True,
+        adopted=True,
+    )
+
+
+def adopted_seat(hello: Hello, report: RoundReport) -> Seat:
+    """The place that a node of an adopted round says it has."""
+    return Seat(
+        node=hello.node,
+        incarnation=hello.incarnation,
+        group_rank=report.group_rank,
+        first_rank=report.first_rank,
+        ranks=hello.local_world_size,
+        role_first_rank=0,
+        role_world_size=0,
+    )
+
+
+def restore(facts: RoundFacts) -> Round:
+    """The round that stands in the record."""
+    round_ = Round(
+        facts.name,
+        facts.world_size,
+        facts.restart_count,
+        facts.store,
+        facts.store_node,
+        inherited=True,
+        adopted=facts.adopted,
+        why_stopped=facts.over,
+    )
+    for seat in facts.seats:
+        round_.seat(seat)
+    return round_
 
 
 def begin(
@@ -37,24 +103,26 @@ def begin(
     limit: int,
     previous: Round | None,
     restart_count: int,
+    life_of: Callable[[str], str],
 ) -> Round:
-    """Give `limit` of the ready nodes their places in a new round."""
+    """Give `limit` of the ready nodes their places in a new round. `life_of`: node -> the
+    incarnation of its agent."""
     seats = previous.seats if previous else {}
-    roles = {one.node: one.role for one in ready}
-    world = lay_out(choose(ready, limit, seats), seats)
-    round_ = Round(name, world.world_size)
+    chosen = choose(ready, limit, seats)
+    world = lay_out(chosen, seats)
+    by_name = {one.node: one for one in chosen}
+    round_ = Round(name, world.world_size, restart_count, world.store, world.store_host)
     for place in world.places:
-        round_.seats[place.node] = place.group_rank
-        round_.starts[place.node] = Start(
-            round=name,
-            group_rank=place.group_rank,
-            group_world_size=len(world.places),
-            first_rank=place.first_rank,
-            world_size=world.world_size,
-            role_first_rank=place.role_first_rank,
-            role_world_size=world.role_sizes[roles[place.node]],
-            restart_count=restart_count,
-            store=world.store,
-            host_store=place.node == world.store_host,
+        one = by_name[place.node]
+        round_.seat(
+            Seat(
+                node=place.node,
+                incarnation=life_of(place.node),
+                group_rank=place.group_rank,
+                first_rank=place.first_rank,
+                ranks=one.local_world_size,
+                role_first_rank=place.role_first_rank,
+                role_world_size=world.role_sizes[one.role],
+            )
         )
     return round_

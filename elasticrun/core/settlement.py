@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elasticrun.core.blame import Blame, Cause
 from elasticrun.core.budget import Budget
-from elasticrun.core.failures import Bill, Verdict, Window
+from elasticrun.core.failures import Bill, Verdict, Window, in_words
 from elasticrun.wire.messages import Failure, JobSpec
 
 LEAST_DOUBT = 1.0
@@ -38,19 +39,42 @@ class Settlement:
             backoff=spec.restart_backoff,
         )
         self.window = Window(self._doubt)
+        self.blame = Blame()
+        self._nodes = 0
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         """Those of the present round, root cause first."""
         return self.window.failures
 
-    def new_round(self, *, adopted: bool = False) -> None:
-        """A round begins, or one of another master is taken over."""
+    def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
+        """A round begins, or one of another master is taken over. `nodes`: how many, if known."""
+        self._nodes = nodes
         self.window = Window(self._doubt, adopted=adopted)
 
-    def add(self, node: str, failures: Iterable[Failure], now: float) -> bool:
-        """Note what `node` reported; whether any of it was new."""
-        return self.window.add(node, failures, now)
+    def restore_round(self, excuse: str, *, adopted: bool) -> None:
+        """The record's round: its failures are told again by its agents."""
+        self.new_round(adopted=adopted)
+        if excuse:
+            self.window.excuse(excuse)
+
+    def add(
+        self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
+    ) -> bool:
+        """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
+        stopped when they died."""
+        return self.window.add(node, failures, now, stopped=stopped)
+
+    def cause(self) -> Cause | None:
+        """What the present round ended by, if it was a failure of its own."""
+        found = None if self.window.excused else self.window.cause
+        if found is None:
+            return None
+        node, failure = found
+        others = self.window.others_failed(node)
+        first_rank = failure.rank - failure.local_rank
+        at = self.window.opened_at or 0.0
+        return Cause(node, failure.rank, first_rank, others, in_words(failure), at)
 
     def verdict(self, membership: str, now: float) -> Verdict:
         """What it costs as things stand; `membership` says which member has gone or may have."""
@@ -65,7 +89,10 @@ class Settlement:
         verdict = self.verdict(membership, now)
         late = verdict.until is not None and now >= verdict.until
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
-            return Judgement(end=f"{verdict.reason}; no restart is left")
+            cause = self.cause()
+            story = self.blame.in_words(cause, self._nodes) if cause else ""
+            end = f"{verdict.reason}; no restart is left"
+            return Judgement(end=f"{end}; {story}" if story else end)
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
             reason = "ranks have lost a peer: waiting for the news that its node is lost"
             return Judgement(reason=reason, until=verdict.until)
@@ -84,5 +111,8 @@ class Settlement:
         verdict = self.verdict(membership, now)
         if verdict.bill is not Bill.CHARGE:
             return f"no restart is charged: {verdict.reason}"
+        cause = self.cause()
+        if cause is not None:
+            self.blame.settled(cause)
         self.budget.charge(now, opened - formed_at)
         return f"restart {self.budget.count}: {verdict.reason}; {self.budget.left(now)} left"

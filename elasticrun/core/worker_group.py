@@ -12,6 +12,7 @@ What it promises
   by STUCK_AFTER is reported, and the agent ends with EXIT_STUCK.
 * The store for the next round is asked for as soon as the present one has begun, so no restart
   waits for it. At most one store is ready and unused.
+* A fork server that does not start the ranks within SPAWN_TIMEOUT ends the agent.
 * While no master answers the ranks go on, for `master_lost_timeout` at most. That bound is one
   half of a fence: a master that hears nobody waits a little longer before it begins a new round.
 * Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
@@ -24,15 +25,21 @@ the first store), `RankExited` for every rank it was asked to start, also those 
 
 from __future__ import annotations
 
-from elasticrun.config import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_OK, EXIT_STUCK, STUCK_AFTER
+from elasticrun.config import (
+    EXIT_FAILED,
+    EXIT_MASTER_LOST,
+    EXIT_OK,
+    EXIT_STUCK,
+    SPAWN_TIMEOUT,
+    STUCK_AFTER,
+)
 from elasticrun.core import effects as fx
 from elasticrun.core.failures import cause_first
-from elasticrun.core.group_base import GroupBase
+from elasticrun.core.group_base import GroupBase, newer
 from elasticrun.core.group_states import State, UnexpectedEvent
 from elasticrun.core.group_table import Rules, draw_table, tabulate
 from elasticrun.core.local_ranks import SIGKILL
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import RoundName
 
 SIGTERM = 15
 
@@ -110,7 +117,7 @@ class WorkerGroup(GroupBase):
 
     def _started(self, order: m.Start, now: float) -> None:
         """JOINED or PREPARING: take the place that the master gives."""
-        if self._start is not None and not _newer(order.round, self._start.round):
+        if self._start is not None and not newer(order.round, self._start.round):
             return  # an order that crossed our m.Stopped
         self._out += self._stores.release()
         self._start = order
@@ -124,12 +131,13 @@ class WorkerGroup(GroupBase):
         self._ranks.begin(order.first_rank)
         self._reason = ""
         self._state = State.STARTING
+        self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)
         self._out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
         self._prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
         """A m.Start while ranks of a round live here: the same one again, or one that must wait."""
-        if self._start is not None and _newer(order.round, self._start.round):
+        if self._start is not None and newer(order.round, self._start.round):
             self._stop(m.Stop(self._start.round, f"round {order.round} has begun"), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
@@ -159,6 +167,7 @@ class WorkerGroup(GroupBase):
         self._ranks.spawned(event.local_rank, event.pid)
         if self._ranks.all_spawned:
             self._state = State.RUNNING
+            self._deadlines.disarm("spawn")
             self._say_running()
 
     def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
@@ -198,7 +207,8 @@ class WorkerGroup(GroupBase):
         self._deadlines.disarm("stuck")
         if event.stuck:
             pids = ", ".join(map(str, event.stuck))
-            self._stuck(f"processes that the kernel will not let die are left here: {pids}")
+            left = f"processes that the kernel will not let die are left here: {pids}"
+            self._give_up(EXIT_STUCK, left)
             return
         self._say_stopped()
         self._after_sweep()
@@ -295,15 +305,6 @@ class WorkerGroup(GroupBase):
         else:
             self._exit(outcome)
 
-    def _exit(self, outcome: fx.Exit) -> None:
-        self._state = State.OVER
-        self._deadlines.clear()
-        self._out.append(outcome)
-
-    def _stuck(self, sentence: str) -> None:
-        self._say(m.Leaving(sentence, 0))
-        self._exit(fx.Exit(EXIT_STUCK, sentence, cause_first(self._failures()), 0))
-
     # ------------------------------------------------------------ the link to the master
 
     def _link_lost_event(self, event: fx.LinkLost, now: float) -> None:
@@ -324,10 +325,12 @@ class WorkerGroup(GroupBase):
                 self._deadlines.arm("stuck", now + STUCK_AFTER)
             elif key == "stuck":
                 pids = self._ranks.in_words("descendants of ranks")
-                self._stuck(f"killed {STUCK_AFTER:g} s ago and still there: {pids}")
+                self._give_up(EXIT_STUCK, f"killed {STUCK_AFTER:g} s ago and still there: {pids}")
             elif key == "exit-barrier":
                 self._say(m.Leaving("its ranks are done and its exit barrier is over", 0))
                 self._exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
+            elif key == "spawn":
+                self._not_spawned()
             elif key == "master-lost":
                 self._master_lost(now)
 
@@ -346,10 +349,6 @@ class WorkerGroup(GroupBase):
 
     def _ignore(self, what: object, now: float) -> None:
         """Nothing to do here: known already, or of a time that is over."""
-
-
-def _newer(one: RoundName, other: RoundName) -> bool:
-    return (one.term, one.number) > (other.term, other.number)
 
 
 # -------------------------------------------------------------------- the table

@@ -10,6 +10,8 @@ signal     SIGTERM or SIGINT to a master that was started by hand
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 from collections.abc import Callable
 from typing import Final
 
@@ -43,6 +45,7 @@ class Lifetime:
         self._several = several
         self._attached = 0
         self._outcome: JobOver | None = None
+        self._missed = False
         self._hosted = hosted
         self._orphan = False
         self._timer: asyncio.TimerHandle | None = None
@@ -53,7 +56,7 @@ class Lifetime:
         """So many agents are attached now."""
         self._attached = attached
         if self._outcome is not None:
-            if not attached and not self._dialling():
+            if not attached and not self._missed and not self._dialling():
                 self._end(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
@@ -62,11 +65,34 @@ class Lifetime:
 
     def over(self, outcome: JobOver) -> None:
         """The job's outcome is known and has been told to those who are attached."""
-        if self._outcome is not None:
-            return
+        if self._outcome is None and not self._missed:
+            self._finish(outcome)
+
+    def _finish(self, outcome: JobOver) -> None:
         self._outcome = outcome
         self._arm(self._linger, self._code(outcome), outcome.reason)
         self.counted(self._attached)
+
+    def was_over(self, outcome: JobOver) -> None:
+        """The job had ended when this master began. Whether its agents know, only they can say:
+        they have the whole of `linger` to dial. A master started by hand goes on telling it to
+        whoever comes, until it is ended by hand."""
+        self._missed = True
+        if self._hosted:
+            self._finish(outcome)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job's outcome is known."""
+        return self._outcome is not None
+
+    def is_orphan(self, lifeline_fd: int) -> bool:
+        """Whether the agent that started this master has gone: a last look at its lifeline."""
+        if self._orphan or lifeline_fd < 0:
+            return self._orphan
+        poller = select.poll()
+        poller.register(lifeline_fd, select.POLLIN)
+        return bool(poller.poll(0)) and not os.read(lifeline_fd, 1)
 
     def _code(self, outcome: JobOver) -> int:
         """A hosted master that saw its job to the end has done its own work, however that was."""
@@ -74,10 +100,10 @@ class Lifetime:
 
     def owner_gone(self) -> None:
         """The lifeline has reached its end."""
+        self._orphan = True
         if not self._outlive:
             self._end(EXIT_OK, "the agent that started this master has ended")
             return
-        self._orphan = True
         if not self._attached:
             self._alone()
 
@@ -86,7 +112,7 @@ class Lifetime:
         self._end(128 + signum, f"received {name}")
 
     def _alone(self) -> None:
-        if self._outcome is not None:
+        if self._outcome is not None or self._missed:
             return
         if self._orphan:
             # Other nodes, if there ever were any, may only have lost their streams for a moment.

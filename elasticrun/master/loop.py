@@ -5,6 +5,9 @@ A turn that begins more than OVERSLEPT seconds later than its deadline tells the
 because silence counts only while the listener listened (COORDINATION 4).
 
 The loop sleeps until an event comes or the brain's next deadline; there is no other timer.
+
+What follows a `Record` waits in line until the store has called it done, in the order in which the
+brain said it; events are taken in meanwhile, and beats are echoed (COORDINATION 3).
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol
 
+from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core.effects import (
     Attached,
     Detached,
@@ -27,9 +32,12 @@ from elasticrun.core.effects import (
     JobOver,
     Note,
     Overslept,
+    Record,
     Tell,
     Tick,
 )
+from elasticrun.core.pace import beat_interval
+from elasticrun.master.fact_store import FactStore
 from elasticrun.master.figures import Figures
 from elasticrun.master.mailbox import Mailbox
 from elasticrun.wire import codec
@@ -47,6 +55,12 @@ MAX_FAULTS: Final = 3
 PICTURE_SHARE: Final = 20
 """A status picture is made anew only after this many times the time that it takes to make."""
 
+MAX_WAITING: Final = 500_000
+"""Effects that may wait for facts to become durable: several for each of MAX_SESSIONS nodes."""
+
+SLOW_RECORD: Final = 1.0
+"""Seconds after which a wait for the record is shown as the reason why nothing goes on."""
+
 logger = logging.getLogger("elasticrun")
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -62,8 +76,28 @@ class Brain(Protocol):
     def status(self) -> JobStatus: ...
 
 
+class Tracer(Protocol):
+    """Who writes down what the brain took in and said (`master/trace.py`)."""
+
+    def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None: ...
+
+    def raised(self, event: JobEvent, now: float, fault: Exception) -> None: ...
+
+
 class BrainFault(RuntimeError):
     """The brain raised MAX_FAULTS times; its state cannot be trusted any more."""
+
+
+class RecordStuck(RuntimeError):
+    """MAX_WAITING effects wait for facts that do not become durable."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fence:
+    """Stands in line before the effects that these facts permit."""
+
+    since: float
+    durable: bool = False
 
 
 class Loop:
@@ -77,6 +111,8 @@ class Loop:
         on_over: Callable[[JobOver], None],
         figures: Figures | None = None,
         clock: Callable[[], float] = time.monotonic,
+        store: FactStore | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._brain = brain
         self._job_id = job_id
@@ -86,7 +122,11 @@ class Loop:
         self._inbox: deque[JobEvent] = deque()
         self._wake = asyncio.Event()
         self._boxes: dict[int, Mailbox] = {}
+        self._store = store
+        self._tracer = tracer
+        self._line: deque[JobEffect | _Fence] = deque()  # begins with a fence, or is empty
         self._faults = 0
+        self._paced = False  # whether there ever were so many streams that they beat less often
         self._picture: JobStatus | None = None
         self._fresh_until = 0.0
         self.status_url = ""
@@ -106,6 +146,27 @@ class Loop:
 
     def status(self) -> JobStatus:
         """The brain's picture; at most a twentieth of the loop's time goes into making it."""
+        if why := self._held_up():
+            return replace(self._picture_now(), reason=why)
+        return self._picture_now()
+
+    def fall_silent(self) -> None:
+        """Nobody is told anything more: another master decides."""
+        self._line.clear()
+        self._boxes.clear()
+
+    def _held_up(self) -> str:
+        """Why orders do not leave, once that is worth saying."""
+        if not self._line:
+            return ""
+        first = self._line[0]
+        assert isinstance(first, _Fence)
+        waited = self._clock() - first.since
+        if waited < SLOW_RECORD:
+            return ""
+        return f"orders wait for the job's record, which has not been written for {waited:.0f} s"
+
+    def _picture_now(self) -> JobStatus:
         if self._picture is None or self._clock() >= self._fresh_until:
             began = self._clock()
             picture = self._brain.status()
@@ -118,7 +179,11 @@ class Loop:
     # ------------------------------------------------------------ turns
 
     async def run(self) -> None:
-        """Turn after turn, until cancelled. BrainFault when the brain cannot go on."""
+        """Turn after turn, until cancelled. BrainFault when the brain cannot go on, RecordStuck
+        when what it says does not get out."""
+        deadline = self._brain.next_deadline()
+        if deadline is not None and deadline <= (now := self._clock()):
+            self._step(Tick(), now)  # the brain has a record to take up: nobody has overslept
         while True:
             self._turn()
             if self._inbox:
@@ -154,7 +219,7 @@ class Loop:
             elif isinstance(event, Heard):
                 self.figures.heard(event.report)
                 if isinstance(event.report, Beat):  # says that this loop turns, as the Beat did
-                    self._tell((event.session,), Echo(event.report.number))
+                    self._tell((event.session,), Echo(event.report.number, self._pace()))
         if self._inbox:
             return
         deadline = self._brain.next_deadline()
@@ -162,14 +227,25 @@ class Loop:
         if deadline is not None and deadline <= now:
             self._step(Tick(), now)
 
+    def _pace(self) -> float:
+        """What an Echo says of the beats to come. In a job that grows each node was told, when it
+        attached, what was right for those who were there: all would beat too often."""
+        pace = beat_interval(len(self._boxes))
+        self._paced = self._paced or pace > BEAT_INTERVAL
+        return pace if self._paced else 0.0
+
     def _step(self, event: JobEvent, now: float) -> None:
         try:
             effects = self._brain.step(event, now)
         except Exception as fault:
+            if self._tracer is not None:
+                self._tracer.raised(event, now, fault)
             self._faulted(event, fault)
             return
+        if self._tracer is not None:
+            self._tracer.took(event, now, effects)
         for effect in effects:
-            self._perform(effect)
+            self._in_turn(effect)
 
     def _faulted(self, event: JobEvent, fault: Exception) -> None:
         """An event that the brain cannot take is a defect of ours, yet no reason to end a job."""
@@ -181,6 +257,33 @@ class Loop:
             self._hang_up(event.session)
 
     # ------------------------------------------------------------ effects
+
+    def _in_turn(self, effect: JobEffect) -> None:
+        """Carry an effect out, or have it wait behind the facts that were recorded before it."""
+        if isinstance(effect, Record):
+            if self._store is not None:
+                fence = _Fence(self._clock())
+                self._line.append(fence)
+                self._store.write(effect.facts, partial(self._durable, fence))
+        elif not self._line:
+            self._perform(effect)
+        elif len(self._line) < MAX_WAITING:
+            self._line.append(effect)
+        else:
+            raise RecordStuck(f"{MAX_WAITING} effects wait for the job's record")
+
+    def _durable(self, fence: _Fence) -> None:
+        """What stands between this fence and the next one that is shut may pass."""
+        fence.durable = True
+        while self._line:
+            first = self._line[0]
+            if isinstance(first, _Fence):
+                if not first.durable:
+                    return
+                self._line.popleft()
+            else:
+                self._line.popleft()
+                self._perform(first)
 
     def _perform(self, effect: JobEffect) -> None:
         match effect:
@@ -194,6 +297,8 @@ class Loop:
                 self._on_over(effect)
 
     def _tell(self, sessions: tuple[int, ...], order: Order) -> None:
+        if self._store is not None and not self._store.leads():
+            return  # asked at the last moment: we may have been stopped since we decided
         if isinstance(order, Welcome) and not order.status_url:
             order = replace(order, status_url=self.status_url)
         elif isinstance(order, Start):

@@ -26,6 +26,8 @@ class Mailbox:
         if self._closed:
             return
         self._orders.pop(kind, None)  # the newest goes last: a Start after the Stop it answers
+        if kind == "Start":  # it waits no more, and need not read why it did
+            self._orders.pop("Wait", None)
         self._orders[kind] = order
         self._changed.set()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -22,33 +23,48 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from elasticrun import operator_log
 from elasticrun.config import (
     EXIT_FAILED,
+    EXIT_NOT_LEADING,
     EXIT_PORT_TAKEN,
     EXIT_USAGE,
+    HEARTBEAT_TIMEOUT,
     MASTER_LOST_TIMEOUT,
-    MAX_SESSIONS,
     MasterConfig,
+    Tls,
 )
+from elasticrun.core.effects import JobOver, Tick
+from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
+from elasticrun.master.fact_store import StoreRefused
 from elasticrun.master.lifetime import Lifetime
-from elasticrun.master.loop import Brain, BrainFault, Loop
-from elasticrun.master.server import Ear
+from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
+from elasticrun.master.records import Records
+from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.master.status import StatusPage, page_url
-from elasticrun.wire import published
-from elasticrun.wire.channel import ListenError, listen, make_server
+from elasticrun.master.trace import Life
+from elasticrun.wire import published, tls
+from elasticrun.wire.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.ids import mint_nonce
 from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.proof import reader_token
+from elasticrun.wire.tls import TlsError
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""
 
 STOP_GRACE: Final = 0.5
 """Seconds that streams have to close when the server stops; agents have heard the outcome."""
+
+GC_THRESHOLDS: Final = (20_000, 50, 100)
+"""Each session is hundreds of objects that live as long as it does. With Python's own thresholds
+(700, 10, 10) the collector walked through them all the time while a thousand nodes joined: a
+quarter of its processor time, to find nothing, since reference counts free what we make."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -59,11 +75,17 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     _raise_file_limit()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         return asyncio.run(Master(config, hosted=hosted).run())
     except ListenError as wrong:
         return _failed(config, str(wrong), EXIT_PORT_TAKEN if wrong.taken else EXIT_FAILED)
-    except BrainFault as fault:
+    except TlsError as wrong:
+        return _failed(config, str(wrong), EXIT_USAGE)
+    except StoreRefused as refused:
+        return _failed(config, str(refused), refused.exit_code)
+    except (BrainFault, RecordStuck) as fault:
         logger.error("the master gives up: %s", fault)
         return EXIT_FAILED
     finally:
@@ -98,51 +120,129 @@ class Master:
     def __init__(self, config: MasterConfig, *, hosted: bool, brain: Brain | None = None) -> None:
         self._config = config
         self._hosted = hosted
-        # The term only has to grow from one master of a job to the next, with no record kept
+        self._brain = brain
+        self._mint: Callable[[], str] = mint_nonce
+        # The term only has to grow from one master of a job to the next, with or without a record
         # between them; wall-clock seconds do, and a brain that adopts a round takes a larger one
         # if the agents report it.
-        self._brain: Brain = brain or Job(config.spec, time.time_ns() // 10**6, mint_nonce)
+        self._term = time.time_ns() // 10**6
 
     async def run(self) -> int:
-        """Serve; the exit code. ListenError if the port cannot be had, BrainFault on a defect."""
+        """Serve; the exit code. ListenError if the port cannot be had, StoreRefused if the record
+        cannot, BrainFault on a defect."""
         config = self._config
-        spec = config.spec
-        life = Lifetime(
-            linger=config.linger,
-            lost=spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT,
-            hosted=self._hosted,
-            outlive=config.outlive,
+        life = self._lifetime(
             dialling=lambda: any(
                 node.state == "suspect" and node.node in ear.broken for node in loop.status().nodes
             ),
             several=lambda: len(ear.nodes) > 1,
         )
-        loop = Loop(self._brain, job_id=config.job_id, on_over=life.over)
-        ear = Ear(loop, config.job_id, on_count=life.counted)
-        server = make_server(ear.attend, ear.status, most=MAX_SESSIONS + 256)
-        port = listen(server, config.host, config.port)
+        self._watch(life)
+        # The port first: whoever holds it is this job's master, and the record is that one's.
+        server = make_server(
+            lambda context: ear.attend(context),
+            lambda context: ear.status(context),
+            most=MAX_CALLS,
+            options=server_options(
+                config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
+            ),
+        )
+        pem = tls.read(config.tls, serving=True) if config.tls is not None else None
+        port = listen(server, config.host, config.port, pem)
+        records = Records(config, hosted=self._hosted)
+        brain = await self._remember(records, port, life)
+        loop = Loop(
+            brain,
+            job_id=config.job_id,
+            on_over=life.over,
+            store=records.store,
+            tracer=records.trace,
+        )
+        ear = Ear(loop, config.job_id, token=config.token, term=self._term, on_count=life.counted)
         page = StatusPage(loop)
         status_port = self._open(page)
         loop.status_url = page_url(config.status_host, status_port) if status_port else ""
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
-        self._watch(life)
         listing = Listing(config, port, loop.status_url)
         logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
-        turning = asyncio.ensure_future(loop.run())
+        grace = STOP_GRACE
         try:
-            await asyncio.wait((turning, life.done), return_when=asyncio.FIRST_COMPLETED)
+            code = await self._serve(loop, records, life)
+            if code == EXIT_NOT_LEADING:
+                grace = 0.0
+            return code
+        finally:
+            listing.remove()
+            await page.close()
+            await server.stop(grace)
+            await records.close(over=life.is_over)
+            if self._hosted and life.is_orphan(config.lifeline_fd):
+                records.remove()
+
+    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
+        """Turn until the lifetime is over, or the brain or the leadership is lost."""
+        turning = asyncio.ensure_future(loop.run())
+        ends: set[asyncio.Future[Any]] = {turning, life.done}
+        if records.store is not None:
+            ends.add(records.store.lost)
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if records.store is not None and records.store.lost.done():
+                loop.fall_silent()
+                logger.warning("the master ends: %s", records.store.lost.result())
+                return EXIT_NOT_LEADING
             if turning.done():
                 turning.result()  # raises
             code, reason = life.done.result()
             logger.info("the master ends: %s", reason)
             return code
+        except BrainFault:
+            await records.crashed()
+            raise
         finally:
             turning.cancel()
-            listing.remove()
-            await page.close()
-            await server.stop(STOP_GRACE)
+
+    async def _remember(self, records: Records, port: int, life: Lifetime) -> Brain:
+        """The brain, with what the master before this one has left to it."""
+        facts = await records.open(port)
+        if self._brain is not None:
+            return self._brain
+        if records.store is not None and records.store.term:
+            self._term = records.store.term
+        if facts is not None:
+            facts = records.told(facts)
+            self._term = max(self._term, facts.term + 1)
+            try:
+                # One for trial: what cannot be taken up cannot be the next time either.
+                self._job(facts).step(Tick(), time.monotonic())
+            except Exception as fault:
+                logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
+                await records.distrust(f"this master cannot take it up ({fault!r})")
+                facts = None
+        brain = self._job(facts)
+        trace = records.begin_trace(Life(self._config.job_id, self._term, self._config.spec, facts))
+        if trace is not None:
+            self._mint = trace.mint
+        if facts is not None and facts.outcome is not None:
+            logger.warning("job %r: %s", self._config.job_id, facts.outcome.reason)
+            life.was_over(JobOver(facts.outcome.exit_code, facts.outcome.reason))
+        return brain
+
+    def _job(self, facts: Facts | None) -> Brain:
+        return Job(self._config.spec, self._term, lambda: self._mint(), facts)
+
+    def _lifetime(self, *, dialling: Callable[[], bool], several: Callable[[], bool]) -> Lifetime:
+        spec = self._config.spec
+        return Lifetime(
+            linger=self._config.linger,
+            lost=spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT,
+            hosted=self._hosted,
+            outlive=self._config.outlive,
+            dialling=dialling,
+            several=several,
+        )
 
     def _open(self, page: StatusPage) -> int:
         """The page's port, 0 without one: a job does not depend on being looked at."""
@@ -189,6 +289,8 @@ class Listing:
             status_url=status_url,
             pid=os.getpid(),
             started=published.start_time(os.getpid()) or 0,
+            reader=reader_token(config.token),
+            tls=config.tls is not None,
         )
         self._path: Path | None = None
         self._over = threading.Event()
@@ -220,6 +322,8 @@ def config_from_json(text: str) -> MasterConfig:
         fields = json.loads(text)
         if fields.get("spec") is not None:
             fields["spec"] = JobSpec(**fields["spec"])
+        if fields.get("tls") is not None:
+            fields["tls"] = Tls(**fields["tls"])
         return MasterConfig(**fields)
     except (TypeError, AttributeError, ValueError) as wrong:
         raise ValueError(f"this is no configuration of a master: {wrong}") from None

@@ -1,30 +1,43 @@
-"""The master's ear: one handler per stream, which decodes, checks who speaks, and enqueues.
+"""The master's ear: one handler per stream, which lets in, decodes, checks, and enqueues.
 
-Nothing of a stream reaches the brain before a Hello of our protocol and our job. What a peer does
-wrong ends that stream with a sentence to the peer and touches nobody else: silence instead of a
-Hello, bytes that are no message, a second Hello, more reports than an agent has reason to send.
+Nothing of a stream reaches the brain or the trace before its peer has proved the job's token
+(`wire.proof`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
+and touches nobody else: silence, a wrong proof, bytes that are no message, a message at the wrong
+moment, the name of another node, more reports than an agent has reason to send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elasticrun import __version__
 from elasticrun.config import EXIT_REFUSED, MAX_SESSIONS
 from elasticrun.core.effects import Attached, Detached, Heard
+from elasticrun.master.doorstep import MAX_UNPROVED, PROVE_LIMIT, Doorstep, Late, Refusals
+from elasticrun.master.listening import Listening
 from elasticrun.master.loop import Loop
 from elasticrun.master.mailbox import Mailbox
 from elasticrun.wire import codec
 from elasticrun.wire.channel import grpc
-from elasticrun.wire.messages import PROTOCOL_VERSION, Beat, Echo, Hello, Refused
-
-HELLO_LIMIT: Final = 10.0
-"""Seconds within which a stream must say Hello; an agent does so in its first milliseconds."""
+from elasticrun.wire.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Echo,
+    Hello,
+    JobStatus,
+    Knock,
+    Proof,
+    Refused,
+    Report,
+    Role,
+)
+from elasticrun.wire.proof import Denied, Doorkeeper, OutOfTurn
 
 RATE: Final = 50.0
 """Reports per second that one stream may go on sending; an agent sends one or two."""
@@ -32,10 +45,15 @@ RATE: Final = 50.0
 BURST: Final = 500.0
 """Reports that may come at once: a node whose ranks all fail, an agent that was held up."""
 
+FLOOD_LIMIT: Final = 10.0
+"""Seconds for which a stream may want to send more than RATE: meanwhile it is read at RATE and what
+it sends waits at its own end; then it is dropped."""
+
 FLUSH_LIMIT: Final = 5.0
 """Seconds an agent that was hung up on has to read its last order."""
 
-NO_HELLO: Final = f"no Hello came within {HELLO_LIMIT:.0f} s"
+MAX_CALLS: Final = MAX_SESSIONS + MAX_UNPROVED + 256
+"""Streams of all kinds that the server takes at a time; the bounds below it speak in sentences."""
 
 
 class Wrong(Exception):
@@ -46,10 +64,6 @@ class Wrong(Exception):
         self.code = code
 
 
-class NotOurs(Exception):
-    """An agent of another version or job: told once, in an order that ends it."""
-
-
 @dataclass(slots=True)
 class Allowance:
     """A bucket that fills with RATE reports a second up to BURST."""
@@ -57,19 +71,26 @@ class Allowance:
     clock: Callable[[], float] = time.monotonic
     left: float = BURST
     at: float = field(init=False)
+    since: float = field(init=False)
+    """When the bucket was last seen with something to spare."""
 
     def __post_init__(self) -> None:
-        self.at = self.clock()
+        self.at = self.since = self.clock()
 
-    def take(self) -> bool:
-        """Use one report's worth; False when there is none left."""
+    def take(self) -> float:
+        """Use one report's worth: the seconds after which the next may be read, 0.0 for at once."""
         now = self.clock()
-        self.left = min(BURST, self.left + (now - self.at) * RATE)
+        self.left = min(BURST, self.left + (now - self.at) * RATE) - 1
         self.at = now
-        if self.left < 1:
-            return False
-        self.left -= 1
-        return True
+        if self.left >= 1:
+            self.since = now
+            return 0.0
+        return (1 - self.left) / RATE
+
+    @property
+    def empty_for(self) -> float:
+        """For how many seconds there was nothing to spare."""
+        return self.at - self.since
 
 
 class Ear:
@@ -80,17 +101,28 @@ class Ear:
         loop: Loop,
         job_id: str,
         *,
+        token: str = "",
+        term: int = 0,
         most: int = MAX_SESSIONS,
-        hello_limit: float = HELLO_LIMIT,
+        prove_limit: float = PROVE_LIMIT,
+        most_unproved: int = MAX_UNPROVED,
+        flood_limit: float = FLOOD_LIMIT,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`token`: what a peer must prove, "" for nothing; `term`: this master's, a part of what
+        is proved."""
         self._loop = loop
         self._job_id = job_id
+        self._token = token
+        self._term = term
         self._most = most
-        self._hello_limit = hello_limit
+        self._flood_limit = flood_limit
         self._on_count = on_count
+        self._doorstep = Doorstep(prove_limit, most_unproved)
+        self._refusals = Refusals()
+        self._listening = Listening()
         self._sessions = itertools.count(1)
-        self._streams = 0
+        self._page: tuple[JobStatus, bytes] | None = None
         self.attached = 0
         """Streams that have said Hello and still stand."""
         self.nodes: set[str] = set()
@@ -98,37 +130,82 @@ class Ear:
         self.broken: set[str] = set()
         """Nodes whose last stream broke: they may be dialling, and have not heard the latest."""
 
-    # ------------------------------------------------------------ GetStatus
+    @property
+    def unproved(self) -> int:
+        """Streams that are on their way in."""
+        return len(self._doorstep)
 
-    async def status(self, context: Any) -> bytes:
-        """The job's page, encoded."""
-        try:
-            return codec.status_to_wire(self._loop.status())
-        except codec.WireError as wrong:
-            await context.abort(grpc.StatusCode.INTERNAL, f"no status: {wrong}")
-            raise
+    # ------------------------------------------------------------ the two methods
 
-    # ------------------------------------------------------------ Attend
+    async def status(self, context: Any) -> None:
+        """One reader, from its knock to the page."""
+        await self._received(context, Role.READER, codec.answer_to_wire, self._show)
 
     async def attend(self, context: Any) -> None:
-        """One stream from its first byte to its end."""
-        if self._streams >= self._most:
-            # Not a Refused: room may come, and whoever dials again is no stranger.
-            reason = f"this master serves {self._most} nodes already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        self._streams += 1
+        """One agent's stream, from its first byte to its end."""
+        await self._received(context, Role.AGENT, codec.order_to_wire, self._serve)
+
+    async def _received(
+        self,
+        context: Any,
+        role: Role,
+        encode: Callable[[Any], bytes],
+        serve: Callable[[Any, Doorkeeper], Awaitable[None]],
+    ) -> None:
+        """Let the peer in and serve it; tell it, in either case, why it ends if it does."""
+        keeper = Doorkeeper(self._token, __version__, self._job_id, self._term, role)
         try:
-            await self._serve(context)
-        except NotOurs as refused:
-            order = Refused(reason=str(refused), exit_code=EXIT_REFUSED)
-            await asyncio.wait_for(context.write(codec.order_to_wire(order)), FLUSH_LIMIT)
+            await self._let_in(context, keeper, encode)
+            await serve(context, keeper)
+        except Denied as denied:
+            self._refusals.add(denied.word)
+            order = Refused(reason=str(denied), exit_code=EXIT_REFUSED)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(context.write(encode(order)), FLUSH_LIMIT)
         except Wrong as wrong:
             await context.abort(wrong.code, str(wrong))
-        finally:
-            self._streams -= 1
 
-    async def _serve(self, context: Any) -> None:
-        hello = await self._hello(context)
+    async def _let_in(
+        self, context: Any, keeper: Doorkeeper, encode: Callable[[Any], bytes]
+    ) -> None:
+        """Carry the introduction. Denied, Wrong."""
+        try:
+            async with self._doorstep.step():
+                while not keeper.is_in:
+                    answer = keeper.hear(await _first(context, keeper))
+                    if answer is not None:
+                        await context.write(encode(answer))
+        except Late as late:
+            if late.crowded:
+                # No refusal: whoever dials again is no stranger.
+                reason = "too many others are on their way in"
+                raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
+            reason = f"no {keeper.awaits} came in time"
+            raise Wrong(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
+        except OutOfTurn as wrong:
+            raise Wrong(str(wrong)) from None
+
+    # ------------------------------------------------------------ a reader
+
+    async def _show(self, context: Any, _keeper: Doorkeeper) -> None:
+        """Send the job's page, which is encoded once however many read it."""
+        status = self._loop.status()
+        if self._page is None or self._page[0] is not status:
+            try:
+                self._page = (status, codec.answer_to_wire(status))
+            except codec.WireError as wrong:
+                raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
+        await context.write(self._page[1])
+
+    # ------------------------------------------------------------ an agent
+
+    async def _serve(self, context: Any, keeper: Doorkeeper) -> None:
+        hello = keeper.hello
+        assert hello is not None
+        if self.attached >= self._most:
+            # Not a Refused: room may come, and whoever dials again is no stranger.
+            reason = f"this master serves {self._most} nodes already"
+            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
         box = Mailbox()
         clean = False
@@ -136,7 +213,8 @@ class Ear:
         self._count(+1, hello.node)
         self._loop.attach(Attached(session, hello), box)
         writer = asyncio.ensure_future(_write(context, box))
-        reader = asyncio.ensure_future(self._read(context, session))
+        allowance = Allowance()
+        reader = asyncio.ensure_future(self._read(context, session, allowance))
         clock = asyncio.get_running_loop()
         limits: list[asyncio.TimerHandle] = []
         box.on_close = lambda: limits.append(clock.call_later(FLUSH_LIMIT, writer.cancel))
@@ -157,7 +235,8 @@ class Ear:
             await asyncio.gather(reader, writer, return_exceptions=True)
             for limit in limits:
                 limit.cancel()
-            self._loop.put(Detached(session, clean))
+            silent = 0.0 if clean else self._listening.silence(allowance.at, self.attached)
+            self._loop.put(Detached(session, clean, silent))
             if not clean:
                 self.broken.add(hello.node)
             self._count(-1)
@@ -168,53 +247,45 @@ class Ear:
             self.nodes.add(node)
         self._on_count(self.attached)
 
-    async def _hello(self, context: Any) -> Hello:
-        """The first message; Wrong or NotOurs if it is not the Hello of an agent of this job."""
-        try:
-            data = await asyncio.wait_for(context.read(), self._hello_limit)
-        except TimeoutError:
-            raise Wrong(NO_HELLO, grpc.StatusCode.DEADLINE_EXCEEDED) from None
-        if data is grpc.aio.EOF:
-            raise Wrong("the stream ended before its Hello")
-        try:
-            report = codec.report_from_wire(data)
-        except codec.ProtocolMismatch as other:
-            raise NotOurs(
-                f"this agent is elasticrun {other.version or '(unknown)'} with protocol "
-                f"{other.protocol}, the master is elasticrun {__version__} with protocol "
-                f"{PROTOCOL_VERSION}: install one version on all nodes"
-            ) from None
-        except codec.WireError as wrong:
-            raise Wrong(str(wrong)) from None
-        if not isinstance(report, Hello):
-            raise Wrong(f"{type(report).__name__} came before Hello")
-        if report.spec.job_id != self._job_id:
-            raise NotOurs(
-                f"this node belongs to job {report.spec.job_id!r}, the master here serves job "
-                f"{self._job_id!r}: check the endpoint and --rdzv-id"
-            )
-        return report
-
-    async def _read(self, context: Any, session: int) -> int:
+    async def _read(self, context: Any, session: int, allowance: Allowance) -> int:
         """Enqueue reports until the stream ends; the number of the last Beat, 0 if there was none.
         Wrong for what no agent does."""
-        allowance = Allowance()
         last = 0
         while (data := await context.read()) is not grpc.aio.EOF:
-            if not allowance.take():
-                raise Wrong(
-                    f"more than {RATE:.0f} reports a second", grpc.StatusCode.RESOURCE_EXHAUSTED
-                )
             try:
                 report = codec.report_from_wire(data)
             except codec.WireError as wrong:
                 raise Wrong(str(wrong)) from None
-            if isinstance(report, Hello):
-                raise Wrong("a second Hello on one stream")
+            if isinstance(report, Hello | Knock | Proof):
+                raise Wrong(f"a second {type(report).__name__} on one stream")
             if isinstance(report, Beat):
                 last = report.number
             self._loop.put(Heard(session, report))
+            self._listening.heard()
+            if pause := allowance.take():
+                if allowance.empty_for > self._flood_limit:
+                    reason = f"more than {RATE:.0f} reports a second"
+                    raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+                # Unread, they fill the stream's window and then the sender's own memory.
+                await asyncio.sleep(pause)
         return last
+
+
+async def _first(context: Any, keeper: Doorkeeper) -> Report:
+    """The next message of an introduction. Wrong; Denied for another protocol."""
+    data = await context.read()
+    if data is grpc.aio.EOF:
+        raise Wrong(f"the stream ended before its {keeper.awaits}")
+    try:
+        return codec.report_from_wire(data)
+    except codec.ProtocolMismatch as other:
+        raise Denied(
+            f"this agent is elasticrun {other.version or '(unknown)'} with protocol "
+            f"{other.protocol}, the master is elasticrun {__version__} with protocol "
+            f"{PROTOCOL_VERSION}: install one version on all nodes"
+        ) from None
+    except codec.WireError as wrong:
+        raise Wrong(str(wrong)) from None
 
 
 async def _write(context: Any, box: Mailbox) -> None:

@@ -5,7 +5,10 @@ After every event:
 * no rank lives twice in a round; the ranks of a round are 0 .. world size - 1, all there;
 * of the restart budget no more is spent than there was, at most one restart a round, and none for
   anything but a rank or a fork server that failed by itself: the loss of a node is free;
-* every node that waits has a reason, and the master a deadline by which the wait ends.
+* every node that waits has a reason, and the master a deadline by which the wait ends;
+* a record says what it was made of when it is read, and a master that has it forgets no charge.
+Masters die between any two of their acts, and are followed by others with their record, with an
+older one, or without.
 At the end, when the faults are over, the job must be running or over: nobody may hang.
 """
 
@@ -14,10 +17,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from elasticrun.config_json import dumps, loads
 from elasticrun.core.effects import Attached, Heard, JobEvent
+from elasticrun.core.facts import Facts
+from elasticrun.sim.master import Master
 from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import Master, World
+from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Beat, JobSpec, Start
 
@@ -50,15 +56,25 @@ class Chaos:
             delay=self._delay,
             peer_delay=self.rng.choice([None, 0.003, 0.05, 2.0]),
             ping_timeout=self.rng.choice([2.0, 4.0]),
+            record_delay=self._record_delay,
+            tells_silence=seed % 2 == 0,  # a real master may not know it
             beats=True,
         )
+        self.slow_disk = self.rng.choice([0.0, 0.005, 0.5])
+        self.world.says_twice = lambda: self.rng.random() < 0.05
+        self.world.on_record = self._check_record
+        self.world.on_master_death = lambda: self._later(self._new_master)
         self.world.check = self._check_master
-        self.term = 1
-        self.newcomers_from = 0.0
+        self.world.records = []
+        self.terms = 1
+        self.record = "newest"  # what the next master is given
+        self.remembers = True  # the present one was given the newest
+        self.known = True  # an agent of an earlier master has found the present one, or its record
         self.faults: list[str] = []
         self.events = 0
         self.starts: dict[RoundName, dict[str, Start]] = {}
         self.counts: dict[int, int] = {}
+        self.recorded = 0  # restarts charged, in the newest record
         self.own_failures = 0  # ranks and fork servers that were made to fail
         self.world.on_order = self._check_order
 
@@ -85,12 +101,15 @@ class Chaos:
     def _delay(self) -> float:
         return self.rng.choice([0.0005, 0.001, 0.005, 0.05])
 
+    def _record_delay(self) -> float:
+        return self.rng.random() * self.slow_disk
+
     # ------------------------------------------------------------ running
 
     def run(self) -> Findings:
         """All of it."""
         world, rng = self.world, self.rng
-        world.start_master(self.spec, self.term)
+        world.start_master(self.spec, self.terms)
         for index in range(self.spec.max_nodes + rng.randint(0, 2)):
             self._schedule_start(f"n{index}", rng.choice([0.0, rng.uniform(0, 5)]))
         when = 3.0
@@ -100,6 +119,8 @@ class Chaos:
         world.run_until(self.duration)
         self._make_peace()
         world.run_until(self.duration + PEACE)
+        if not world.worlds.stepping:  # a node whose bar has ended may be let in just now
+            world.run_until(world.clock.now + 10.0)
         self._check_rest()
         self.faults.extend(world.worlds.faults)
         outcome = "" if world.over is None else world.over.reason
@@ -119,8 +140,8 @@ class Chaos:
         )
 
         def start() -> None:
-            if self.world.clock.now < self.newcomers_from:
-                self.world.clock.at(self.newcomers_from, start)
+            if not self.newcomers_may_come():
+                self.world.clock.after(0.5, start)
                 return
             old = self.world.nodes.get(name)
             if old is None or not old.alive:
@@ -147,6 +168,10 @@ class Chaos:
             self._later(lambda: setattr(node, "cut", False))
         elif kind == "break":
             world.break_stream(node)
+        elif kind == "fuse" and node.stream is not None:
+            node.stream.fuse = rng.randint(1, 6)
+        elif kind == "repeat":
+            node.repeat()
         elif kind == "freeze" and not node.frozen:
             node.freeze()
             self._later(node.thaw)
@@ -161,8 +186,11 @@ class Chaos:
         elif kind == "stall":
             world.stall_master(rng.choice([0.5, 3.0, 8.0]))
         elif kind == "master" and world.master is not None and not world.master.stalled:
-            world.kill_master()
-            self._later(self._new_master)
+            self.record = rng.choice(["newest", "newest", "newest", "none", "older"])
+            if rng.random() < 0.5:
+                world.kill_master()
+            else:
+                world.doom = Doom(number=world.acts + rng.randint(1, 12), after=rng.random() < 0.5)
         elif kind == "newcomer":
             self._schedule_start(f"x{rng.randint(0, 3)}", 0.0)
 
@@ -181,25 +209,41 @@ class Chaos:
         self.world.clock.after(self.rng.choice([0.3, 4.0, 12.0]), what)
 
     def _new_master(self) -> None:
-        if self.world.master is None and self.world.over is None:
-            # a successor that only new agents have found cannot know that a round runs
-            # (core.rendezvous): here it comes when an old one can find it, and they come later
-            alive = [node for node in self.world.nodes.values() if node.alive]
-            old = [node for node in alive if node.group.term and not node.cut and not node.frozen]
-            if alive and (len(alive) > sum(node.group.term > 0 for node in alive) or not old):
-                for node in alive:
-                    if not node.group.term:
-                        node.kill()
-                        self._schedule_start(node.name, 3.0)
-                self.world.clock.after(0.5, self._new_master)
-                return
-            self.term += 1
-            self.newcomers_from = self.world.clock.now + 1.0
-            self.world.start_master(self.spec, self.term)
+        world = self.world
+        if world.master is not None or world.over is not None:
+            return
+        facts = None
+        if self.record == "newest":
+            facts = world.durable
+        elif self.record == "older" and world.records:
+            # of the same round: one that knows of no later round is believed, and a node that runs
+            # that one and cannot be heard is as unknown as without a record
+            last = world.records[-1].number
+            facts = self.rng.choice([one for one in world.records[-5:] if one.number == last])
+            self.own_failures += 1  # it may not know why a round was ended, and blame an echo
+        self.terms += 1
+        self.known = self.remembers = self.record == "newest"
+        if not self.known:
+            for node in self._old_and_new()[1]:
+                node.kill()
+                self._schedule_start(node.name, 3.0)
+        world.start_master(self.spec, self.terms, facts)
+
+    def newcomers_may_come(self) -> bool:
+        """A successor without its record that only new agents have found cannot know that a round
+        runs (core.rendezvous): here they come when an old one has found it, or none is left."""
+        return self.known or not self._old_and_new()[0]
+
+    def _old_and_new(self) -> tuple[list[Node], list[Node]]:
+        """The living agents: those that have obeyed a master, and the others."""
+        alive = [node for node in self.world.nodes.values() if node.alive]
+        old = [node for node in alive if node.group.term]
+        return old, [node for node in alive if not node.group.term]
 
     def _make_peace(self) -> None:
         """No fault any more; whoever is missing comes back."""
         self.world.trace("*", "peace")
+        self.world.doom = None
         for node in list(self.world.nodes.values()):
             node.cut = False
             if node.frozen:
@@ -234,10 +278,12 @@ class Chaos:
     def _check_master(self, master: Master, event: JobEvent) -> None:
         """The master's own picture, after every event but beats."""
         self.events += 1
+        if isinstance(event, Attached) and event.hello.last_term:
+            self.known = True
         if isinstance(event, Heard) and isinstance(event.report, Beat):
             return
         status = master.job.status()
-        if status.round is not None and status.round.term == self.term:
+        if status.round is not None and status.round.term == master.job.term:
             self._check_budget(status.round.number, status.restart_count)
         if status.phase == "ended" or isinstance(event, Attached):
             return
@@ -249,6 +295,15 @@ class Chaos:
                 self._fault(f"{node.node} waits without a reason")
         if status.nodes and status.phase != "running" and master.job.next_deadline() is None:
             self._fault(f"no deadline while {status.phase}: {status.reason}")
+
+    def _check_record(self, facts: Facts) -> None:
+        """What is written is what will be read."""
+        if loads(dumps(facts), Facts) != facts:
+            self._fault(f"a record that changes when it is read: {facts}")
+        if self.remembers and facts.restart_count < self.recorded:
+            self._fault(f"{self.recorded} charges were recorded, now {facts.restart_count}")
+        self.recorded = facts.restart_count
+        self._check_budget(facts.number, facts.restart_count)
 
     def _check_budget(self, number: int, count: int) -> None:
         if self.spec.max_restarts < count:
@@ -271,6 +326,8 @@ class Chaos:
             self._fault("there is no master")
             return
         status = world.master.job.status()
+        if status.phase == "ended":
+            return  # by a master that died before it could say so; every agent was told, or is gone
         if status.phase != "running":
             self._fault(f"at rest the job is {status.phase}: {status.reason}")
         elif len(world.worlds.stepping) != 1:
@@ -278,6 +335,6 @@ class Chaos:
 
 
 STRIKES = (
-    "kill", "kill", "vanish", "rank", "rank", "rank", "cut", "break", "break", "freeze", "spawner",
-    "store", "signal", "stall", "master", "newcomer",
+    "kill", "kill", "vanish", "rank", "rank", "rank", "cut", "break", "fuse", "fuse", "freeze",
+    "spawner", "store", "signal", "stall", "master", "master", "newcomer", "repeat",
 )  # fmt: skip

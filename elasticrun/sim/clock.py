@@ -11,6 +11,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.ran = 0  # things that have happened
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
 
@@ -29,5 +30,6 @@ class Clock:
 
     def run_one(self) -> None:
         """Go to the next thing and do it."""
+        self.ran += 1
         self.now, _, what = heapq.heappop(self._queue)
         what()

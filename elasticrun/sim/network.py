@@ -48,6 +48,7 @@ class Stream:
         self.agent_open = True
         self.master_open = False  # until the Hello has arrived
         self.cut = False
+        self.fuse = 0  # so many messages pass before it is reset; 0: it is not
         self._up_free = self._down_free = 0.0
 
     def hello(self, hello: Hello) -> None:
@@ -87,11 +88,11 @@ class Stream:
         self.master_open = False
         self._down(lambda: self.break_at_agent("the stream was closed"))
 
-    def break_at_master(self, *, clean: bool = False) -> None:
-        """The master's side is told that it broke."""
+    def break_at_master(self, *, clean: bool = False, silent: float = 0.0) -> None:
+        """The master's side is told that it broke, after so long a silence."""
         if self.master_open:
             self.master_open = False
-            self._master.step(Detached(self.session, clean))
+            self._master.step(Detached(self.session, clean, silent))
 
     def break_at_agent(self, reason: str) -> None:
         """The agent's side is told that it broke."""
@@ -99,10 +100,25 @@ class Stream:
             self.agent_open = False
             self._agent.link_broke(self, reason)
 
+    def reset(self) -> None:
+        """Something on the way resets it: both ends are told, what is on its way is lost."""
+        self.cut = True
+        self._clock.after(self._delay(), self.break_at_master)
+        self._clock.after(self._delay(), lambda: self.break_at_agent("connection reset"))
+
+    def _deliver(self, arrive: Callable[[], None]) -> None:
+        if self.cut:
+            return
+        arrive()
+        if self.fuse > 0:
+            self.fuse -= 1
+            if not self.fuse:
+                self.reset()
+
     def _up(self, arrive: Callable[[], None]) -> None:
         self._up_free = max(self._up_free, self._clock.now + self._delay())
-        self._clock.at(self._up_free, lambda: None if self.cut else arrive())
+        self._clock.at(self._up_free, lambda: self._deliver(arrive))
 
     def _down(self, arrive: Callable[[], None]) -> None:
         self._down_free = max(self._down_free, self._clock.now + self._delay())
-        self._clock.at(self._down_free, lambda: None if self.cut else arrive())
+        self._clock.at(self._down_free, lambda: self._deliver(arrive))

@@ -95,7 +95,7 @@ class Node:
         self._held: list[Callable[[], None]] = []  # what came in while frozen
         self._stores = 0
         self._spawner = 1
-        self._beats = 0
+        self.beats = 0
         self._tick_at: float | None = None
         self._dialling = False
         self._last_wait = ""
@@ -206,7 +206,7 @@ class Node:
             return
         if not self.alive or stream is not self.stream:
             return
-        if not isinstance(order, Welcome):
+        if self.world.traced and not isinstance(order, Welcome):
             self.world.trace(self.name, f"< {in_short(order)}")
         if self.world.on_order is not None:
             self.world.on_order(self, order)
@@ -228,14 +228,22 @@ class Node:
         if not self.alive or stream is not self.stream or not self.world.beats:
             return
         if not self.frozen:
-            self._beats += 1
-            stream.report(Beat(self._beats))
-        self.world.clock.after(self.world.beat_interval, lambda: self._beat(stream))
+            self.beats += 1
+            stream.report(Beat(self.beats))
+        self.world.clock.after(self.world.pace(), lambda: self._beat(stream))
 
     def _say(self, report: Report) -> None:
         if self.stream is not None:
-            self.world.trace(self.name, f"> {in_short(report)}")
+            if self.world.traced:
+                self.world.trace(self.name, f"> {in_short(report)}")
             self.stream.report(report)
+            if self.world.says_twice():
+                self.stream.report(report)
+
+    def repeat(self) -> None:
+        """Say again how things stand here, as on a new stream."""
+        if self.stream is not None:
+            self.feed(LinkBack())
 
     # ------------------------------------------------------------ stores and ranks
 
@@ -361,7 +369,7 @@ class Node:
 
             def unanswered() -> None:
                 if self.frozen:
-                    stream.break_at_master()
+                    self.world.unanswered(stream)
 
             self.world.clock.after(self.world.ping_timeout, unanswered)
 

@@ -8,6 +8,10 @@
     ---
     the trace, line by line
 
+Masters: `master kill`, `master crash after=record` (or before=; record, start, stop, end, welcome:
+at the next such act), `master start TERM` (it knows nothing), `master start TERM record`, or
+`record=N`: one as old as round N.
+
 `python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
@@ -29,8 +33,9 @@ from elasticrun.config import (
     RESTART_WINDOW,
     SHUTDOWN_TIMEOUT,
 )
+from elasticrun.core.facts import Facts
 from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.world import World
+from elasticrun.sim.world import Doom, World
 from elasticrun.wire.messages import JobSpec
 
 SEPARATOR = "---"
@@ -107,14 +112,18 @@ def _pairs(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def run(script: Script) -> World:
-    """Carry a script out; the world as it is at the end."""
+def run(script: Script, prepare: Callable[[World], None] | None = None) -> World:
+    """Carry a script out; the world as it is at the end. `prepare` may change it before."""
     world = World(
         peer_delay=float(script.world.get("peer_delay", "0.05")) or None,
         redial=float(script.world.get("redial", "0.2")),
         ping_timeout=float(script.world.get("ping_timeout", "5")),
         beats=script.world.get("beats", "0") == "1",
+        tells_silence=script.world.get("silence", "0") == "1",
     )
+    world.records = []
+    if prepare is not None:
+        prepare(world)
     world.start_master(script.spec)
     for when, words, line in script.steps:
         world.run_until(when)
@@ -229,11 +238,24 @@ def _master(world: World, spec: JobSpec, words: list[str]) -> None:
     if words[0] == "kill":
         world.kill_master()
     elif words[0] == "start":
-        world.start_master(None, term=int(words[1]))
+        world.start_master(None, term=int(words[1]), facts=_facts(world, words[2:]))
+    elif words[0] == "crash":
+        ((when, act),) = _pairs(words[1:]).items()
+        world.doom = Doom(act=act, after={"before": False, "after": True}[when])
     elif words[0] == "stall":
         world.stall_master(float(words[1]))
     else:
         raise ScriptError(f"master {words[0]}")
+
+
+def _facts(world: World, words: list[str]) -> Facts | None:
+    """`record`: the newest; `record=N`: the one that was the newest when round N had begun."""
+    if not words:
+        return None
+    if words == ["record"]:
+        return world.durable
+    number = int(_pairs(words)["record"])
+    return next(facts for facts in world.records or () if facts.number == number)
 
 
 def _status(world: World, spec: JobSpec, words: list[str]) -> None:

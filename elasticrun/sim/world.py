@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from elasticrun.core.effects import (
-    Detached,
-    Hangup,
-    JobEvent,
-    JobOver,
-    Note,
-    Overslept,
-    Tell,
-    Tick,
-)
-from elasticrun.core.job import Job
+from elasticrun.core.effects import JobEffect, JobEvent, JobOver
+from elasticrun.core.facts import Facts
+from elasticrun.core.pace import beat_interval
 from elasticrun.sim.clock import Clock
+from elasticrun.sim.master import Master, act_name
 from elasticrun.sim.network import Stream
 from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.ranks import Rank, Worlds
@@ -30,75 +24,23 @@ from elasticrun.wire.messages import JobSpec, Order
 PEER_LOST = "Connection closed by peer"
 
 
-class Master:
-    """One life of the job master: the real brain behind streams."""
+@dataclass(slots=True)
+class Doom:
+    """When the master is to die by itself: at the act of this name (see `sim.master`), or at the
+    one of this number since the world began, before or after it is carried out."""
 
-    def __init__(self, world: World, spec: JobSpec | None, term: int) -> None:
-        self.world = world
-        self.job = Job(spec, term, world.mint)
-        self.streams: dict[int, Stream] = {}
-        self.alive = True
-        self.stalled = False
-        self._held: list[JobEvent] = []
-        self.over: JobOver | None = None
-        self._tick_at: float | None = None
+    act: str = ""
+    number: int = 0
+    after: bool = False
 
-    def step(self, event: JobEvent) -> None:
-        """Give the brain an event and carry out what it asks for."""
-        if not self.alive:
-            return
-        if self.stalled:
-            self._held.append(event)
-            return
-        for effect in self.job.step(event, self.world.clock.now):
-            if isinstance(effect, Tell):
-                for session in effect.sessions:
-                    self.streams[session].order(effect.order)
-            elif isinstance(effect, Hangup):
-                self.streams[effect.session].close_from_master()
-            elif isinstance(effect, Note):
-                self.world.trace("master", effect.text)
-            elif isinstance(effect, JobOver):
-                self.over = effect
-                self.world.over = effect
-        if isinstance(event, Detached):
-            self.streams.pop(event.session, None)
-        if self.world.check is not None:
-            self.world.check(self, event)
-        self._schedule_tick()
-
-    def _schedule_tick(self) -> None:
-        when = self.job.next_deadline()
-        if when is None or when == self._tick_at:
-            return
-        self._tick_at = when
-
-        def tick() -> None:
-            if self._tick_at == when:
-                self._tick_at = None
-                self.step(Tick())
-
-        self.world.clock.at(when, tick)
-
-    def wake(self, slept: float) -> None:
-        """The loop turns again after a stall."""
-        self.stalled = False
-        self.step(Overslept(slept))
-        held, self._held = self._held, []
-        for event in held:
-            if not isinstance(event, Tick):
-                self.step(event)
-        self.step(Tick())
-
-    def die(self) -> None:
-        """kill -9: every stream breaks."""
-        self.alive = False
-        for stream in self.streams.values():
-            stream.close_from_master()
+    def strikes(self, name: str, number: int) -> bool:
+        """Whether this act is the one."""
+        return number == self.number or (self.act != "" and name == self.act)
 
 
 class World:
-    """See the module's head. `delay` gives the time of one message, in seconds."""
+    """See the module's head. `delay` gives the time of one message, in seconds, `record_delay` that
+    until a record is durable."""
 
     def __init__(
         self,
@@ -107,27 +49,42 @@ class World:
         peer_delay: float | None = 0.05,
         redial: float = 0.2,
         ping_timeout: float = 5.0,
+        tells_silence: bool = False,
+        record_delay: Callable[[], float] = lambda: 0.0,
         beats: bool = False,
         beat_interval: float = 1.0,
+        traced: bool = True,
     ) -> None:
         """`peer_delay`: after how long ranks notice that a peer has died (None: never). `beats`:
         whether agents beat; without beats a long silence of a healthy node would kill it, so
-        scripts of more than a minute need them. `ping_timeout`: how long a cut stream stands."""
+        scripts of more than a minute need them; `beat_interval`: the shortest time between two.
+        `ping_timeout`: how long a cut stream stands; `tells_silence`: whether the master is told
+        that it was silent for so long. `traced`: whether `lines` are written."""
         self.clock = Clock()
         self.worlds = Worlds()
         self.nodes: dict[str, Node] = {}
         self.lives: list[Node] = []
         self.master: Master | None = None
         self.over: JobOver | None = None
+        self.durable: Facts | None = None  # the newest record that was made
+        self.records: list[Facts] | None = None  # all of them, where somebody wants them
+        self.doom: Doom | None = None
+        self.acts = 0  # of all masters
         self.lines: list[str] = []
         self.check: Callable[[Master, JobEvent], None] | None = None
         self.on_order: Callable[[Node, Order], None] | None = None
+        self.on_master_death: Callable[[], None] | None = None
+        self.on_record: Callable[[Facts], None] | None = None
         self.delay = delay
         self.peer_delay = peer_delay
         self.redial = redial
         self.ping_timeout = ping_timeout
+        self.tells_silence = tells_silence
+        self.record_delay = record_delay
+        self.says_twice: Callable[[], bool] = lambda: False  # an agent that repeats a report
         self.beats = beats
         self.beat_interval = beat_interval
+        self.traced = traced
         self._breaking: set[RoundName] = set()
         self._sessions = itertools.count(1)
         self._ports = itertools.count(40001)
@@ -145,7 +102,8 @@ class World:
 
     def trace(self, who: str, text: str) -> None:
         """Write one line of what was seen."""
-        self.lines.append(f"{self.clock.now:9.3f}  {who}: {text}")
+        if self.traced:
+            self.lines.append(f"{self.clock.now:9.3f}  {who}: {text}")
 
     # ------------------------------------------------------------ names
 
@@ -167,11 +125,18 @@ class World:
         master.streams[stream.session] = stream
         return stream
 
+    def pace(self) -> float:
+        """How often agents beat just now, as the real master tells them in its echoes."""
+        streams = len(self.master.streams) if self.master is not None else 0
+        return max(self.beat_interval, beat_interval(streams))
+
     # ------------------------------------------------------------ what befalls it
 
-    def start_master(self, spec: JobSpec | None, term: int = 1) -> Master:
-        """A master, or an empty successor."""
-        self.master = Master(self, spec, term)
+    def start_master(
+        self, spec: JobSpec | None, term: int = 1, facts: Facts | None = None
+    ) -> Master:
+        """A master, or a successor: empty, or with the record of the one before."""
+        self.master = Master(self, spec, term, facts)
         return self.master
 
     def kill_master(self) -> None:
@@ -179,6 +144,36 @@ class World:
         if self.master is not None:
             self.master.die()
             self.master = None
+            if self.on_master_death is not None:
+                self.on_master_death()
+
+    def may_act(self, effect: JobEffect) -> bool:
+        """Whether the master lives to carry this out."""
+        if self.doom is None or self.doom.after:
+            return True
+        return not self._doomed(effect, self.acts + 1)
+
+    def acted(self, effect: JobEffect) -> None:
+        """The master has carried this out."""
+        self.acts += 1
+        if self.doom is not None and self.doom.after and self._doomed(effect, self.acts):
+            self.kill_master()
+
+    def _doomed(self, effect: JobEffect, number: int) -> bool:
+        name = act_name(effect)
+        if self.doom is None or not self.doom.strikes(name, number):
+            return False
+        self.trace("*", f"the master dies {'after' if self.doom.after else 'before'} its {name}")
+        self.doom = None
+        return True
+
+    def recorded(self, facts: Facts) -> None:
+        """A record is durable."""
+        self.durable = facts
+        if self.records is not None:
+            self.records.append(facts)
+        if self.on_record is not None:
+            self.on_record(facts)
 
     def stall_master(self, seconds: float) -> None:
         """The master's loop does not turn for so long."""
@@ -197,8 +192,13 @@ class World:
     def cut_stream(self, stream: Stream, node: Node) -> None:
         """Nothing passes any more; the ends find out by their own means."""
         stream.cut = True
-        self.clock.after(self.ping_timeout, stream.break_at_master)
+        self.clock.after(self.ping_timeout, lambda: self.unanswered(stream))
         self.clock.after(self.ping_timeout, lambda: stream.break_at_agent("no answer to pings"))
+
+    def unanswered(self, stream: Stream) -> None:
+        """Pings found nobody; a master that did not listen itself does not know for how long."""
+        listened = self.tells_silence and self.master is not None and not self.master.stalled
+        stream.break_at_master(silent=self.ping_timeout if listened else 0.0)
 
     def cut(self, node: Node) -> None:
         """The link between a node and the master is cut."""
@@ -209,10 +209,7 @@ class World:
     def break_stream(self, node: Node) -> None:
         """A reset by something on the way: both ends are told, nobody has died."""
         if node.stream is not None:
-            stream = node.stream
-            stream.cut = True
-            self.clock.after(self.delay(), stream.break_at_master)
-            self.clock.after(self.delay(), lambda: stream.break_at_agent("connection reset"))
+            node.stream.reset()
 
     def rank_died(self, node: Node, rank: Rank, code: int) -> None:
         """A rank has ended; its peers' collectives break a little later, unless it was done."""

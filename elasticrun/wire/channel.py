@@ -3,10 +3,10 @@
 gRPC's defaults are made for data centres behind load balancers. Each option below replaces one
 that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
 
-An agent: `open_channel`, then `attend` for its stream (`Attendance`). `elasticrun status`:
-`get_status`. The master: `make_server` and `listen`. Bytes are turned into messages here or, in
-the master, by the handler itself, so that a message which is not understood becomes a sentence
-for its sender and never an exception inside gRPC.
+An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
+job's token and says hello. `elasticrun status`: `get_status`. The master: `make_server`, `listen`.
+Bytes are turned into messages here or, in the master, by the handler itself, so that a message
+which is not understood becomes a sentence for its sender and never an exception inside gRPC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,19 @@ from typing import Any, Final
 
 from elasticrun.wire import codec
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.messages import MAX_MESSAGE_BYTES, MAX_STATUS_BYTES, JobStatus, Order, Report
+from elasticrun.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_STATUS_BYTES,
+    Challenge,
+    Hello,
+    JobStatus,
+    Order,
+    Refused,
+    Report,
+    Role,
+)
+from elasticrun.wire.proof import Denied, Guest
+from elasticrun.wire.tls import Pem
 
 
 def _import_grpc() -> Any:
@@ -61,15 +73,31 @@ SERVER_OPTIONS: Final[Mapping[str, int]] = {
     # An agent's own pings (a proxy's, a later version's) are no reason to hang up on it.
     "grpc.http2.min_ping_interval_without_data_ms": 500,
     "grpc.http2.max_ping_strikes": 0,
-    # Bounds: of a message, of headers, of streams on one connection, of the time a stranger may
-    # take to say that it speaks HTTP/2, and of the time a connection may stand without a stream.
+    # Bounds: of a message, of headers, of streams on one connection (an agent has one; each costs
+    # a stranger nothing and us some 27 kB), of connections, of the time a stranger may take to say
+    # that it speaks HTTP/2, and of the time a connection may stand without a stream.
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_metadata_size": 8 * 1024,
     "grpc.absolute_max_metadata_size": 16 * 1024,
-    "grpc.max_concurrent_streams": 16,
+    "grpc.max_concurrent_streams": 4,
+    "grpc.max_allowed_incoming_connections": 32_768,
     "grpc.server_handshake_timeout_ms": 10_000,
     "grpc.max_connection_idle_ms": 60_000,
 }
+
+
+def server_options(silence: float) -> Mapping[str, int]:
+    """SERVER_OPTIONS for a master that is to notice a silent node after `silence` seconds: below
+    the usual five it pings as much faster; above, a break is early news and costs nothing."""
+    share = min(1.0, max(0.1, silence / 5.0))
+    every, answer = round(1000 * share), round(4000 * share)
+    return {
+        **SERVER_OPTIONS,
+        "grpc.keepalive_time_ms": every,
+        "grpc.keepalive_timeout_ms": answer,
+        "grpc.http2.ping_timeout_ms": answer,
+    }
+
 
 CLIENT_OPTIONS: Final[Mapping[str, int]] = {
     # $http_proxy would carry the way to a master on loopback through a proxy that refuses it.
@@ -101,12 +129,29 @@ class LinkError(Exception):
         self.rejected = rejected
 
 
-def open_channel(endpoint: Endpoint, options: Mapping[str, int] = CLIENT_OPTIONS) -> Any:
+class Unproved(LinkError):
+    """Whoever answers there is not to be followed: it could not prove the job's token."""
+
+
+def open_channel(
+    endpoint: Endpoint,
+    options: Mapping[str, int] = CLIENT_OPTIONS,
+    *,
+    tls: Pem | None = None,
+    name: str = "",
+) -> Any:
     """A grpc.aio channel to the master at `endpoint`; nothing is dialled before it is used.
 
+    `tls`: what to show and to trust, None for plain TCP. `name`: the host name or address that the
+    master's certificate must bear, "" for the endpoint's.
     `dns:///` keeps a host such as `unix` from being read as a scheme; addresses pass as they are.
     """
-    return grpc.aio.insecure_channel(f"dns:///{endpoint}", options=tuple(options.items()))
+    where = f"dns:///{endpoint}"
+    if tls is None:
+        return grpc.aio.insecure_channel(where, options=tuple(options.items()))
+    trusted = grpc.ssl_channel_credentials(tls.ca or None, tls.key or None, tls.cert or None)
+    named = {**options, "grpc.ssl_target_name_override": name or endpoint.host}
+    return grpc.aio.secure_channel(where, trusted, options=tuple(named.items()))
 
 
 class Attendance:
@@ -118,6 +163,36 @@ class Attendance:
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self.proved = False
+        """Whether the master has proved the job's token (or there is none to prove)."""
+
+    async def enter(self, hello: Hello, token: str = "") -> Order | None:
+        """Prove the token to the master and have it proved by it, say hello, and hear the answer: a
+        Welcome or a Refused, as a rule. LinkError; Unproved for a master that is not the job's."""
+        guest = Guest(
+            token,
+            hello.version,
+            Role.AGENT,
+            job_id=hello.spec.job_id,
+            node=hello.node,
+            incarnation=hello.incarnation,
+        )
+        await self.send(guest.knock)
+        answer = await self.receive()
+        if answer is None or isinstance(answer, Refused):
+            return answer
+        if not isinstance(answer, Challenge):  # a Welcome, say, of somebody who proves nothing
+            self.cancel()
+            raise Unproved(f"it answered our knock with {type(answer).__name__}")
+        try:
+            proof = guest.answer(answer)
+        except Denied as denied:
+            self.cancel()
+            raise Unproved(str(denied)) from None
+        self.proved = True
+        await self.send(proof)
+        await self.send(hello)
+        return await self.receive()
 
     async def send(self, report: Report) -> None:
         """Hand one report to the transport, waiting while its window is full. LinkError."""
@@ -159,23 +234,57 @@ class Attendance:
 
 
 def attend(channel: Any) -> Attendance:
-    """Open the stream; the first report sent must be a Hello."""
+    """Open the stream; `enter` comes before anything else on it."""
     call = channel.stream_stream(ATTEND)(wait_for_ready=False)
     return Attendance(call)
 
 
-async def get_status(endpoint: Endpoint, timeout: float) -> JobStatus:
-    """Ask the master at `endpoint` for its page. LinkError after `timeout` seconds at most."""
+async def get_status(
+    endpoint: Endpoint,
+    timeout: float,
+    *,
+    token: str = "",
+    tls: Pem | None = None,
+    name: str = "",
+    version: str = "status",
+) -> JobStatus:
+    """Ask the master at `endpoint` for its page; `token` is a reader's (`proof.reader_token`).
+
+    LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
-    async with open_channel(endpoint, options) as channel:
+    guest = Guest(token, version)
+    async with open_channel(endpoint, options, tls=tls, name=name) as channel:
+        call = channel.stream_stream(GET_STATUS)(timeout=timeout, wait_for_ready=False)
         try:
-            ask = channel.unary_unary(GET_STATUS)
-            data = await ask(codec.STATUS_REQUEST, timeout=timeout, wait_for_ready=False)
-            return codec.status_from_wire(data)
+            await call.write(codec.report_to_wire(guest.knock))
+            answer = await _answer(call)
+            if isinstance(answer, JobStatus):
+                raise Denied("it shows a page and proves nothing")
+            if isinstance(answer, Challenge):
+                await call.write(codec.report_to_wire(guest.answer(answer)))
+                answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken) from None
+        except asyncio.InvalidStateError:  # it ended while we wrote
+            raise _link_error_of(await call.code(), await call.details()) from None
         except codec.WireError as wrong:
             raise LinkError(f"{endpoint} sent {wrong}", rejected=True) from None
+        except Denied as denied:
+            raise Unproved(str(denied), rejected=True) from None
+        finally:
+            call.cancel()
+    if isinstance(answer, JobStatus):
+        return answer
+    said = answer.reason if isinstance(answer, Refused) else "a second challenge"
+    raise LinkError(said, rejected=True)
+
+
+async def _answer(call: Any) -> Any:
+    """The next answer to a reader. WireError, AioRpcError."""
+    data = await call.read()
+    if data is grpc.aio.EOF:
+        raise _link_error_of(await call.code(), await call.details())
+    return codec.answer_from_wire(data)
 
 
 def _link_error(broken: Any) -> LinkError:
@@ -207,8 +316,8 @@ class ListenError(OSError):
 Attend = Callable[[Any], Awaitable[None]]
 """Handler of one stream: gets the grpc.aio context, whose read() and write() carry bytes."""
 
-GetStatus = Callable[[Any], Awaitable[bytes]]
-"""Handler of a status request: gets the context, returns an encoded reply."""
+GetStatus = Callable[[Any], Awaitable[None]]
+"""Handler of a reader's stream; the same."""
 
 
 def make_server(
@@ -223,23 +332,30 @@ def make_server(
     async def on_attend(_requests: Any, context: Any) -> None:
         await attend(context)
 
-    async def on_status(_request: bytes, context: Any) -> bytes:
-        return await status(context)
+    async def on_status(_requests: Any, context: Any) -> None:
+        await status(context)
 
     made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
     handlers = {
         "Attend": grpc.stream_stream_rpc_method_handler(on_attend),
-        "GetStatus": grpc.unary_unary_rpc_method_handler(on_status),
+        "GetStatus": grpc.stream_stream_rpc_method_handler(on_status),
     }
     made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     return made
 
 
-def listen(server: Any, host: str, port: int) -> int:
-    """Bind the server; returns the port (a free one for 0). ListenError says why not."""
+def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
+    """Bind the server; returns the port (a free one for 0). ListenError says why not.
+
+    `tls` with a `ca` serves only those whose certificate that CA has signed."""
     where = Endpoint(host, port)
     try:
-        bound = server.add_insecure_port(str(where))
+        if tls is None:
+            bound = server.add_insecure_port(str(where))
+        else:
+            pairs = ((tls.key, tls.cert),)
+            own = grpc.ssl_server_credentials(pairs, tls.ca or None, bool(tls.ca))
+            bound = server.add_secure_port(str(where), own)
     except RuntimeError:
         bound = 0
     if bound:

@@ -18,15 +18,14 @@ from elasticrun.wire.fields import WireError, cut, load, store
 from elasticrun.wire.pb import job_pb2 as pb
 
 __all__ = [
-    "STATUS_REQUEST",
     "ProtocolMismatch",
     "WireError",
+    "answer_from_wire",
+    "answer_to_wire",
     "order_from_wire",
     "order_to_wire",
     "report_from_wire",
     "report_to_wire",
-    "status_from_wire",
-    "status_to_wire",
 ]
 
 
@@ -43,6 +42,8 @@ class ProtocolMismatch(WireError):
 
 
 _REPORTS: Final[dict[str, type[Any]]] = {
+    "knock": m.Knock,
+    "proof": m.Proof,
     "hello": m.Hello,
     "join": m.Join,
     "running": m.Running,
@@ -54,6 +55,7 @@ _REPORTS: Final[dict[str, type[Any]]] = {
     "beat": m.Beat,
 }
 _ORDERS: Final[dict[str, type[Any]]] = {
+    "challenge": m.Challenge,
     "welcome": m.Welcome,
     "refused": m.Refused,
     "wait": m.Wait,
@@ -62,7 +64,13 @@ _ORDERS: Final[dict[str, type[Any]]] = {
     "end": m.End,
     "echo": m.Echo,
 }
-_KIND: Final = {of: kind for kinds in (_REPORTS, _ORDERS) for kind, of in kinds.items()}
+_ANSWERS: Final[dict[str, type[Any]]] = {
+    "challenge": m.Challenge,
+    "refused": m.Refused,
+    "page": m.JobStatus,
+}
+_VERSIONED: Final = frozenset({"knock", "challenge", "hello", "welcome"})
+_KIND: Final = {of: kind for kinds in (_REPORTS, _ORDERS, _ANSWERS) for kind, of in kinds.items()}
 
 
 def _parse(message: Any, data: bytes, most: int, what: str) -> None:
@@ -74,13 +82,19 @@ def _parse(message: Any, data: bytes, most: int, what: str) -> None:
         raise WireError(f"{len(data)} bytes that are no {what} of elasticrun") from None
 
 
-def _from_wire(envelope: Any, kinds: Mapping[str, type[Any]], data: bytes, what: str) -> Any:
-    _parse(envelope, data, m.MAX_MESSAGE_BYTES, what)
+def _from_wire(
+    envelope: Any,
+    kinds: Mapping[str, type[Any]],
+    data: bytes,
+    what: str,
+    most: int = m.MAX_MESSAGE_BYTES,
+) -> Any:
+    _parse(envelope, data, most, what)
     kind = envelope.WhichOneof("kind")
     if kind is None:
         raise WireError(f"a {what} of a kind that protocol {m.PROTOCOL_VERSION} does not have")
     message = getattr(envelope, kind)
-    if kind in ("hello", "welcome") and message.protocol != m.PROTOCOL_VERSION:
+    if kind in _VERSIONED and message.protocol != m.PROTOCOL_VERSION:
         # Read before the checks: fields of another version may mean other things.
         version = cut(message.version, 80)
         raise ProtocolMismatch(message.protocol, version if version.isprintable() else "")
@@ -137,8 +151,8 @@ def report_to_wire(report: m.Report) -> bytes:
 
 
 def report_from_wire(data: bytes) -> m.Report:
-    """The Report in these bytes; WireError if there is none, ProtocolMismatch for a Hello of
-    another protocol."""
+    """The Report in these bytes; WireError if there is none, ProtocolMismatch for a Knock
+    or Hello of another protocol."""
     return cast("m.Report", _from_wire(pb.Report(), _REPORTS, data, "report"))
 
 
@@ -148,30 +162,21 @@ def order_to_wire(order: m.Order) -> bytes:
 
 
 def order_from_wire(data: bytes) -> m.Order:
-    """The Order in these bytes; WireError if there is none, ProtocolMismatch for a Welcome of
-    another protocol."""
+    """The Order in these bytes; WireError if there is none, ProtocolMismatch for a
+    Challenge or Welcome of another protocol."""
     return cast("m.Order", _from_wire(pb.Order(), _ORDERS, data, "order"))
 
 
-def status_to_wire(status: m.JobStatus) -> bytes:
-    """Bytes of a status reply, at most MAX_STATUS_BYTES."""
-    reply = pb.StatusReply()
-    try:
-        store(status, reply, "status")
-        data = reply.SerializeToString()
-    except (EncodeError, TypeError, ValueError) as wrong:
-        raise wrong if isinstance(wrong, WireError) else WireError(str(wrong)) from None
+def answer_to_wire(answer: m.StatusAnswer) -> bytes:
+    """Bytes of an answer to a reader, at most MAX_STATUS_BYTES; WireError as above."""
+    data = _to_wire(pb.StatusAnswer, answer, "status reply")
     if len(data) > m.MAX_STATUS_BYTES:
         raise WireError(f"a status reply of {len(data)} bytes is longer than {m.MAX_STATUS_BYTES}")
     return data
 
 
-def status_from_wire(data: bytes) -> m.JobStatus:
-    """The status in these bytes; WireError if there is none."""
-    reply = pb.StatusReply()
-    _parse(reply, data, m.MAX_STATUS_BYTES, "status reply")
-    return cast("m.JobStatus", load(m.JobStatus, reply, "status"))
-
-
-STATUS_REQUEST: Final = pb.StatusRequest().SerializeToString()
-"""The one status request there is."""
+def answer_from_wire(data: bytes) -> m.StatusAnswer:
+    """The answer in these bytes; WireError and ProtocolMismatch as above."""
+    most = m.MAX_STATUS_BYTES
+    answer = _from_wire(pb.StatusAnswer(), _ANSWERS, data, "status reply", most)
+    return cast("m.StatusAnswer", answer)

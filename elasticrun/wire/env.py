@@ -88,5 +88,12 @@ LAUNCH: Final = "ELASTICRUN_LAUNCH"
 PRELOAD: Final = "ELASTICRUN_PRELOAD"
 RESTART_BACKOFF: Final = "ELASTICRUN_RESTART_BACKOFF"
 
+STATE_DIR: Final = "ELASTICRUN_STATE_DIR"
+"""The default of `elasticrun master --state-dir`."""
+
+TRACE_DIR: Final = "ELASTICRUN_TRACE_DIR"
+"""Where masters that agents host leave their traces for good, a folder for each launch; without it
+a trace goes with the record when the job ends."""
+
 CALLER: Final = "ELASTICRUN_CALLER"
 """In ranks whose program is a function: by this mark their caller knows what they left behind."""

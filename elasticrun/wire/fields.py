@@ -124,6 +124,25 @@ class _Word:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A nonce or a proof: of exactly this length, or (`empty`) none at all."""
+
+    length: int
+    empty: bool = False
+
+    def load(self, where: str, message: Any, name: str) -> bytes:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: bytes) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: bytes) -> bytes:
+        if len(value) != self.length and (value or not self.empty):
+            raise WireError(f"{where} has {len(value)} bytes, not {self.length}")
+        return bytes(value)
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """A message within a message."""
 
@@ -173,7 +192,7 @@ class _Many:
             raise WireError(f"{where} lists {count}, more than {self.most}")
 
 
-_Field = _Int | _Flag | _Seconds | _Text | _Name | _Word | _Part | _Many
+_Field = _Int | _Flag | _Seconds | _Text | _Name | _Word | _Bytes | _Part | _Many
 
 _PID = _Int(-1, INT32)
 _NAME = _Name()
@@ -187,6 +206,8 @@ _NODES = _Int(1, m.MAX_NODES)
 _LOCAL = _Int(1, m.MAX_LOCAL_RANKS)
 _EXIT = _Int(0, 255)
 _SECONDS = _Seconds()
+_NONCE = _Bytes(m.NONCE_BYTES)
+_PROOF = _Bytes(m.PROOF_BYTES, empty=True)
 _ROUND = _Part(RoundName)
 _ENDPOINT = _Part(Endpoint)
 _FAILURES = _Many(m.MAX_FAILURES, m.Failure)
@@ -233,6 +254,24 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "master_lost_timeout": _SECONDS,
     },
     m.RoundReport: _PLACE,
+    m.Knock: {
+        "protocol": _COUNT,
+        "version": _NAME,
+        "job_id": _MAYBE,
+        "role": _Word(tuple(m.Role), m.Role),
+        "node": _MAYBE,
+        "incarnation": _MAYBE,
+        "nonce": _NONCE,
+        "proves": _Flag(),
+    },
+    m.Challenge: {
+        "protocol": _COUNT,
+        "version": _NAME,
+        "term": _Int(0, INT64),
+        "nonce": _NONCE,
+        "proof": _PROOF,
+    },
+    m.Proof: {"proof": _PROOF},
     m.Hello: {
         "protocol": _COUNT,
         "version": _NAME,
@@ -270,7 +309,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     m.Start: {**_PLACE, "role_first_rank": _RANK, "role_world_size": _WORLD, "host_store": _Flag()},
     m.Stop: {"round": _ROUND, "reason": _TEXT},
     m.End: {"exit_code": _EXIT, "reason": _TEXT, "failures": _FAILURES},
-    m.Echo: {"number": _Int(0, INT64)},
+    m.Echo: {"number": _Int(0, INT64), "beat_interval": _SECONDS},
     m.NodeStatus: {
         "node": _NAME,
         "host": _MAYBE,

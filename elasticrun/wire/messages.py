@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from elasticrun.wire.ids import Endpoint, RoundName
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -42,6 +42,12 @@ MAX_SECONDS = 1e9
 
 MAX_STATUS_BYTES = 64 * 1024 * 1024
 """Room for a status reply of MAX_NODES nodes; it does not travel on `Attend`."""
+
+NONCE_BYTES = 32
+"""Random bytes that each side adds to what is proved, so that no proof is good twice."""
+
+PROOF_BYTES = 32
+"""Length of a proof (an HMAC-SHA256); an empty one says that there is no token."""
 
 
 class FailureKind(StrEnum):
@@ -106,12 +112,54 @@ class RoundReport:
     store: Endpoint
 
 
+# ---------------------------------------------------------------- before anything else: proof.py
+
+
+class Role(StrEnum):
+    """What a stream is opened for; a proof made for one role is none for the other."""
+
+    AGENT = "agent"  # takes part in the job
+    READER = "reader"  # reads its status
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """First message on every stream: who wants in, and the nonce that the master must answer."""
+
+    protocol: int
+    version: str
+    job_id: str  # "" for a reader
+    role: Role
+    node: str  # what the session is bound to: its Hello may name no other; "" for a reader
+    incarnation: str
+    nonce: bytes
+    proves: bool  # whether it has a token to prove
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """The master's answer: its own proof first, and the nonce for the other one's."""
+
+    protocol: int
+    version: str
+    term: int
+    nonce: bytes
+    proof: bytes  # empty where the master has no token
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What lets the stream in: Reports follow, or the status page."""
+
+    proof: bytes
+
+
 # ---------------------------------------------------------------- Reports: agent to master
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message on every stream: who this is. Nothing else is read before it."""
+    """First message of a proved session: who this is, in full."""
 
     protocol: int
     version: str
@@ -188,7 +236,19 @@ class Beat:
     number: int
 
 
-Report = Hello | Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving | Beat
+Report = (
+    Knock
+    | Proof
+    | Hello
+    | Join
+    | Running
+    | RanksFailed
+    | Stopping
+    | Stopped
+    | Finished
+    | Leaving
+    | Beat
+)
 
 
 # ---------------------------------------------------------------- Orders: master to agent
@@ -260,9 +320,10 @@ class Echo:
     """The answer to a Beat of the same number."""
 
     number: int
+    beat_interval: float = 0.0  # how often to beat from now on; 0: as before
 
 
-Order = Welcome | Refused | Wait | Start | Stop | End | Echo
+Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo
 
 
 # ---------------------------------------------------------------- Status
@@ -301,3 +362,7 @@ class JobStatus:
     nodes: tuple[NodeStatus, ...]
     last_failure: str
     outcome: str
+
+
+StatusAnswer = Challenge | Refused | JobStatus
+"""What a reader is sent: a challenge to its knock, and the page or a refusal to its proof."""

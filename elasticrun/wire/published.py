@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,10 @@ MAX_FILES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One running master. `started` is the kernel's start time of `pid`, in clock ticks."""
+    """One running master. `started` is the kernel's start time of `pid`, in clock ticks.
+
+    `reader` proves that somebody may read its status (`proof.reader_token`; "" for a job without a
+    token): the folder is this user's alone, and it opens nothing else."""
 
     job_id: str
     host: str
@@ -35,6 +38,8 @@ class Published:
     status_url: str
     pid: int
     started: int
+    reader: str = field(default="", repr=False)
+    tls: bool = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -82,6 +87,14 @@ def published(folder: Path) -> list[Published]:
     return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
 
 
+def was_killed(folder: Path, job_id: str, port: int) -> bool:
+    """Whether a master of this job ended here without taking its file away: one that did its work
+    has, and its job is over."""
+    found = map(_read, sorted(folder.glob("master-*.json"))[:MAX_FILES])
+    ours = [m for m in found if m is not None and (m.job_id, m.port) == (job_id, port)]
+    return bool(ours) and all(start_time(master.pid) != master.started for master in ours)
+
+
 def _living(folder: Path) -> Iterator[Published]:
     for path in sorted(folder.glob("master-*.json"))[:MAX_FILES]:
         master = _read(path)
@@ -100,6 +113,7 @@ def _read(path: Path) -> Published | None:
     except (OSError, ValueError, TypeError):
         return None
     numbers = (master.port, master.pid, master.started)
-    words = (master.job_id, master.host, master.status_url)
+    words = (master.job_id, master.host, master.status_url, master.reader)
     right = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
+    right = right and type(master.tls) is bool
     return master if right else None

@@ -21,7 +21,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.channel import get_status
 from elasticrun.wire.ids import Endpoint
 from tests import aio
-from tests.master.people import LIMIT, hear, hello, serving
+from tests.master.people import LIMIT, enter, hear, hello, serving
 from tests.master.people import status as page
 
 
@@ -310,8 +310,7 @@ def test_grpc_goes_through() -> None:
                 while await hear(stream) is not None:
                     pass
             async with served.stream() as stream:
-                await stream.send(hello("second"))
-                assert isinstance(await hear(stream), m.Welcome)
+                assert isinstance(await enter(stream, hello("second")), m.Welcome)
 
     with opened() as gate:
         aio.run(run(gate))

@@ -211,7 +211,7 @@ def test_without_an_echo_a_fresh_connection_takes_over(
 
 
 def test_the_probe_knows_a_master(master: tuple[MasterProcess, Endpoint]) -> None:
-    assert run(probe(master[1], LIMIT)) is Answer.HTTP2
+    assert run(probe(master[1], LIMIT)) == (Answer.HTTP2, "")
 
 
 def test_the_probe_knows_strangers_and_nobody() -> None:
@@ -228,7 +228,7 @@ def test_the_probe_knows_strangers_and_nobody() -> None:
         for handler, limit, answer in ((rude, LIMIT, Answer.FOREIGN), (silent, 0.1, Answer.SILENT)):
             server = await asyncio.start_server(handler, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            assert await probe(Endpoint("127.0.0.1", port), limit) is answer
+            assert await probe(Endpoint("127.0.0.1", port), limit) == (answer, "")
             server.close()
             await server.wait_closed()
 
@@ -236,4 +236,25 @@ def test_the_probe_knows_strangers_and_nobody() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        assert run(probe(Endpoint("127.0.0.1", port), LIMIT)) is Answer.NOBODY
+        assert run(probe(Endpoint("127.0.0.1", port), LIMIT)) == (Answer.NOBODY, "")
+
+
+def test_a_master_that_says_nothing_counts_as_lost(master: tuple[MasterProcess, Endpoint]) -> None:
+    """The stream stands, as with a cable that was pulled: no kernel would tell of its end for a
+    quarter of an hour, and meanwhile another world could begin elsewhere (COORDINATION 1)."""
+
+    async def main() -> None:
+        heard = Heard()
+        link = Link(lambda: master[1], hello, heard, patience=2.0)
+        link.start()
+        try:
+            await heard.until(lambda events: LinkBack() in events)
+            os.kill(master[0].process.pid, signal.SIGSTOP)
+            lost = LinkLost("nothing was heard from it for 2 s")
+            await heard.until(lambda events: lost in events)
+            os.kill(master[0].process.pid, signal.SIGCONT)
+            await heard.until(lambda events: LinkBack() in events[events.index(lost) :])
+        finally:
+            await link.close(5.0)
+
+    run(main())

@@ -439,7 +439,8 @@ def test_notes(words: str, environ: Mapping[str, str], part: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "--standalone", "--nnodes 2 --master-port 7", "--rdzv-backend c10d --rdzv-endpoint h:7",
+    ["", "--standalone", "--nnodes 2 --master-port 7",
+     "--rdzv-backend c10d --rdzv-endpoint localhost:7",
      "--master-port 7 --rdzv-conf timeout=900", "--rdzv-conf join_timeout=5,is_host=1",
      "--numa-affinity --membind-policy bind"],
 )  # fmt: skip

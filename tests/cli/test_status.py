@@ -7,14 +7,17 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elasticrun.cli import status as verb
-from elasticrun.wire import published
+from elasticrun.wire import published, tls
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import MASTER_WRONG, TOKEN_WANTED, reader_token
 from tests import aio
+from tests.certificates import Authority
 from tests.master.people import LIMIT, Recorder, Served, serving
 from tests.master.people import status as page
 
@@ -26,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "elasticrun"
 
 
-async def _status(*words: str) -> tuple[int, str, str]:
+async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the verb in a process of its own."""
     code = "import sys; from elasticrun.cli.status import main; sys.exit(main(sys.argv[1:]))"
     made = await asyncio.create_subprocess_exec(
@@ -34,6 +37,7 @@ async def _status(*words: str) -> tuple[int, str, str]:
         "-c",
         code,
         *words,
+        env={**os.environ, **variables},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -97,6 +101,65 @@ def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
             assert [path.name for path in folder.iterdir()] == [
                 f"master-{os.getpid()}-{published.start_time(os.getpid())}.json"
             ]
+
+    aio.run(run())
+
+
+TOKEN = "what the nodes of the job know"
+
+
+def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
+    """The token by variable or file; the sentence without it; and what the master has left for its
+    own user, with and without naming the endpoint."""
+    (tmp_path / "token").write_text(TOKEN)
+
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            where = str(served.endpoint)
+            for words, variables in (
+                ((where,), {"ELASTICRUN_TOKEN": TOKEN}),
+                ((where, f"--token-file={tmp_path}/token"), {}),
+            ):
+                code, out, err = await _status(*words, **variables)
+                assert (code, err) == (0, "")
+                assert "round 1" in out
+            for given, said in (("", TOKEN_WANTED), ("another", MASTER_WRONG)):
+                code, out, err = await _status(where, ELASTICRUN_TOKEN=given)
+                assert (code, out) == (1, "")
+                assert said in err
+                assert err.count("\n") == 1
+                assert TOKEN not in err
+            left = replace(_entry(served), reader=reader_token(TOKEN))
+            path = published.publish(published.run_folder(os.environ), left)
+            assert path.stat().st_mode & 0o077 == 0
+            assert TOKEN not in path.read_text()
+            for words in ((), (where,)):
+                code, out, err = await _status(*words)
+                assert (code, err) == (0, "")
+                assert "round 1" in out
+
+    aio.run(run())
+
+
+def test_over_tls(home: Path, tmp_path: Path) -> None:
+    files = Authority(tmp_path).create().sign("node", "IP:127.0.0.1")
+    flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
+
+    async def run() -> None:
+        async with serving(tls=tls.read(files)) as served:
+            where = str(served.endpoint)
+            code, out, err = await _status(where, *flags)
+            assert (code, err) == (0, "")
+            assert "round 1" in out
+            for words, said in (
+                ((), "speaks TLS and this node does not"),
+                ((flags[2],), "hangs up after the TLS handshake"),
+                ((*flags[:2], f"--tls-ca={files.key}"), "holds no certificate"),
+            ):
+                code, out, err = await _status(where, *words)
+                assert (code, out) == (1, "")
+                assert said in err
+                assert err.count("\n") == 1
 
     aio.run(run())
 

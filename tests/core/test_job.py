@@ -6,72 +6,10 @@ from dataclasses import replace
 
 from elasticrun.config import EXIT_REFUSED
 from elasticrun.core import effects as fx
-from elasticrun.core.job import Job
 from elasticrun.core.last_call import LastCall
-from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, RoundName
-
-SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
-
-
-def hello(node: str, **changes: object) -> m.Hello:
-    one = m.Hello(
-        protocol=m.PROTOCOL_VERSION,
-        version="x",
-        node=node,
-        incarnation=f"life-{node}",
-        host=f"host-{node}",
-        address="10.0.0.1",
-        pid=7,
-        node_rank=-1,
-        local_world_size=2,
-        role="default",
-        spec=SPEC,
-        attached=None,
-    )
-    return replace(one, **changes)  # type: ignore[arg-type]
-
-
-class Master:
-    """A job with the orders it gave, by session."""
-
-    def __init__(self, spec: m.JobSpec | None = SPEC) -> None:
-        nonces = iter("abcdefgh")
-        self.job = Job(spec, 1, lambda: next(nonces))
-        self.now = 0.0
-        self.effects: list[fx.JobEffect] = []
-
-    def feed(self, event: fx.JobEvent) -> list[fx.JobEffect]:
-        self.effects = self.job.step(event, self.now)
-        return self.effects
-
-    def hear(self, session: int, *reports: m.Report) -> None:
-        for report in reports:
-            self.feed(fx.Heard(session, report))
-
-    def orders(self, session: int) -> list[m.Order]:
-        tells = [effect for effect in self.effects if isinstance(effect, fx.Tell)]
-        return [tell.order for tell in tells if session in tell.sessions]
-
-    def running(self) -> RoundName:
-        """Two nodes, a on session 1 and b on session 2, in a round."""
-        for session, node in ((1, "a"), (2, "b")):
-            self.feed(fx.Attached(session, hello(node)))
-            self.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
-        (start,) = self.orders(2)
-        assert isinstance(start, m.Start)
-        self.hear(1, m.Running(start.round, (11, 12)))
-        self.hear(2, m.Running(start.round, (21, 22)))
-        return start.round
-
-    def come_back(self, session: int, name: RoundName) -> None:
-        store = Endpoint(f"10.0.0.{session}", 4001)
-        self.hear(session, m.Stopping(name, 30.0), m.Stopped(name), m.Join(store))
-
-
-def failure(rank: int) -> m.Failure:
-    return m.Failure("h", rank, 0, 1, 1, 0, m.FailureKind.SCRIPT, "boom", "", "")
+from tests.core.by_hand import SPEC, Master, failure, hello
 
 
 def test_before_the_first_agent_there_is_nothing_to_do() -> None:
@@ -94,12 +32,18 @@ def test_without_numbers_of_its_own_it_takes_the_first_agents() -> None:
 def test_a_beat_changes_nothing_but_the_nodes_deadline() -> None:
     master = Master()
     master.running()
+    master.now = 58.0
+    master.hear(1, m.Beat(1))
+    master.hear(2, m.Beat(1))
+    assert master.job.next_deadline() == 60.0, "the record of a round that is no longer young"
+    master.now = 60.0
+    assert [type(effect) for effect in master.feed(fx.Tick())] == [fx.Record]
     before = master.job.status()
-    master.now = 30.0
-    assert master.feed(fx.Heard(1, m.Beat(1))) == []
-    assert master.feed(fx.Heard(2, m.Beat(1))) == []
+    master.now = 70.0
+    assert master.feed(fx.Heard(1, m.Beat(2))) == []
+    assert master.feed(fx.Heard(2, m.Beat(2))) == []
     assert master.job.status() == before
-    assert master.job.next_deadline() == 90.0
+    assert master.job.next_deadline() == 130.0
 
 
 def test_a_report_that_is_sent_again_is_charged_once() -> None:
@@ -149,7 +93,7 @@ def test_a_join_alone_is_no_word_about_the_ranks() -> None:
 def test_every_attach_is_told_the_whole_desired_state() -> None:
     master = Master()
     name = master.running()
-    start = master.job._round.starts["b"]  # type: ignore[union-attr]
+    start = master.job._round.start("b")  # type: ignore[union-attr]
     report = m.RoundReport(name, 1, 2, 2, 4, 0, start.store)
 
     def attach(session: int, attached: m.RoundReport | None) -> list[m.Order]:

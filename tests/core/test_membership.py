@@ -173,3 +173,16 @@ def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
         now += 1.0
         crowd.attach("a", now=now)
     assert waits == [0.0, 120.0, 240.0, 480.0]
+
+
+def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:
+    """It fell silent 5 s ago, and that is told of the stream: only as long as a node that dials
+    again needs is left. One that is reset has the whole limit."""
+    crowd = Crowd("a", "b", "c", "d", "e")
+    session = crowd.m.session_of("b")
+    assert session is not None
+    crowd.m.detached(session, 10.0, corroborated=False, clean=False, silent=TIMEOUT)
+    crowd.breaks("c", 10.0)
+    assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["b"]
+    assert crowd.health("c") is Health.SUSPECT
+    assert crowd.deaths(10.0 + TIMEOUT) == ["c"]

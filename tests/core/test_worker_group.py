@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.config import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_OK, EXIT_STUCK, STUCK_AFTER
+from elasticrun.config import (
+    EXIT_FAILED,
+    EXIT_MASTER_LOST,
+    EXIT_OK,
+    EXIT_STUCK,
+    SPAWN_TIMEOUT,
+    STUCK_AFTER,
+)
 from elasticrun.core import effects as fx
 from elasticrun.core.group_states import State, UnexpectedEvent
 from elasticrun.core.store_shelf import MAX_LOSSES
@@ -139,6 +146,18 @@ def test_sigterm_first_then_sigkill_then_stuck() -> None:
     assert isinstance(ended, fx.Exit)
     assert ended.code == EXIT_STUCK
     assert "50, 51" in ended.reason
+
+
+def test_a_fork_server_that_never_answers_ends_the_agent() -> None:
+    agent = Agent().started()
+    agent.feed(fx.RankSpawned(0, 50))
+    assert agent.group.next_deadline() == SPAWN_TIMEOUT
+    said, outcome = agent.wait()
+    sentence = "the fork server was asked for the ranks 300 s ago and has not started all of them"
+    assert said == fx.Say(m.Leaving(sentence, 0))
+    assert outcome == fx.Exit(EXIT_FAILED, sentence, (), 0)
+    agent = Agent().running()
+    assert agent.group.next_deadline() is None, "those that run have time"
 
 
 def test_a_later_and_better_cause_is_told_too() -> None:

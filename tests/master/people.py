@@ -20,10 +20,11 @@ from elasticrun.core.effects import (
     Tell,
 )
 from elasticrun.master.loop import Loop
-from elasticrun.master.server import Ear
+from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import Attendance, attend, listen, make_server, open_channel
 from elasticrun.wire.ids import Endpoint, RoundName, mint_incarnation
+from elasticrun.wire.tls import Pem
 
 LIMIT = 60.0
 """Seconds to wait for what must come; far above what it takes."""
@@ -123,16 +124,15 @@ class Served:
             await channel.close()
 
     @contextlib.asynccontextmanager
-    async def agent(self, node: str = "n0") -> AsyncIterator[Attendance]:
+    async def agent(self, node: str = "n0", token: str = "") -> AsyncIterator[Attendance]:
         """An agent that has been welcomed."""
         async with self.stream() as stream:
-            await stream.send(hello(node))
-            assert isinstance(await hear(stream), m.Welcome)
+            assert isinstance(await enter(stream, hello(node), token), m.Welcome)
             yield stream
 
-    async def is_well(self) -> None:
+    async def is_well(self, token: str = "") -> None:
         """A well-behaved client is served."""
-        async with self.agent("well-behaved") as stream:
+        async with self.agent("well-behaved", token) as stream:
             await stream.send(m.Beat(4711))
             assert await hear(stream) == m.Echo(4711)
 
@@ -143,15 +143,28 @@ async def hear(stream: Attendance) -> m.Order | None:
         return await stream.receive()
 
 
+async def enter(stream: Attendance, said: m.Hello, token: str = "") -> m.Order | None:
+    """What the master answers to this Hello and the proof before it, within the limit."""
+    async with asyncio.timeout(LIMIT):
+        return await stream.enter(said, token)
+
+
 @contextlib.asynccontextmanager
-async def serving(brain: Any = None, **ear_options: Any) -> AsyncIterator[Served]:
+async def serving(
+    brain: Any = None,
+    *,
+    store: Any = None,
+    port: int = 0,
+    tls: Pem | None = None,
+    **ear_options: Any,
+) -> AsyncIterator[Served]:
     """A master's loop and server around `brain` (a Recorder)."""
     brain = brain or Recorder()
     over: list[JobOver] = []
-    loop = Loop(brain, on_over=over.append)
+    loop = Loop(brain, on_over=over.append, store=store)
     ear = Ear(loop, "job", **ear_options)
-    server = make_server(ear.attend, ear.status, most=100)
-    port = listen(server, "127.0.0.1", 0)
+    server = make_server(ear.attend, ear.status, most=MAX_CALLS)
+    port = listen(server, "127.0.0.1", port, tls)
     await server.start()
     turning = asyncio.ensure_future(loop.run())
     try:

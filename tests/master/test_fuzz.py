@@ -16,7 +16,7 @@ from elasticrun.core.job import Job
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import LinkError, attend, open_channel
 from tests import aio
-from tests.master.people import LIMIT, ROUND, SPEC, hear, hello, serving
+from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving
 from tests.master.test_process import Process, home, started
 from tests.wire import strategies as draw
 
@@ -29,8 +29,7 @@ SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 async def _is_well(master: Process) -> None:
     async with open_channel(master.endpoint) as channel:
         stream = attend(channel)
-        await stream.send(hello("well-behaved"))
-        assert isinstance(await hear(stream), m.Welcome)
+        assert isinstance(await enter(stream, hello("well-behaved")), m.Welcome)
         await stream.close()
         while await hear(stream) is not None:
             pass
@@ -99,8 +98,8 @@ def test_whatever_agents_say_the_brain_and_its_shell_go_on(
         async with serving(Job(SPEC, 1, lambda: "n0nce")) as served:
             async with served.stream() as one, served.stream() as other:
                 with contextlib.suppress(LinkError):
-                    await one.send(first)
-                    await other.send(second)
+                    await enter(one, first)
+                    await enter(other, second)
                     for report in said:
                         await one.send(report)
                     for report in answered:
@@ -128,10 +127,12 @@ def test_reports_of_rounds_that_never_were(home: Path) -> None:
             async with open_channel(master.endpoint) as channel:
                 stream = attend(channel)
                 with contextlib.suppress(LinkError):
-                    await stream.send(hello(f"confused-{turn % 3}"))
+                    await enter(stream, hello(f"confused-{turn % 3}"))
                     for report in reports:
                         await stream.send(report)
-                    assert await hear(stream)
+                    await stream.send(m.Beat(turn))
+                    while await hear(stream) not in (None, m.Echo(turn)):
+                        pass
 
     with started() as master:
         aio.run(confuse(master))
@@ -148,8 +149,7 @@ def test_status_is_served_while_a_hundred_agents_come_and_go(home: Path) -> None
             async with open_channel(master.endpoint) as channel:
                 stream = attend(channel)
                 with contextlib.suppress(LinkError):
-                    await stream.send(hello(f"n{number}"))
-                    await hear(stream)
+                    await enter(stream, hello(f"n{number}"))
 
         await asyncio.gather(*(one(number) for number in range(100)))
 

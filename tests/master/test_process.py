@@ -23,7 +23,7 @@ from elasticrun.wire import published
 from elasticrun.wire.channel import attend, get_status, open_channel
 from elasticrun.wire.ids import Endpoint
 from tests import aio
-from tests.master.people import LIMIT, SPEC, hear, hello
+from tests.master.people import LIMIT, SPEC, enter, hear, hello
 
 STRANGERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -142,8 +142,7 @@ def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
     async def attended(master: Process) -> None:
         async with open_channel(master.endpoint) as channel:
             stream = attend(channel)
-            await stream.send(hello())
-            assert isinstance(await hear(stream), m.Welcome)
+            assert isinstance(await enter(stream, hello()), m.Welcome)
             master.cut()
             await stream.send(m.Beat(1))
             while await hear(stream) != m.Echo(1):
@@ -163,7 +162,7 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard: list[m.Order] = []
         async with open_channel(master.endpoint) as channel:
             stream = attend(channel)
-            await stream.send(hello(spec=spec))
+            await enter(stream, hello(spec=spec))
             await stream.send(m.Join(Endpoint("127.0.0.1", 1)))
             while not (heard and isinstance(heard[-1], m.Start)):
                 order = await hear(stream)

@@ -15,12 +15,14 @@ import pytest
 from elasticrun import __version__
 from elasticrun.config import EXIT_REFUSED
 from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Tell
+from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import ATTEND, LinkError, get_status, grpc, open_channel
 from elasticrun.wire.codec import report_to_wire
 from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.proof import Guest
 from tests import aio
-from tests.master.people import LIMIT, ROUND, SPEC, Served, hear, hello, serving, status
+from tests.master.people import LIMIT, ROUND, SPEC, Served, enter, hear, hello, serving, status
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +47,7 @@ def test_an_agent_is_welcomed_and_echoed() -> None:
         async with serving() as served:
             served.loop.status_url = "http://127.0.0.1:9/status"
             async with served.stream() as stream:
-                await stream.send(hello())
-                welcome = await hear(stream)
+                welcome = await enter(stream, hello())
                 assert isinstance(welcome, m.Welcome)
                 assert welcome.status_url == "http://127.0.0.1:9/status"
                 await stream.send(m.Beat(1))
@@ -85,8 +86,7 @@ from elasticrun.wire.ids import Endpoint
 
 async def main():
     stream = c.attend(c.open_channel(Endpoint("127.0.0.1", int(sys.argv[1]))))
-    await stream.send(hello("victim"))
-    await stream.receive()
+    await stream.enter(hello("victim"))
     await stream.send(m.Beat(5))
     while await stream.receive():
         pass
@@ -137,8 +137,7 @@ def test_a_stranger_is_refused_by_name(foreign: str) -> None:
     async def run() -> None:
         async with serving() as served:
             if foreign == "job":
-                other = hello(spec=_spec("other"))
-                data, names = report_to_wire(other), ("'other'", "'job'")
+                data, names = report_to_wire(_knock(job_id="other")), ("'other'", "'job'")
             else:
                 made = pb.Report.FromString(report_to_wire(hello()))
                 made.hello.protocol, made.hello.version = 99, "9.9.9"
@@ -158,25 +157,51 @@ def test_a_stranger_is_refused_by_name(foreign: str) -> None:
     aio.run(run())
 
 
-def _spec(job_id: str) -> m.JobSpec:
-    return dataclasses.replace(SPEC, job_id=job_id)
+def _knock(**changes: Any) -> m.Knock:
+    said = Guest("", "1", m.Role.AGENT, job_id="job", node="n0", incarnation="i0").knock
+    return dataclasses.replace(said, **changes)
 
 
-HELLO = report_to_wire(hello())
+def _hello(**changes: Any) -> bytes:
+    return report_to_wire(hello(incarnation="i0", **changes))
+
+
+HELLO = _hello()
+KNOCK = report_to_wire(_knock())
+READER = report_to_wire(Guest("", "1").knock)
+PROOF = report_to_wire(m.Proof(b""))
 BEAT = report_to_wire(m.Beat(1))
+IN = (KNOCK, PROOF, HELLO)
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ((BEAT,), "Beat came before Hello"),
+        ((BEAT,), "Beat came in the place of Knock"),
+        ((HELLO,), "Hello came in the place of Knock"),
+        ((PROOF,), "Proof came in the place of Knock"),
+        ((READER,), "role reader"),
+        ((KNOCK, KNOCK), "Knock came in the place of Proof"),
+        ((KNOCK, HELLO), "Hello came in the place of Proof"),
+        ((KNOCK, PROOF, BEAT), "Beat came in the place of Hello"),
+        ((KNOCK, PROOF, PROOF), "Proof came in the place of Hello"),
+        ((KNOCK, PROOF, _hello(node="n1")), "another node than the one that was proved"),
+        ((KNOCK, PROOF, report_to_wire(hello())), "another node"),
+        ((KNOCK, PROOF, _hello(spec=dataclasses.replace(SPEC, job_id="other"))), "another node"),
         ((b"",), "kind"),
         ((b"\xff\xfe\xfd" * 30,), "no report of elasticrun"),
-        ((HELLO, HELLO), "second Hello"),
-        ((HELLO, BEAT, b"\x0a\x02\x08\x07"), "protocol 7"),
-        ((HELLO, b"\xde\xad\xbe\xef"), "no report"),
+        ((KNOCK[:40],), "no report of elasticrun"),
+        ((*IN, HELLO), "second Hello"),
+        ((*IN, _hello(node="n1")), "second Hello"),
+        ((*IN, KNOCK), "second Knock"),
+        ((*IN, BEAT, b"\x0a\x02\x08\x07"), "protocol 7"),
+        ((*IN, b"\xde\xad\xbe\xef"), "no report"),
     ],
-    ids=["beat-first", "empty", "noise", "two-hellos", "late-protocol", "late-noise"],
+    ids=[
+        *("beat-first", "hello-first", "proof-first", "reader", "two-knocks", "no-proof"),
+        *("no-hello", "two-proofs", "other-node", "other-life", "other-job", "empty", "noise"),
+        *("half", "two-hellos", "turncoat", "knock-again", "late-protocol", "late-noise"),
+    ],
 )
 def test_a_wrong_message_ends_its_stream_with_a_sentence(
     messages: tuple[bytes, ...], said: str
@@ -189,7 +214,7 @@ def test_a_wrong_message_ends_its_stream_with_a_sentence(
             await bystander.send(m.Beat(5))
             assert await hear(bystander) == m.Echo(5)
             attached = [e for e in served.brain.events if isinstance(e, Attached)]
-            if messages[0] is HELLO:
+            if messages[:3] == IN:
                 await served.brain.until(lambda e: isinstance(e, Detached) and not e.clean)
             else:
                 assert len(attached) == 1
@@ -198,12 +223,15 @@ def test_a_wrong_message_ends_its_stream_with_a_sentence(
     aio.run(run())
 
 
-def test_who_never_says_hello_is_dropped() -> None:
+def test_who_does_not_introduce_himself_in_time_is_dropped() -> None:
     async def run() -> None:
-        async with serving(hello_limit=0.2) as served:
-            ended = await _raw(served)
-            assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "no Hello" in ended.details()
+        async with serving(prove_limit=0.2) as served:
+            for said, due in (((), "Knock"), ((KNOCK,), "Proof"), ((KNOCK, PROOF), "Hello")):
+                ended = await _raw(served, *said)
+                assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert f"no {due} came in time" in ended.details()
+            assert not served.brain.events
+        async with serving() as served:
             await served.is_well()
 
     aio.run(run())
@@ -212,7 +240,7 @@ def test_who_never_says_hello_is_dropped() -> None:
 def test_a_huge_message_is_refused() -> None:
     async def run() -> None:
         async with serving() as served:
-            ended = await _raw(served, HELLO, b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+            ended = await _raw(served, *IN, b"\0" * (m.MAX_MESSAGE_BYTES + 1))
             assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             await served.brain.until(lambda e: isinstance(e, Detached))
             await served.is_well()
@@ -222,7 +250,7 @@ def test_a_huge_message_is_refused() -> None:
 
 def test_a_flood_is_dropped_and_others_are_served() -> None:
     async def run() -> None:
-        async with serving() as served, served.agent("bystander") as bystander:
+        async with serving(flood_limit=0.5) as served, served.agent("bystander") as bystander:
             async with served.agent("flood") as flood:
                 with pytest.raises(LinkError, match=r"reports a second|broke"):
                     async with asyncio.timeout(LIMIT):
@@ -230,7 +258,7 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
             await bystander.send(m.Beat(9))
             assert await hear(bystander) == m.Echo(9)
             heard = [e for e in served.brain.events if isinstance(e, Heard)]
-            assert len(heard) < 5000
+            assert len(heard) < BURST + 10 * RATE
 
     aio.run(run())
 
@@ -249,7 +277,7 @@ def test_sessions_are_bounded_and_room_comes_back() -> None:
     async def run() -> None:
         async with serving(most=2) as served:
             async with served.agent("a"), served.agent("b"):
-                ended = await _raw(served, HELLO)
+                ended = await _raw(served, *IN)
                 assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert "serves 2 nodes" in ended.details()
             for node in (1, 2):  # both have left

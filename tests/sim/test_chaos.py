@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core import crew, rendezvous
+from elasticrun.core import rendezvous, succession
 from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.sim.script import read, run
 
-SEEDS = 320
+SEEDS = 480
+MANY_SEEDS = 8000
 BATCH = 40
 
 
@@ -29,6 +30,23 @@ def test_invariants_hold(first: int) -> None:
     assert rounds > BATCH * 2
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, 1000))
+def test_invariants_hold_for_thousands(first: int) -> None:
+    for seed in range(first, first + 1000):
+        findings = Chaos(seed, duration=120.0).run()
+        assert not findings.faults, in_words(findings)
+
+
+def test_masters_die_in_the_middle_of_what_they_do() -> None:
+    """The worlds above are not tame: most masters die at an act, and most are succeeded by one with
+    a record."""
+    lines = [line for seed in range(40) for line in Chaos(seed).run().lines]
+    assert sum("the master dies" in line for line in lines) > 20
+    assert sum("the record says" in line for line in lines) > 20
+    assert sum("runs already: adopted" in line for line in lines) > 5
+
+
 def test_a_seed_is_one_world() -> None:
     assert Chaos(7).run() == Chaos(7).run()
 
@@ -42,5 +60,5 @@ def test_the_invariant_of_one_world_can_fail(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_invariant_of_rest_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait that never ends is found."""
-    monkeypatch.setattr(crew, "REATTACH_GRACE", 1e6)
+    monkeypatch.setattr(succession, "REATTACH_GRACE", 1e6)
     assert any("at rest" in fault for seed in range(40) for fault in Chaos(seed).run().faults)

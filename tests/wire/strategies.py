@@ -106,6 +106,21 @@ def hellos(job_id: str | None = None) -> st.SearchStrategy[m.Hello]:
     )
 
 
+nonces = st.binary(min_size=m.NONCE_BYTES, max_size=m.NONCE_BYTES)
+proofs = st.just(b"") | st.binary(min_size=m.PROOF_BYTES, max_size=m.PROOF_BYTES)
+knocks = st.builds(
+    m.Knock,
+    st.just(m.PROTOCOL_VERSION),
+    NAMES,
+    MAYBE,
+    st.sampled_from(m.Role),
+    MAYBE,
+    MAYBE,
+    nonces,
+    st.booleans(),
+)
+challenges = st.builds(m.Challenge, st.just(m.PROTOCOL_VERSION), NAMES, LONGS, nonces, proofs)
+
 pid_lists = st.lists(PIDS, max_size=20).map(tuple)
 
 later_reports: st.SearchStrategy[m.Report] = st.one_of(
@@ -118,16 +133,19 @@ later_reports: st.SearchStrategy[m.Report] = st.one_of(
     st.builds(m.Leaving, TEXTS, st.integers(0, 64)),
     st.builds(m.Beat, LONGS),
 )
-reports: st.SearchStrategy[m.Report] = hellos() | later_reports
+reports: st.SearchStrategy[m.Report] = (
+    hellos() | later_reports | knocks | st.builds(m.Proof, proofs)
+)
 
 orders: st.SearchStrategy[m.Order] = st.one_of(
+    challenges,
     st.builds(m.Welcome, st.just(m.PROTOCOL_VERSION), NAMES, MAYBE, LONGS, SECONDS, SECONDS, MAYBE),
     st.builds(m.Refused, TEXTS, EXITS),
     st.builds(m.Wait, TEXTS),
     starts(),
     st.builds(m.Stop, rounds, TEXTS),
     st.builds(m.End, EXITS, TEXTS, failure_lists),
-    st.builds(m.Echo, LONGS),
+    st.builds(m.Echo, LONGS, SECONDS),
 )
 
 node_statuses = st.builds(
@@ -158,4 +176,7 @@ statuses = st.builds(
     st.lists(node_statuses, max_size=4).map(tuple),
     TEXTS,
     TEXTS,
+)
+answers: st.SearchStrategy[m.StatusAnswer] = st.one_of(
+    challenges, st.builds(m.Refused, TEXTS, EXITS), statuses
 )

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from elasticrun.wire import channel as c
-from elasticrun.wire import codec
+from elasticrun.wire import codec, proof
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint
 from tests import aio
+from tests.master import raw
 
 LIMIT = 60.0
 STATUS = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", "")
@@ -51,8 +52,8 @@ class Master:
         finally:
             self.ended.set()
 
-    async def _status(self, _context: Any) -> bytes:
-        return codec.status_to_wire(STATUS)
+    async def _status(self, context: Any) -> None:
+        await show(context, STATUS)
 
     async def __aenter__(self) -> Master:
         await self.server.start()
@@ -70,6 +71,16 @@ async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTION
         assert await stream.receive() == m.Echo(3)
         await stream.close()
         assert await stream.receive() is None
+
+
+async def show(context: Any, page: m.JobStatus) -> None:
+    """What a master of a job without a token does for a reader."""
+    keeper = proof.Doorkeeper("", "1", "j", 1, m.Role.READER)
+    while not keeper.is_in:
+        answer = keeper.hear(codec.report_from_wire(await context.read()))
+        if answer is not None:
+            await context.write(codec.answer_to_wire(answer))
+    await context.write(codec.answer_to_wire(page))
 
 
 def dead_port() -> int:
@@ -280,14 +291,170 @@ def test_a_status_reply_may_be_longer_than_a_message() -> None:
     async def run() -> None:
         async def attend(_context: Any) -> None: ...
 
-        async def status(_context: Any) -> bytes:
-            return codec.status_to_wire(wide)
+        async def status(context: Any) -> None:
+            await show(context, wide)
 
         server = c.make_server(attend, status, most=1)
         port = c.listen(server, "127.0.0.1", 0)
         await server.start()
         assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
         await server.stop(0)
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("names", [(), ("grpc.max_allowed_incoming_connections",)])
+def test_connections_are_bounded(names: tuple[str, ...]) -> None:
+    most = 3
+    options = {**c.SERVER_OPTIONS, "grpc.max_allowed_incoming_connections": most}
+
+    async def run() -> None:
+        async with Master(without(options, *names)) as master:
+            served = 0
+            held = []
+            for _ in range(most + 3):
+                wire = await Wire.open(master.port)
+                held.append(wire)
+                served += bool(await wire.hears(raw.SETTINGS))
+            assert served == (most + 3 if names else most)
+            for wire in held:
+                wire.close()
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("names", [(), ("grpc.max_receive_message_length",)], ids=["ours", "grpcs"])
+def test_an_order_over_the_bound_is_refused_by_the_agent(names: tuple[str, ...]) -> None:
+    async def run() -> None:
+        async def attend(context: Any) -> None:
+            await context.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+
+        server = c.make_server(attend, attend, most=1)
+        port = c.listen(server, "127.0.0.1", 0)
+        await server.start()
+        options = without(c.CLIENT_OPTIONS, *names)
+        async with c.open_channel(Endpoint("127.0.0.1", port), options) as channel:
+            call = channel.stream_stream(c.ATTEND)()
+            if names:
+                assert len(await call.read()) > m.MAX_MESSAGE_BYTES
+            else:
+                with pytest.raises(c.grpc.aio.AioRpcError) as refused:
+                    await call.read()
+                assert refused.value.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
+        await server.stop(0)
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- what only raw HTTP/2 shows
+
+
+class Wire:
+    """A connection without a gRPC library, with the frames that came back."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, port: int, *, greet: bool = True) -> Wire:
+        made = cls(*await asyncio.open_connection("127.0.0.1", port))
+        if greet:
+            made.send(raw.PREFACE + raw.settings())
+        return made
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def frame(self) -> tuple[int, int, bytes] | None:
+        """Kind, flags and payload of the next frame; None at the end of the connection."""
+        try:
+            head = await self._reader.readexactly(9)
+            return head[3], head[4], await self._reader.readexactly(int.from_bytes(head[:3]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def hears(
+        self, kind: int, *, within: float = LIMIT, answer: bool = False
+    ) -> bytes | None:
+        """The payload of the next frame of this kind; None if the connection ends before it, or
+        nothing of the kind comes `within` seconds. `answer`: acknowledge pings on the way."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while (got := await self.frame()) is not None:
+                    if answer and got[0] == raw.PING and not got[1]:
+                        self.send(raw.frame(raw.PING, got[2], flags=raw.ACK))
+                    if got[0] == kind and not got[1] & raw.ACK:
+                        return got[2] or b"-"
+        return None
+
+    async def ends(self, within: float) -> bool:
+        """Whether the other side closes it in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while await self.frame() is not None:
+                    pass
+                return True
+        return False
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+PINGS = 12
+
+
+@pytest.mark.parametrize("names", [(), ("grpc.http2.max_ping_strikes",)], ids=["ours", "grpcs"])
+def test_pings_of_an_agent_or_a_proxy_are_no_reason_to_hang_up(names: tuple[str, ...]) -> None:
+    options = {**without(c.SERVER_OPTIONS, *names)}
+    if names:  # gRPC's own idea of how often one may ping goes with it
+        options = without(options, "grpc.http2.min_ping_interval_without_data_ms")
+
+    async def run() -> None:
+        async with Master(options) as master:
+            wire = await Wire.open(master.port)
+            for _ in range(PINGS):
+                wire.send(raw.frame(raw.PING, b"12345678"))
+            assert await wire.ends(LIMIT if names else 1.0) == bool(names)
+            wire.close()
+
+    aio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [(), ("grpc.keepalive_permit_without_calls",)])
+def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> None:
+    """Or a host that vanishes between two streams would keep its connection."""
+
+    async def run() -> None:
+        async with Master(without(c.SERVER_OPTIONS, *names)) as master:
+            wire = await Wire.open(master.port)
+            # The first ping of a connection measures bandwidth and comes either way.
+            counted = 0
+            while await wire.hears(raw.PING, within=4.0, answer=True) is not None and counted < 3:
+                counted += 1
+            assert (counted == 3) == (not names)
+            wire.close()
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "greet"),
+    [("grpc.server_handshake_timeout_ms", False), ("grpc.max_connection_idle_ms", True)],
+    ids=["no-word", "no-stream"],
+)
+@pytest.mark.parametrize("kept", [True, False], ids=["ours", "grpcs"])
+def test_a_connection_on_which_nothing_happens_is_closed(
+    name: str, greet: bool, kept: bool
+) -> None:
+    """Here after less than a second, in the place of 10 and 60; never or in minutes without."""
+    options = {**c.SERVER_OPTIONS, name: 700}
+
+    async def run() -> None:
+        async with Master(options if kept else without(options, name)) as master:
+            wire = await Wire.open(master.port, greet=greet)
+            assert await wire.ends(LIMIT if kept else 3.0) == kept
+            wire.close()
 
     aio.run(run())
 

@@ -40,10 +40,10 @@ def test_orders_survive(order: m.Order) -> None:
     assert codec.order_from_wire(codec.order_to_wire(order)) == order
 
 
-@given(draw.statuses)
-@settings(max_examples=100, deadline=None)
-def test_statuses_survive(status: m.JobStatus) -> None:
-    assert codec.status_from_wire(codec.status_to_wire(status)) == status
+@given(draw.answers)
+@settings(max_examples=150, deadline=None)
+def test_answers_to_readers_survive(answer: m.StatusAnswer) -> None:
+    assert codec.answer_from_wire(codec.answer_to_wire(answer)) == answer
 
 
 @given(st.binary(max_size=300))
@@ -51,7 +51,7 @@ def test_statuses_survive(status: m.JobStatus) -> None:
 @example(b"\xff" * 20)
 @settings(max_examples=500, deadline=None)
 def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
-    for decode in (codec.report_from_wire, codec.order_from_wire, codec.status_from_wire):
+    for decode in (codec.report_from_wire, codec.order_from_wire, codec.answer_from_wire):
         with contextlib.suppress(WireError):
             decode(data)
 
@@ -130,10 +130,37 @@ def test_another_protocol_is_named_before_its_fields_are_read() -> None:
         codec.report_from_wire(data)
     assert seen.value.protocol == 9
     assert "7.0" in str(seen.value)
-    welcome = pb.Order(welcome=pb.Welcome(protocol=2, version="2\x1b[2J")).SerializeToString()
+    welcome = pb.Order(welcome=pb.Welcome(protocol=1, version="2\x1b[2J")).SerializeToString()
     with pytest.raises(ProtocolMismatch) as seen:
         codec.order_from_wire(welcome)
     assert "\x1b" not in str(seen.value)
+    for knock in (pb.Knock(protocol=1, nonce=b"short"), pb.Knock(protocol=3, role="cook")):
+        with pytest.raises(ProtocolMismatch):
+            codec.report_from_wire(pb.Report(knock=knock).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"nonce": b""}, "knock.nonce has 0 bytes, not 32"),
+        ({"nonce": b"x" * 33}, "knock.nonce has 33 bytes, not 32"),
+        ({"role": "master"}, "'master', not one of agent, reader"),
+        ({"node": "x" * (m.MAX_NAME + 1)}, "knock.node has 1025 characters"),
+        ({"job_id": "a\x1b[2J"}, "cannot be printed"),
+        ({"version": ""}, "knock.version is empty"),
+    ],
+)
+def test_a_knock_that_breaks_a_bound(fields: dict[str, Any], said: str) -> None:
+    made = {"protocol": m.PROTOCOL_VERSION, "version": "1", "role": "agent", "nonce": b"x" * 32}
+    knock = pb.Report(knock=pb.Knock(**{**made, **fields}))
+    with pytest.raises(WireError, match=said):
+        codec.report_from_wire(knock.SerializeToString())
+
+
+@pytest.mark.parametrize("length", [1, 31, 33, 60_000])
+def test_a_proof_has_one_length_or_none(length: int) -> None:
+    with pytest.raises(WireError, match="proof has"):
+        codec.report_from_wire(pb.Report(proof=pb.Proof(proof=b"x" * length)).SerializeToString())
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Generated from protos/ by scripts/gen_proto.py; only `wire/codec.py` imports it."""
+"""Generated from protos/ by scripts/gen_proto.py; for `wire/codec.py`, `wire/etcd.py`."""

@@ -5,7 +5,8 @@ What an agent and the job master say to each other. Mirrors elasticrun/wire/mess
 field; elasticrun/wire/codec.py is its only reader. Regenerate with scripts/gen_proto.py.
 
 Field numbers are never used again. A change that an older peer cannot read raises
-PROTOCOL_VERSION in messages.py; Hello.protocol and Welcome.protocol keep field number 1 for ever.
+PROTOCOL_VERSION in messages.py; `protocol` of Knock, Challenge, Hello and Welcome keeps field
+number 1 for ever.
 """
 
 from collections import abc as _abc
@@ -216,9 +217,68 @@ class RoundReport(_message.Message):
 Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
 
 @_typing.final
-class Hello(_message.Message):
+class Knock(_message.Message):
     """---------------------------------------------------------------- agent to master"""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROVES_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    version: _builtins.str
+    job_id: _builtins.str
+    role: _builtins.str
+    node: _builtins.str
+    incarnation: _builtins.str
+    nonce: _builtins.bytes
+    proves: _builtins.bool
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        version: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        node: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        nonce: _builtins.bytes = ...,
+        proves: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job_id", b"job_id", "node", b"node", "nonce", b"nonce", "protocol", b"protocol", "proves", b"proves", "role", b"role", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Knock: _TypeAlias = Knock  # noqa: Y015
+
+@_typing.final
+class Proof(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proof: _TypeAlias = Proof  # noqa: Y015
+
+@_typing.final
+class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
@@ -459,6 +519,8 @@ class Report(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    KNOCK_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -477,6 +539,10 @@ class Report(_message.Message):
     def leaving(self) -> Global___Leaving: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def knock(self) -> Global___Knock: ...
+    @_builtins.property
+    def proof(self) -> Global___Proof: ...
     def __init__(
         self,
         *,
@@ -489,21 +555,54 @@ class Report(_message.Message):
         finished: Global___Finished | None = ...,
         leaving: Global___Leaving | None = ...,
         beat: Global___Beat | None = ...,
+        knock: Global___Knock | None = ...,
+        proof: Global___Proof | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "leaving", b"leaving", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "proof", b"proof", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "leaving", b"leaving", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "proof", b"proof", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
-class Welcome(_message.Message):
+class Challenge(_message.Message):
     """---------------------------------------------------------------- master to agent"""
 
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    version: _builtins.str
+    term: _builtins.int
+    nonce: _builtins.bytes
+    proof: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        version: _builtins.str = ...,
+        term: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "proof", b"proof", "protocol", b"protocol", "term", b"term", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Challenge: _TypeAlias = Challenge  # noqa: Y015
+
+@_typing.final
+class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
@@ -682,15 +781,18 @@ class Echo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
+    BEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    beat_interval: _builtins.float
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
+        beat_interval: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_interval", b"beat_interval", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,6 +809,7 @@ class Order(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -721,6 +824,8 @@ class Order(_message.Message):
     def end(self) -> Global___End: ...
     @_builtins.property
     def echo(self) -> Global___Echo: ...
+    @_builtins.property
+    def challenge(self) -> Global___Challenge: ...
     def __init__(
         self,
         *,
@@ -731,36 +836,22 @@ class Order(_message.Message):
         stop: Global___Stop | None = ...,
         end: Global___End | None = ...,
         echo: Global___Echo | None = ...,
+        challenge: Global___Challenge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Order: _TypeAlias = Order  # noqa: Y015
 
 @_typing.final
-class StatusRequest(_message.Message):
+class NodeStatus(_message.Message):
     """---------------------------------------------------------------- status"""
 
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
-
-@_typing.final
-class NodeStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
@@ -862,3 +953,33 @@ class StatusReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class StatusAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def challenge(self) -> Global___Challenge: ...
+    @_builtins.property
+    def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def page(self) -> Global___StatusReply: ...
+    def __init__(
+        self,
+        *,
+        challenge: Global___Challenge | None = ...,
+        refused: Global___Refused | None = ...,
+        page: Global___StatusReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["challenge", "refused", "page"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___StatusAnswer: _TypeAlias = StatusAnswer  # noqa: Y015

@@ -1,0 +1,141 @@
+"""The measurements of the elastic table: each takes a launcher's name and gives samples in seconds.
+
+A sample runs from what happened (the signal, the command) to the slowest rank's first step
+afterwards, as the script wrote it down. A job that does not come so far raises TookTooLong with a
+few words for the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from itertools import pairwise
+
+from nodes import FIRST_STEP_LIMIT, Nodes, answers, etcd, only_ours
+from rows import last
+from stage import ELASTICRUN, TORCHRUN, TookTooLong, job
+
+RECOVERY_LIMIT = 90.0
+"""Seconds to wait for survivors; torchrun took 44 s where it recovers."""
+
+SILENT_LIMIT = 60.0
+"""Seconds to wait for what torchrun does about a silent node: nothing until a collective fails."""
+
+QUIET = ("--rdzv-conf=last_call_timeout=30",)
+
+
+def start_together(launcher: str) -> list[float]:
+    """Two agents of `1:4` started together: from the commands to the first step of world 2."""
+    with job(launcher) as run:
+        nodes = Nodes(run, "1:4")
+        began = nodes.add(2)
+        return [last(nodes.first_steps(2, began, FIRST_STEP_LIMIT)) - began]
+
+
+def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = False) -> list[float]:
+    """One of three nodes is killed, or falls silent: to the survivors' first step. `host`: the one
+    that hosts the master (which lives on) or torchrun's store; else each of the others in turn."""
+    found: list[float] = []
+    for turn in range(1 if host or freeze or launcher == TORCHRUN else 2):
+        with job(launcher) as run:
+            nodes = Nodes(run, "2:3", *only_ours(launcher, *((conf,) if conf else ())))
+            nodes.add(3)
+            nodes.first_steps(3, 0.0, FIRST_STEP_LIMIT)
+            nodes.settle()
+            hosting = nodes.host()
+            victim = hosting if host else [n for n in range(3) if n != hosting][turn]
+            happened = nodes.freeze(victim) if freeze else nodes.kill(victim)
+            limit = SILENT_LIMIT if freeze and launcher == TORCHRUN else RECOVERY_LIMIT
+            found.append(last(nodes.first_steps(2, happened, limit)) - happened)
+    return found
+
+
+def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ()) -> list[float]:
+    """A node more, `age` seconds after the first step of a world of two: from its command to the
+    first step of world 3. Under elasticrun the survivors must keep their ranks."""
+    with job(launcher) as run:
+        nodes = Nodes(run, nnodes, *only_ours(launcher, *flags))
+        nodes.add(2)
+        before = {f.node: f.rank for f in nodes.first_steps(2, 0.0, FIRST_STEP_LIMIT)}
+        nodes.settle(age)
+        began = nodes.add()
+        facts = nodes.first_steps(3, began, RECOVERY_LIMIT)
+        after = {f.node: f.rank for f in facts}
+        if launcher == ELASTICRUN and any(after[node] != rank for node, rank in before.items()):
+            raise TookTooLong(f"survivors' ranks changed: {before} -> {after}")
+        return [last(facts) - began]
+
+
+def lose_the_master() -> dict[str, list[float]]:
+    """kill -9 of the master while two nodes train: until it answers again; the longest pause
+    between two steps of a rank around it (ms); ranks that were started anew."""
+    with job(ELASTICRUN) as run:
+        nodes = Nodes(run, "2")
+        nodes.add(2)
+        nodes.first_steps(2, 0.0, FIRST_STEP_LIMIT)
+        nodes.settle()
+        before = len(nodes.steps())
+        killed = time.monotonic()
+        nodes.master().kill()
+        back = answers(nodes.port, 30.0) - killed
+        nodes.settle(2.0)
+        steps = nodes.steps()
+        pauses = [
+            after - before
+            for times in steps.values()
+            for before, after in pairwise(times)
+            if after > killed
+        ]
+        return {
+            "back": [back],
+            "pause": [1000 * max(pauses)],
+            "anew": [float(len(steps) - before)],
+        }
+
+
+def lose_the_masters_host() -> list[float]:
+    """With etcd: all processes of the node that hosts the master are killed, the master too."""
+    with job(ELASTICRUN) as run, etcd(run.folder) as store:
+        nodes = Nodes(run, "2:3", f"--master-store={store}")
+        nodes.add(3)
+        nodes.first_steps(3, 0.0, FIRST_STEP_LIMIT)
+        nodes.settle()
+        killed = nodes.kill(master_host(nodes), master=True)
+        return [last(nodes.first_steps(2, killed, RECOVERY_LIMIT)) - killed]
+
+
+def master_host(nodes: Nodes) -> int:
+    """The node whose agent started the master."""
+    parent = nodes.master().ppid()
+    return [agent.pid for agent in nodes.run.agents].index(parent)
+
+
+# ---------------------------------------------------------------- what must cost nothing
+
+
+def stalls(what: str, seconds: float) -> list[float]:
+    """An agent or the master stands still for a while and goes on: ranks that were started anew."""
+    with job(ELASTICRUN) as run:
+        nodes = Nodes(run, "2:3")
+        nodes.add(3)
+        nodes.first_steps(3, 0.0, FIRST_STEP_LIMIT)
+        nodes.settle()
+        victim = nodes.master() if what == "the master" else nodes.processes(1)[0]
+        before = len(nodes.steps())
+        nodes.hold(victim, seconds)
+        nodes.settle(6.0)  # the default silence limit is over
+        return [float(len(nodes.steps()) - before)]
+
+
+def trickle(launcher: str, agents: int = 8, over: float = 40.0) -> list[float]:
+    """So many agents of `2:8`, started one after another: how many worlds had a step."""
+    with job(launcher) as run:
+        nodes = Nodes(run, f"2:{agents}")
+        began = time.monotonic()
+        for number in range(agents):
+            due = began + number * over / (agents - 1)
+            with contextlib.suppress(TookTooLong):
+                run.until(lambda: False, max(0.01, due - time.monotonic()))
+            nodes.add()
+        nodes.first_steps(agents, 0.0, FIRST_STEP_LIMIT)
+        return [float(len({f.world for f in run.of("allreduce")}))]

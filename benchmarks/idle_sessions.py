@@ -1,0 +1,134 @@
+"""Thousands of idle sessions on one master: what they cost, and whether any is taken for dead.
+
+    python benchmarks/idle_sessions.py [--sessions N] [--seconds S] [--json FILE]
+
+A real master process and N real sessions of agents' links from a few load processes. They attach
+at a steady pace, join, and train (that is, only beat) for S seconds; then a rank fails, the round
+is reopened and all join again. Counted: the processor that the master uses at rest, how long the
+broadcast of Start takes (from the last Join said to the last Start received), sessions that broke,
+nodes that the master suspected or gave up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+
+from crowd import Crowd, Master, serving, wire
+from launcher import RESULTS, machine
+
+PER_SECOND = 250.0
+"""Sessions that attach in a second: a dial costs both ends some milliseconds of two cores."""
+
+SETTLE = 15.0
+"""Seconds after the last Start in which every session has beaten and knows its pace."""
+
+MOST_CPU = 40.0
+"""Percent of one core that the master may use at rest with 5,000 sessions."""
+
+BROADCAST = 1.0
+"""Seconds that the Start of a round of 5,000 may take to reach all."""
+
+
+def measure(sessions: int, seconds: float, processes: int) -> dict[str, float]:
+    """One whole run; see the module's head."""
+    with serving(sessions, processes) as (master, crowd):
+        busy = master.cpu()
+        crowd.tell(do="attach", every=processes / PER_SECOND)
+        attach = master.cpu() - busy
+        crowd.tell(do="join")
+        crowd.tell(do="started")
+        time.sleep(SETTLE)
+        found = rest(master, crowd, seconds)
+        found["attach"] = 1000 * attach / sessions
+        busy = master.cpu()
+        crowd.tell(do="anew")
+        crowd.tell_one(do="fail")
+        again = crowd.tell(do="started")
+        found["broadcast"] = again["last_start"] - again["last_join"]
+        found["all back"] = again["last_start"] - again["first_join"]
+        found["round cpu"] = 1000 * (master.cpu() - busy) / sessions
+        found["rss"] = master.rss()
+        found["sessions"] = float(sessions)
+        return found
+
+
+def rest(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
+    """Nothing happens for a while."""
+    before, carried = crowd.tell(do="tally"), wire(master.port)
+    suspects, deaths = (master.count(word) for word in ("is suspect", "is dead"))
+    busy, load, began = master.cpu(), crowd.cpu(), time.monotonic()
+    time.sleep(seconds)
+    passed = time.monotonic() - began
+    after, now = crowd.tell(do="tally"), wire(master.port)
+    found = {
+        "cpu": 100 * (master.cpu() - busy) / passed,
+        "load cpu": 100 * (crowd.cpu() - load) / passed,
+        "seconds": passed,
+        "broken": float(after["lost"] - before["lost"]),
+        "dialled again": float(after["orders"]["Welcome"] - before["orders"]["Welcome"]),
+        "stopped": float(after["stops"] - before["stops"]),
+        "suspect": float(master.count("is suspect") - suspects),
+        "dead": float(master.count("is dead") - deaths),
+    }
+    if carried is not None and now is not None:
+        found["bytes"] = (now.total - carried.total) / crowd.nodes / passed
+    return found
+
+
+ROWS = (
+    ("cpu", "CPU of the master at rest", "{:.1f} % of a core", MOST_CPU),
+    ("broadcast", "last Join said → last Start received", "{:.2f} s", BROADCAST),
+    ("all back", "first Join said → last Start received", "{:.2f} s", None),
+    ("dead", "nodes taken for dead", "{:.0f}", 0.0),
+    ("suspect", "nodes suspected", "{:.0f}", 0.0),
+    ("broken", "sessions that broke", "{:.0f}", 0.0),
+    ("dialled again", "second connections dialled", "{:.0f}", None),
+    ("stopped", "ranks stopped", "{:.0f}", 0.0),
+    ("attach", "CPU of the master for one session that attaches", "{:.2f} ms", None),
+    ("round cpu", "CPU of the master for one node of a new round", "{:.2f} ms", None),
+    ("bytes", "bytes per node and second at rest", "{:.0f}", None),
+    ("rss", "RSS of the master", "{:.0f} MB", None),
+    ("load cpu", "CPU of the load processes at rest", "{:.1f} %", None),
+)
+
+
+def main() -> int:
+    """Measure, print, write; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description="What idle sessions cost their master.")
+    parser.add_argument("--sessions", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long they are idle")
+    parser.add_argument("--processes", type=int, default=3, help="load processes")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    about["machine"] = machine()
+    print(f"{about['date']}: {about['machine']}\n")
+    found = measure(options.sessions, options.seconds, options.processes)
+    print(f"{options.sessions} sessions, idle for {found['seconds']:.0f} s\n")
+    print("| | measured | wanted | |\n|---|---|---|---|")
+    missed = []
+    for key, title, form, most in ROWS:
+        if key not in found:
+            continue
+        bar, verdict = "", ""
+        if most is not None:
+            bar = "≤ " + form.format(most) if most else "0"
+            verdict = "met" if found[key] <= most else "**missed**"
+        if "missed" in verdict:
+            missed.append(title)
+        print(f"| {title} | {form.format(found[key])} | {bar} | {verdict} |")
+    target = options.json or RESULTS / f"idle-{about['date'][:19].replace(':', '')}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    print(f"\nwritten to {target}")
+    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

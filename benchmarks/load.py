@@ -1,0 +1,276 @@
+"""Some of the agents of a large job, without ranks: one process that holds many sessions.
+
+    python benchmarks/load.py HOST:PORT FIRST COUNT NODES
+
+Each session is an agent's own `Link` (dial, proof, Hello, beats, dialling again) on a connection of
+its own, with the smallest brain that obeys: it joins, runs nothing, stops at once, joins again.
+Commands come as JSON lines on stdin, each is answered by one line on stdout (see `Load.obey`); at
+EOF the process ends. Times are CLOCK_MONOTONIC, one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticrun import __version__
+from elasticrun.agent.link import Link
+from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, mint_incarnation
+
+JOB_ID = "sessions"
+PATIENCE = 60.0
+"""Seconds that a step of the whole crowd may take before it is given up."""
+
+
+def spec(nodes: int) -> m.JobSpec:
+    """A job of exactly so many nodes, with room for one failure."""
+    return m.JobSpec(
+        job_id=JOB_ID,
+        min_nodes=nodes,
+        max_nodes=nodes,
+        node_unit=1,
+        max_restarts=1000,
+        restart_backoff=0.0,
+        restart_window=0.0,
+        join_timeout=600.0,
+        last_call_timeout=30.0,
+        heartbeat_timeout=5.0,
+        grow="auto",
+        grow_cooldown=600.0,
+        restart_grace=30.0,
+        master_lost_timeout=600.0,
+    )
+
+
+@dataclass
+class Tally:
+    """What this process' sessions have seen, and when."""
+
+    attached: int = 0
+    first_dial: float = 0.0
+    first_join: float = 0.0
+    last_join: float = 0.0
+    first_start: float = 0.0
+    last_start: float = 0.0
+    starts: int = 0
+    stops: int = 0
+    lost: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    orders: dict[str, int] = field(default_factory=dict)
+
+
+class Node:
+    """One agent without ranks."""
+
+    def __init__(self, number: int, load: Load) -> None:
+        self.number = number
+        self._load = load
+        self._name = f"node-{number:05d}"
+        self._incarnation = mint_incarnation()
+        self._term = 0
+        self._place: m.Start | None = None  # the last
+        self._runs = False
+        self._joins = False
+        self.link = Link(lambda: load.endpoint, self._hello, self._deliver)
+
+    def _hello(self) -> m.Hello:
+        place = self._place
+        attached = None
+        if place is not None:
+            attached = m.RoundReport(
+                place.round,
+                place.group_rank,
+                place.group_world_size,
+                place.first_rank,
+                place.world_size,
+                place.restart_count,
+                place.store,
+            )
+        return m.Hello(
+            protocol=m.PROTOCOL_VERSION,
+            version=__version__,
+            node=self._name,
+            incarnation=self._incarnation,
+            host=self._name,
+            address="127.0.0.1",
+            pid=os.getpid(),
+            node_rank=-1,
+            local_world_size=8,
+            role="default",
+            spec=self._load.spec,
+            attached=attached,
+            last_term=self._term,
+        )
+
+    def join(self) -> None:
+        """Say that no rank lives here and that a store stands ready."""
+        self._joins = True
+        self._tell()
+        self._load.joined()
+
+    def _tell(self) -> None:
+        """What a master must know that may have heard none of it."""
+        if self._place is not None:
+            name = self._place.round
+            self.link.say(m.Running(name, (os.getpid(),) * 8) if self._runs else m.Stopped(name))
+        if self._joins:
+            self.link.say(m.Join(Endpoint("127.0.0.1", 20000 + self.number % 40000)))
+
+    def fail(self) -> None:
+        """A rank of the round that runs has died here."""
+        assert self._place is not None
+        rank, name = self._place.first_rank, self._place.round
+        failure = m.Failure(
+            host=self._name,
+            rank=rank,
+            local_rank=0,
+            pid=os.getpid(),
+            exitcode=1,
+            time_us=time.time_ns() // 1000,
+            kind=m.FailureKind.SCRIPT,
+            message="ValueError: on purpose",
+            traceback="",
+            error_file="",
+        )
+        self.link.say(m.RanksFailed(name, (failure,)))
+        self._runs = False
+        self.join()
+
+    def _deliver(self, event: AgentEvent) -> None:
+        tally = self._load.tally
+        if isinstance(event, LinkLost):
+            tally.lost += 1
+        elif isinstance(event, LinkBack):
+            self._tell()
+        elif isinstance(event, Ordered):
+            order = event.order
+            kind = type(order).__name__
+            tally.orders[kind] = tally.orders.get(kind, 0) + 1
+            self._obey(order)
+
+    def _obey(self, order: m.Order) -> None:
+        if isinstance(order, m.Welcome):
+            self._term = order.term
+            self._load.welcomed(self.number)
+        elif isinstance(order, m.Start):
+            fresh = self._place is None or self._place.round != order.round
+            self._place, self._runs, self._joins = order, True, False
+            self._tell()
+            if fresh:
+                self._load.started()
+        elif isinstance(order, m.Stop):
+            self._load.tally.stops += 1
+            if self._runs and self._place is not None and self._place.round == order.round:
+                self._runs = False
+                self.join()
+        elif isinstance(order, m.Refused | m.End):
+            refused = self._load.tally.refused
+            refused[order.reason] = refused.get(order.reason, 0) + 1
+            self._load.changed.set()
+
+
+class Load:
+    """The sessions of this process, and what the benchmark may tell them."""
+
+    def __init__(self, endpoint: Endpoint, first: int, count: int, nodes: int) -> None:
+        self.endpoint = endpoint
+        self.spec = spec(nodes)
+        self.tally = Tally()
+        self._nodes = [Node(number, self) for number in range(first, first + count)]
+        self._welcome: set[int] = set()
+        self.changed = asyncio.Event()
+
+    # ------------------------------------------------------------ what nodes tell
+
+    def welcomed(self, number: int) -> None:
+        self._welcome.add(number)
+        self.tally.attached = len(self._welcome)
+        self.changed.set()
+
+    def joined(self) -> None:
+        self.tally.last_join = time.monotonic()
+        self.tally.first_join = self.tally.first_join or self.tally.last_join
+
+    def started(self) -> None:
+        self.tally.last_start = time.monotonic()
+        self.tally.first_start = self.tally.first_start or self.tally.last_start
+        self.tally.starts += 1
+        self.changed.set()
+
+    # ------------------------------------------------------------ what the benchmark asks
+
+    async def obey(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Do one of: attach (every: seconds between two dials), join, fail (one node), started
+        (wait until every node has had a Start), anew (forget the last round), tally. Answers with
+        the tally; `late` if what was waited for did not come within PATIENCE."""
+        do = command["do"]
+        late = 0
+        if do == "join":
+            for node in self._nodes:
+                node.join()
+        elif do == "fail":
+            self._nodes[0].fail()
+        elif do == "anew":
+            self.tally.first_join = self.tally.last_join = 0.0
+            self.tally.first_start = self.tally.last_start = 0.0
+            self.tally.starts = 0
+        else:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    if do == "attach":
+                        await self._attach(command["every"])
+                    elif do == "started":
+                        await self._until(lambda: self.tally.starts >= len(self._nodes))
+            except TimeoutError:
+                late = 1
+        return {**vars(self.tally), "late": late}
+
+    async def _attach(self, every: float) -> None:
+        began = self.tally.first_dial = time.monotonic()
+        for place, node in enumerate(self._nodes):
+            node.link.start()
+            if every:
+                await asyncio.sleep(max(0.0, began + (place + 1) * every - time.monotonic()))
+        await self._until(lambda: len(self._welcome) == len(self._nodes))
+
+    async def _until(self, enough: Any) -> None:
+        while not enough():
+            if self.tally.refused:
+                raise TimeoutError
+            self.changed.clear()
+            await self.changed.wait()
+
+
+async def serve(load: Load) -> None:
+    """Command after command, until EOF."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        print(json.dumps(await load.obey(json.loads(line))), flush=True)
+
+
+def main() -> None:
+    """See the module's head."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    host, _, port = sys.argv[1].rpartition(":")
+    first, count, nodes = (int(word) for word in sys.argv[2:5])
+
+    async def run() -> None:
+        await serve(Load(Endpoint(host, int(port)), first, count, nodes))
+        os._exit(0)  # thousands of channels are closed by the kernel, not one by one
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Jobs of several nodes on one host: an agent is a node, and here is what may happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+from stage import ELASTICRUN, Fact, Job, TookTooLong, free_port
+
+MASTER = "elasticrun.master"
+PAUSE = 0.01
+"""Seconds between two steps of the script."""
+
+FIRST_STEP_LIMIT = 90.0
+"""Seconds from the commands to the first step: torchrun's last call is 30 s by default."""
+
+
+class Nodes:
+    """Agents of one job, one rank each, that meet at one endpoint; node n is the n-th agent."""
+
+    def __init__(self, run: Job, nnodes: str, *flags: str, host: str = "127.0.0.1") -> None:
+        self.run = run
+        self.port = free_port()
+        self._flags = (
+            *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=bench"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{self.port}"),
+            *("--local-addr=127.0.0.1", *flags),
+        )
+
+    def add(self, count: int = 1) -> float:
+        """Start so many more agents; when the first of them was started."""
+        began = time.monotonic()
+        for _ in range(count):
+            self.run.start(*self._flags, script="step_log.py", arguments=(str(PAUSE),))
+        return began
+
+    def first_steps(self, world: int, after: float, limit: float) -> list[Fact]:
+        """The first step of every rank in a world of this size that began after a moment; waits
+        for them. TookTooLong, also when all agents have ended."""
+
+        def found() -> list[Fact]:
+            facts = [f for f in self.run.of("allreduce") if f.world == world and f.time > after]
+            return facts if len(facts) >= world else []
+
+        self.run.until(lambda: bool(found()), limit)
+        if not found():
+            raise TookTooLong("the job dies")
+        return found()
+
+    # ------------------------------------------------------------ who is where
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        """Everything of a node but a master that it hosts: agent, fork server, ranks."""
+        agent = psutil.Process(self.run.agents[node].pid)
+        return [agent, *(p for p in agent.children(recursive=True) if not is_master(p))]
+
+    def master(self) -> psutil.Process:
+        """The hosted master."""
+        for process in self.run.processes():
+            if is_master(process):
+                return process
+        raise TookTooLong("there is no master")
+
+    def host(self) -> int:
+        """The node that hosts what the others meet at: the master, or torchrun's store."""
+        for node, agent in enumerate(self.run.agents):
+            process = psutil.Process(agent.pid)
+            for one in (process, *process.children(recursive=True)):
+                if listens(one, self.port):
+                    return node
+        raise TookTooLong(f"nobody listens on {self.port}")
+
+    # ------------------------------------------------------------ what may happen
+
+    def kill(self, node: int, *, master: bool = False) -> float:
+        """kill -9 of all that a node has, with the master if it hosts it and `master`; when."""
+        victims = self.processes(node)
+        if master:
+            victims.append(self.master())
+        return signal_all(victims, signal.SIGKILL)
+
+    def freeze(self, node: int) -> float:
+        """SIGSTOP of all that a node has; when."""
+        return signal_all(self.processes(node), signal.SIGSTOP)
+
+    def hold(self, process: psutil.Process, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
+        process.suspend()
+        time.sleep(seconds)
+        process.resume()
+
+    # ------------------------------------------------------------ what the scripts wrote down
+
+    def steps(self) -> dict[int, list[float]]:
+        """The times of all steps so far, by process."""
+        found = {}
+        for path in self.run.folder.glob("steps-*"):
+            lines = path.read_text().splitlines()
+            found[int(path.name.rpartition("-")[2])] = [float(line.split()[0]) for line in lines]
+        return found
+
+    def settle(self, seconds: float = 1.0) -> None:
+        """Let the job train for a while."""
+        time.sleep(seconds)
+
+
+def is_master(process: psutil.Process) -> bool:
+    """Whether this is a hosted job master."""
+    with contextlib.suppress(psutil.Error):
+        return MASTER in process.cmdline()
+    return False
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether this process listens on a TCP port."""
+    with contextlib.suppress(psutil.Error):
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                return True
+    return False
+
+
+def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
+    """Send a signal to all of them at once; when."""
+    began = time.monotonic()
+    for process in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+    return began
+
+
+def answers(port: int, limit: float) -> float:
+    """When the master at this port answers who asks for the job's page; asked every 10 ms."""
+    from elasticrun.wire.channel import LinkError, get_status
+    from elasticrun.wire.ids import Endpoint
+
+    async def ask() -> float:
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            with contextlib.suppress(LinkError):
+                await get_status(Endpoint("127.0.0.1", port), 1.0)
+                return time.monotonic()
+            await asyncio.sleep(0.01)
+        raise TookTooLong(f"no master answers within {limit:g} s")
+
+    return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def etcd(folder: Path) -> Iterator[str]:
+    """A real etcd of its own; gives what --master-store wants. TookTooLong where there is none."""
+    program = shutil.which("etcd")
+    if program is None:
+        raise TookTooLong("etcd is not installed")
+    clients, peers = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    words = (
+        *(program, "--data-dir", str(folder / "etcd"), "--listen-client-urls", clients),
+        *("--advertise-client-urls", clients, "--listen-peer-urls", peers, "--log-level", "error"),
+        *("--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"),
+    )
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield clients.replace("http://", "etcd://")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def only_ours(launcher: str, *flags: str) -> tuple[str, ...]:
+    """Flags that torchrun does not have."""
+    return flags if launcher == ELASTICRUN else ()

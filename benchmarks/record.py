@@ -1,0 +1,119 @@
+"""What the master's memory costs: facts to the disk, and a month of them from it.
+
+    python benchmarks/record.py [--days N] [--nodes N]
+
+The facts are those of a simulated job: the real brain, a rank that fails or a node that is lost
+every hour or so, all written by the real store to a real disk. Loading is timed in a fresh store,
+from the open to the first thing that the restored brain says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from elasticrun.core.effects import Tick
+from elasticrun.core.facts import Facts
+from elasticrun.core.job import Job
+from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.sim.node import NodeSetup
+from elasticrun.sim.script import DEFAULT_SPEC
+from elasticrun.sim.world import World
+from elasticrun.wire.ids import mint_nonce
+
+DAY = 24 * 3600.0
+LOAD_BAR = 0.3
+"""Seconds (issue 3): a master that is away for longer is missed."""
+
+
+def live(days: float, nodes: int) -> list[Facts]:
+    """Every record of a job of `nodes` nodes that runs for `days` days, trouble every hour."""
+    chance = random.Random(4711)
+    spec = dataclasses.replace(
+        DEFAULT_SPEC, min_nodes=nodes // 2, max_nodes=nodes, max_restarts=10**6, grow="now"
+    )
+    world = World(beats=True, beat_interval=30.0)
+    found: list[Facts] = []
+    world.on_record = found.append
+    world.start_master(spec)
+    for number in range(nodes):
+        world.start_node(NodeSetup(f"node-{number:04d}", spec, nproc=2))
+    while world.clock.now < days * DAY:
+        world.run_until(world.clock.now + chance.uniform(1800.0, 5400.0))
+        name = chance.choice(list(world.nodes))
+        node = world.nodes[name]
+        if node.ranks and chance.random() < 0.7:
+            node.end_rank(next(iter(node.ranks.values())), 1, "ValueError: of this hour")
+        else:
+            node.kill()
+            world.run_until(world.clock.now + 120.0)
+            world.start_node(NodeSetup(name, spec, nproc=2))
+        world.lines.clear()
+    return found
+
+
+async def written(folder: Path, versions: list[Facts]) -> list[float]:
+    """Milliseconds from each fact to the moment at which its order may leave."""
+    store = SqliteStore(folder)
+    await store.load()
+    took = []
+    for facts in versions:
+        done = asyncio.get_running_loop().create_future()
+        began = time.perf_counter()
+        store.write(facts, lambda done=done: done.set_result(None))
+        await done
+        took.append((time.perf_counter() - began) * 1000)
+    await store.close(over=False)
+    return took
+
+
+async def loaded(folder: Path) -> float:
+    """Seconds until a master that comes back has its facts and its brain."""
+    began = time.perf_counter()
+    store = SqliteStore(folder)
+    facts = await store.load()
+    assert facts is not None
+    Job(None, 0, mint_nonce, facts).step(Tick(), 1e6)
+    took = time.perf_counter() - began
+    await store.close(over=False)
+    return took
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--days", type=float, default=30.0)
+    parser.add_argument("--nodes", type=int, default=16)
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    versions = live(asked.days, asked.nodes)
+    last = versions[-1]
+    print(
+        f"{asked.days:g} simulated days of {asked.nodes} nodes: {last.number} rounds, "
+        f"{last.restart_count} restarts, {len(versions)} records "
+        f"(simulated in {time.perf_counter() - began:.0f} s)"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        took = sorted(asyncio.run(written(folder, versions)))
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        loads = [asyncio.run(loaded(folder)) for _ in range(5)]
+    print(
+        f"fact to order   p50 {statistics.median(took):7.2f} ms   "
+        f"p99 {took[len(took) * 99 // 100]:7.2f} ms   max {took[-1]:7.2f} ms"
+    )
+    print(f"on disk         {size / 1024:11.0f} kB")
+    print(
+        f"load            median {statistics.median(loads):6.3f} s   max {max(loads):6.3f} s   "
+        f"(wanted: {LOAD_BAR} s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""`elasticrun replay TRACE`: what a master decided, when and why, from its trace.
+
+Exit code 0 when the brain says today what was recorded, 1 when it says something else, 2 for a file
+that is no trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from elasticrun.cli.values import UsageError
+from elasticrun.config import EXIT_USAGE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `elasticrun replay`."""
+    made = argparse.ArgumentParser(
+        prog="elasticrun replay",
+        description="Run the real brain over the trace of a job master, and print each decision: "
+        "seconds since the trace began, what happened, what followed from it.",
+        epilog="A master keeps its trace where `elasticrun master --state-dir DIR` says, and one "
+        "that an agent hosts keeps it in the user's run folder for as long as the job runs.",
+    )
+    made.add_argument("trace", metavar="TRACE", help="the file, or the folder of the record")
+    made.add_argument("--node", metavar="NAME", default="", help="only what concerns this node")
+    made.add_argument(
+        "--since", metavar="SECONDS", type=float, default=0.0, help="only what came later"
+    )
+    made.add_argument(
+        "--all", action="store_true", help="also events from which nothing followed (beats aside)"
+    )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """`elasticrun replay` with its own arguments; raises UsageError."""
+    asked = parser().parse_args(argv)
+    # Late: the simulator's room is needed here alone.
+    from elasticrun.sim.replay import NoTrace, Wanted, replay
+
+    wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)
+    try:
+        return replay(Path(asked.trace), wanted, print)
+    except NoTrace as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None

@@ -1,0 +1,117 @@
+"""The job's secret and the files of its transport security, from flags and environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from elasticrun.agent.identity import names_this_host_only
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.values import UsageError
+from elasticrun.config import Rendezvous, Tls
+
+TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
+MAX_TOKEN: Final = 4096
+"""Longest secret in characters; one of 32 random bytes has 64."""
+
+SHORT_TOKEN: Final = 16
+"""A secret of fewer characters can be guessed: whoever reaches the master may try offline, since
+the master proves itself first."""
+
+_withdrawn = ""
+
+
+def withdraw() -> dict[str, str]:
+    """This process' environment, out of which the secret is taken: no child inherits it from now
+    on, and /proc/<pid>/environ does not show it. The result has it, at later calls as well."""
+    global _withdrawn
+    whole = dict(os.environ)
+    if TOKEN_VARIABLE in whole:
+        _withdrawn = whole[TOKEN_VARIABLE]
+        _blot(TOKEN_VARIABLE)
+        del os.environ[TOKEN_VARIABLE]
+    elif _withdrawn:
+        whole[TOKEN_VARIABLE] = _withdrawn
+    return whole
+
+
+def _blot(name: str) -> None:
+    """Overwrite the value where the kernel put it: `unsetenv` only forgets the place."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    if where := libc.getenv(os.fsencode(name)):
+        ctypes.memset(where, ord("*"), len(ctypes.string_at(where)))
+
+
+def token(asked: Asked) -> str:
+    """The secret that was given, "" for none: the file named by the flag beats the variable."""
+    path = _file(asked, "token_file")
+    if not path:
+        return _checked(asked.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_TOKEN + 2).strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
+        raise UsageError(f"--token-file={path} cannot be read: {why}") from None
+    if not text:
+        raise UsageError(f"--token-file={path} is empty: write the job's secret into it")
+    return _checked(text, f"--token-file={path}")
+
+
+def _checked(text: str, where: str) -> str:
+    if len(text) > MAX_TOKEN:
+        raise UsageError(f"{where}: a secret has at most {MAX_TOKEN} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{where}: a secret is text, in UTF-8") from None
+    return text
+
+
+def tls(asked: Asked) -> Tls | None:
+    """The files that were named; None for plain TCP."""
+    files = {name: _file(asked, f"tls_{name}") for name in ("cert", "key", "ca")}
+    if not any(files.values()):
+        return None
+    if bool(files["cert"]) != bool(files["key"]):
+        raise UsageError("--tls-cert and --tls-key belong together: give both")
+    for name, path in files.items():
+        if path and not Path(path).is_file():
+            raise UsageError(f"--tls-{name}={path}: there is no such file")
+    return Tls(**files)
+
+
+def _file(asked: Asked, dest: str) -> str:
+    """A path from a flag, or from its variable where the namespace is not of our parser."""
+    return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
+
+
+def notes(where: Rendezvous, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
+    """What the user should know about who can join, and who can listen; [] where all is well."""
+    if where.kind == "standalone":
+        return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []
+    if names_this_host_only(where.host) or (where.kind == "static" and most_nodes == 1):
+        return []  # the agent mints a token for the latter
+    told = []
+    mutual = files is not None and bool(files.cert and files.ca)
+    if not secret and not mutual:
+        told.append(
+            "this job has no token: anyone on the network who reaches its master can join it and "
+            "run code on its nodes; set ELASTICRUN_TOKEN (or --token-file) to one secret on all "
+            "nodes, for instance of `openssl rand -hex 32`"
+        )
+    if secret and files is None:
+        told.append(
+            "this job has a token but no TLS: on the way between its nodes traffic can be read, "
+            "and sessions be taken over; give --tls-cert, --tls-key and --tls-ca against that"
+        )
+    if 0 < len(secret) < SHORT_TOKEN:
+        told.append(
+            f"the token has {len(secret)} characters: one so short can be guessed; take "
+            "`openssl rand -hex 32`"
+        )
+    return told

@@ -1,0 +1,95 @@
+"""The facts of a job that outlive its master: what is decided, never how it came about.
+
+A brain says `Record(facts)` before the orders that the facts permit; whoever starts the next master
+hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
+(COORDINATION 3). Facts are bounded: a round, the order of first joins, the budget, who is left out
+and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the
+next master has another clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import End, JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in the round, enough to tell it its `Start` again.
+
+    Of an adopted round the roles are not known: `role_world_size` is 0."""
+
+    node: str
+    incarnation: str
+    group_rank: int
+    first_rank: int
+    ranks: int  # on this node
+    role_first_rank: int
+    role_world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFacts:
+    """The last round that was formed or adopted, and how it stood."""
+
+    name: RoundName
+    world_size: int
+    restart_count: int
+    store: Endpoint
+    store_node: str
+    age: float
+    seats: tuple[Seat, ...]
+    adopted: bool = False  # its nodes told of it; what they do not know is missing
+    over: str = ""  # why its members were told to stop, empty while it runs
+    lost: str = ""  # which member was lost first, in a sentence
+    excuse: str = ""  # why what fails in it from here on costs nothing
+    gone: tuple[str, ...] = ()  # members whose agents have gone
+    done: tuple[str, ...] = ()  # of these, the ones whose ranks had all ended with 0
+    waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one
+    fenced: bool = False  # it can complete no further collective
+    silent: float = 0.0  # since the last word of the members that have gone
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A node that has fallen silent lately: the ages of its deaths, how often it was sent to the
+    door for them, and how long it waits there yet."""
+
+    node: str
+    silences: tuple[float, ...]
+    bars: int
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A node whose ranks were the first to fail: in how many rounds in a row until now, how often
+    it was left out for that and for which rank (-1: none), and the seconds until it is let in
+    (negative: since then)."""
+
+    node: str
+    rounds: int
+    times: int
+    rank: int
+    remaining: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All of it; the next master believes this and asks the agents for the rest."""
+
+    spec: JobSpec
+    term: int
+    number: int  # of the last round
+    round: RoundFacts | None
+    order: tuple[str, ...]  # node ids in the order of first join
+    charges: tuple[float, ...]  # restarts charged, their ages
+    restart_count: int
+    short_lives: int
+    left_out: tuple[LeftOut, ...]
+    starved: float  # how long the job has waited below its smallest size; 0.0: it does not
+    outcome: End | None
+    blamed: tuple[Blamed, ...] = ()
+    blind: bool = False  # no round, but another master served before, without leaving a record

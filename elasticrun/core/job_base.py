@@ -1,0 +1,195 @@
+"""What the master's brain knows, the picture it gives of it, its record, and how it speaks.
+
+What it makes of it is in `attaching` (streams) and `job` (reports and decisions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from elasticrun.config import GROW_YOUNG
+from elasticrun.core import effects as fx
+from elasticrun.core.crew import Phase
+from elasticrun.core.facts import Facts
+from elasticrun.core.job_status import nothing_yet, picture
+from elasticrun.core.membership import Membership
+from elasticrun.core.recording import facts_of, load
+from elasticrun.core.rendezvous import Rendezvous
+from elasticrun.core.roster import Roster
+from elasticrun.core.rounds import Round
+from elasticrun.core.settlement import Settlement
+from elasticrun.core.wording import some
+from elasticrun.wire import messages as m
+
+RECORD_EVERY = 10.0
+"""While the job waits for something, what remains of the wait is recorded so often (seconds), so
+that a master which dies again and again neither waits for ever nor gives up at once."""
+
+
+class JobBase:
+    """The state of one job's master."""
+
+    def __init__(
+        self,
+        spec: m.JobSpec | None,
+        term: int,
+        mint: Callable[[], str],
+        facts: Facts | None = None,
+    ) -> None:
+        """`spec`: None takes that of the facts, or the first m.Hello's. `facts`: the newest that
+        the master before this one recorded, None if there is no record. `term` must be higher than
+        that of any master before which the facts do not know of; `mint` gives a nonce for every
+        round."""
+        self._term = term if facts is None else max(term, facts.term + 1)
+        self._recorded_term = 0 if facts is None else facts.term
+        self._mint = mint
+        self._given_spec = spec if spec is not None or facts is None else facts.spec
+        self._facts = facts
+        self._spec: m.JobSpec | None = None
+        self._now = 0.0
+        self._number = 0
+        self._round: Round | None = None
+        self._outcome: m.End | None = None
+        self._is_over_told = False
+        self._reason = ""
+        self._until: float | None = None
+        self._ends: float | None = None  # when the wait of `_reason` is over at the latest
+        self._all_left = False
+        self._last_failure = ""
+        self._hold_reason = ""
+        self._recorded_at = 0.0
+        self._stale = False  # a fact has changed that no order waits for
+        self._roster = Roster()
+        self._out: list[fx.JobEffect] = []
+        self._membership: Membership
+        self._rdzv: Rendezvous
+        self._settlement: Settlement
+
+    @property
+    def term(self) -> int:
+        """This master's: higher than that of every master in its record."""
+        return self._term
+
+    @property
+    def spec(self) -> m.JobSpec:
+        """What the job has agreed on; there is none before the first agent."""
+        assert self._spec is not None
+        return self._spec
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step of a
+        brain that was given facts."""
+        if self._spec is None:
+            return None if self._facts is None else 0.0
+        if self._outcome is not None:
+            return None
+        deadlines = (self._membership.next_deadline(), self._until, self._record_due())
+        return min((when for when in deadlines if when is not None), default=None)
+
+    def status(self) -> m.JobStatus:
+        """The job as one page; O(nodes)."""
+        if self._spec is None:
+            return nothing_yet(self._given_spec)
+        return picture(
+            spec=self._spec,
+            rdzv=self._rdzv,
+            membership=self._membership,
+            roster=self._roster,
+            round_=self._round,
+            budget=self._settlement.budget,
+            now=self._now,
+            reason=self._hold_reason or self._reason,
+            ends=None if self._hold_reason else self._ends,
+            last_failure=self._last_failure,
+            outcome=self._outcome.reason if self._outcome else "",
+        )
+
+    # ------------------------------------------------------------ beginning
+
+    def _begin(self, spec: m.JobSpec, now: float) -> None:
+        """The first agent is there, or the first step after a restart: the job goes on from what
+        the record says. That this master reigns is its first fact, recorded before any order."""
+        self._spec = spec
+        self._membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
+        self._rdzv = Rendezvous(spec, now)
+        self._settlement = Settlement(spec)
+        facts, self._facts = self._facts, None
+        if facts is not None:
+            self._number = facts.number
+            self._outcome = facts.outcome
+            self._round = load(
+                facts,
+                rdzv=self._rdzv,
+                membership=self._membership,
+                roster=self._roster,
+                settlement=self._settlement,
+                now=now,
+            )
+            self._note(_in_words(facts))
+        self._record()
+
+    # ------------------------------------------------------------ the record
+
+    def _record(self) -> None:
+        """Whatever is told after this waits until it is durable."""
+        self._recorded_at = self._now
+        self._stale = False
+        self._out.append(
+            fx.Record(
+                facts_of(
+                    spec=self.spec,
+                    term=self._term,
+                    number=self._number,
+                    round_=self._round,
+                    rdzv=self._rdzv,
+                    membership=self._membership,
+                    roster=self._roster,
+                    settlement=self._settlement,
+                    outcome=self._outcome,
+                    now=self._now,
+                )
+            )
+        )
+
+    def _record_due(self) -> float | None:
+        """When the record must be made anew although nothing was ordered: now and then while a wait
+        runs or after a fact has changed, and once when a round is no longer young, since the next
+        master asks how old it is."""
+        if self._until is not None or self._stale:
+            return self._recorded_at + RECORD_EVERY
+        old = self._rdzv.formed_at + GROW_YOUNG
+        if self._rdzv.phase is Phase.RUNNING and self._recorded_at < old:
+            return old
+        return None
+
+    def _keep_record(self) -> None:
+        """At the end of a step: record what has changed without an order, or grown old."""
+        due = self._record_due()
+        if due is not None and self._now >= due:
+            self._record()
+
+    # ------------------------------------------------------------ small change
+
+    def _tell(self, session: int, order: m.Order) -> None:
+        self._out.append(fx.Tell((session,), order))
+
+    def _broadcast(self, nodes: Iterable[str], order: m.Start | m.Stop) -> None:
+        found = (self._membership.session_of(node) for node in nodes)
+        sessions = tuple(session for session in found if session is not None)
+        if sessions:
+            self._out.append(fx.Tell(sessions, order))
+
+    def _note(self, text: str, level: str = "info") -> None:
+        self._out.append(fx.Note(text, level))
+
+
+def _in_words(facts: Facts) -> str:
+    """What the record says, in a line for the operator."""
+    if facts.outcome is not None:
+        return f"the record says that the job is over: {facts.outcome.reason}"
+    if facts.round is None:
+        return "the record says that no round was formed yet"
+    what = f"round {facts.round.name} with {some(facts.round.world_size, 'rank')}"
+    if facts.round.over:
+        return f"the record says that {what} is over: {facts.round.over}"
+    return f"the record says that {what} runs"

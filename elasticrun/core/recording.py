@@ -1,0 +1,147 @@
+"""The record: the master's machines as `Facts`, and `Facts` given to the machines of the next.
+
+What is not written down is asked of the agents, who say all of it again on every stream: which
+round they run, what failed, what has stopped. Beats and joins are no facts.
+"""
+
+from __future__ import annotations
+
+from elasticrun.core.facts import Facts, LeftOut, RoundFacts
+from elasticrun.core.membership import Health, Membership
+from elasticrun.core.rendezvous import Rendezvous
+from elasticrun.core.roster import Roster
+from elasticrun.core.rounds import Round, restore
+from elasticrun.core.settlement import Settlement
+from elasticrun.core.silences import Silences
+from elasticrun.core.succession import Standing
+from elasticrun.wire.messages import End, JobSpec
+
+MAX_LEFT_OUT = 1000
+"""Nodes whose deaths by silence are recorded, the newest."""
+
+
+def facts_of(
+    *,
+    spec: JobSpec,
+    term: int,
+    number: int,
+    round_: Round | None,
+    rdzv: Rendezvous,
+    membership: Membership,
+    roster: Roster,
+    settlement: Settlement,
+    outcome: End | None,
+    now: float,
+) -> Facts:
+    """All that must outlive this master; O(nodes)."""
+    was = rdzv.standing(now)
+    keep = {
+        member.node
+        for member in membership.nodes()
+        if member.health in (Health.ALIVE, Health.SUSPECT)
+    }
+    keep.update(round_.members if round_ else ())
+    return Facts(
+        spec=spec,
+        term=term,
+        number=number,
+        round=_round_facts(round_, was, settlement.window.excused) if round_ else None,
+        order=roster.order(keep, others=spec.max_nodes),
+        charges=settlement.budget.ages(now),
+        restart_count=settlement.budget.count,
+        short_lives=settlement.budget.short_lives,
+        left_out=_left_out(membership, now),
+        starved=was.starved,
+        outcome=outcome,
+        blind=rdzv.is_blind,
+        blamed=settlement.blame.record(now),
+    )
+
+
+def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
+    return RoundFacts(
+        name=round_.name,
+        world_size=round_.world_size,
+        restart_count=round_.restart_count,
+        store=round_.store,
+        store_node=round_.store_node,
+        age=was.age,
+        seats=tuple(round_.members.values()),
+        adopted=round_.adopted,
+        over="" if was.running else round_.why_stopped or "it is over",
+        lost=was.lost,
+        excuse=excuse,
+        gone=was.gone,
+        done=was.done,
+        waiting=was.waiting,
+        fenced=was.fenced,
+        silent=was.silent,
+    )
+
+
+def _left_out(membership: Membership, now: float) -> tuple[LeftOut, ...]:
+    return tuple(
+        LeftOut(
+            node=node,
+            silences=tuple(now - when for when in past.times),
+            bars=past.bars,
+            remaining=max(0.0, past.barred_until - now),
+        )
+        for node, past in membership.pasts(now)[-MAX_LEFT_OUT:]
+    )
+
+
+def load(
+    facts: Facts,
+    *,
+    rdzv: Rendezvous,
+    membership: Membership,
+    roster: Roster,
+    settlement: Settlement,
+    now: float,
+) -> Round | None:
+    """Give every machine what it knew; the round of the record, None if none was formed."""
+    roster.remember(facts.order)
+    settlement.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
+    settlement.blame.restore(facts.blamed, now)
+    membership.remember(
+        {
+            one.node: Silences((now - age for age in one.silences), one.bars)
+            for one in facts.left_out
+        }
+    )
+    if facts.outcome is not None:
+        return restore(facts.round) if facts.round else None
+    if facts.round is None:
+        rdzv.restore_wait(facts.starved, now)
+        if facts.blind:
+            rdzv.succeed_another(now)
+        return None
+    was = facts.round
+    settlement.restore_round(was.excuse, adopted=was.adopted)
+    redial = membership.redial(len(was.seats))
+    gone = set(was.gone)
+    for seat in was.seats:
+        if seat.node in gone:
+            membership.recall(seat.node, seat.incarnation, now)
+        else:
+            membership.expect(seat.node, seat.incarnation, now, redial=redial)
+    rdzv.restore(
+        {seat.node: seat.ranks for seat in was.seats},
+        was.world_size,
+        Standing(
+            running=not was.over,
+            lost=was.lost,
+            gone=was.gone,
+            done=was.done,
+            waiting=was.waiting,
+            fenced=was.fenced,
+            age=was.age,
+            silent=was.silent,
+            starved=facts.starved,
+        ),
+        now,
+        redial=redial,
+    )
+    rdzv.restore_wait(facts.starved, now)
+    return restore(was)

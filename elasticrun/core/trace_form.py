@@ -1,0 +1,157 @@
+"""How the trace writes down what the master's brain takes in and says: events so that they can be
+read again exactly, effects in words that tell any two of them apart.
+
+Pure functions; the file is `master/trace.py`, who reads it is `sim/replay.py`.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any, Final
+
+from elasticrun.config_json import plain, typed
+from elasticrun.core.effects import (
+    Hangup,
+    Heard,
+    JobEffect,
+    JobEvent,
+    JobOver,
+    Note,
+    Record,
+    Tell,
+)
+from elasticrun.core.facts import Facts
+from elasticrun.wire import messages as m
+
+TRACE_VERSION: Final = 1
+"""Raised with every change of the lines that an older reader cannot read."""
+
+MOST_NAMED: Final = 8
+"""Sessions that an effect in words lists; of more it says how many."""
+
+_EVENTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(JobEvent)}
+_REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(m.Report)}
+
+
+# ---------------------------------------------------------------- events
+
+
+def event_to_plain(event: JobEvent) -> dict[str, Any]:
+    """An event as JSON takes it: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}."""
+    body = plain(event)
+    if isinstance(event, Heard):
+        body["report"] = {type(event.report).__name__: body["report"]}
+    return {type(event).__name__: body}
+
+
+def event_from_plain(value: Any) -> JobEvent:
+    """The event that was written; ValueError if it is none."""
+    kind, body = _tagged(value, _EVENTS)
+    if kind is not Heard:
+        event: JobEvent = typed(body, kind)
+        return event
+    if not (isinstance(body, dict) and body.keys() == {"session", "report"}):
+        raise ValueError("a Heard without its session and report")
+    report, said = _tagged(body["report"], _REPORTS)
+    return Heard(typed(body["session"], int), typed(said, report))
+
+
+def _tagged(value: Any, kinds: dict[str, type]) -> tuple[type, Any]:
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, body),) = value.items()
+        if name in kinds:
+            return kinds[name], body
+    raise ValueError("neither an event nor a report of this version")
+
+
+# ---------------------------------------------------------------- effects
+
+
+def effect_in_words(effect: JobEffect) -> str:
+    """One line; equal for equal effects only, but for the ages in facts."""
+    match effect:
+        case Tell():
+            return f"tell {_sessions(effect.sessions)}: {order_in_words(effect.order)}"
+        case Hangup():
+            return f"hang up {effect.session}"
+        case Note():
+            return f"{effect.level}: {effect.text}"
+        case JobOver():
+            return f"over with {effect.exit_code}: {effect.reason}"
+        case Record():
+            return f"record: {facts_in_words(effect.facts)}"
+
+
+def order_in_words(order: m.Order) -> str:
+    """An order as one line, with the whole name of its round."""
+    match order:
+        case m.Start():
+            return (
+                f"Start {order.round}: group {order.group_rank}/{order.group_world_size}, ranks "
+                f"from {order.first_rank} of {order.world_size}, store {order.store}"
+                f"{' (its own)' if order.host_store else ''}, restarts {order.restart_count}"
+            )
+        case m.Stop():
+            return f"Stop {order.round}: {order.reason}"
+        case m.End():
+            return f"End {order.exit_code}: {order.reason}"
+        case m.Refused():
+            return f"Refused {order.exit_code}: {order.reason}"
+        case m.Wait():
+            return f"Wait: {order.reason}"
+        case m.Welcome():
+            return f"Welcome: term {order.term}, a beat every {order.beat_interval:g} s"
+        case m.Echo():
+            return f"Echo {order.number}"
+        case _:
+            return type(order).__name__
+
+
+def report_in_words(report: m.Report) -> str:
+    """A report as one line; the round by its number."""
+    match report:
+        case m.Hello():
+            return "Hello"
+        case m.Join():
+            return f"Join, with store {report.store}"
+        case m.RanksFailed():
+            ranks = ", ".join(
+                f"{failed.rank} ({failed.exitcode}, {failed.kind.value})"
+                for failed in report.failures
+            )
+            return f"RanksFailed {report.round.number}: {ranks}"
+        case m.Stopping():
+            return f"Stopping {report.round.number}, {report.remaining:g} s left"
+        case m.Running() | m.Stopped() | m.Finished():
+            return f"{type(report).__name__} {report.round.number}"
+        case m.Leaving():
+            return f"Leaving: {report.reason}"
+        case m.Beat():
+            return f"Beat {report.number}"
+        case _:
+            return type(report).__name__
+
+
+def facts_in_words(facts: Facts) -> str:
+    """What the next master would believe, in short."""
+    words = [f"restarts {facts.restart_count}"]
+    if facts.round is None:
+        words.insert(0, "no round")
+    else:
+        last = facts.round
+        over = " (over)" if last.over else ""
+        ranks = f"{last.world_size} ranks on {len(last.seats)} nodes"
+        words.insert(0, f"round {last.name}{over}, {ranks}")
+    if facts.left_out:
+        words.append(f"{len(facts.left_out)} left out")
+    if facts.starved:
+        words.append(f"below its smallest size for {facts.starved:.1f} s")
+    if facts.outcome is not None:
+        words.append(f"outcome {facts.outcome.exit_code}")
+    return ", ".join(words)
+
+
+def _sessions(sessions: tuple[int, ...]) -> str:
+    named = ",".join(map(str, sessions[:MOST_NAMED]))
+    more = len(sessions) - MOST_NAMED
+    return f"{named} and {more} more" if more > 0 else named

@@ -1,0 +1,348 @@
+"""The record in etcd, and the leadership on which every write of it depends.
+
+A master leads while `lead/master` holds what it wrote there, under a lease that it renews every
+LEADER_RENEW seconds. Three fences, each enough against a master that was stopped and woken:
+
+* every write is a transaction conditional on the key's create_revision, so a master that was
+  succeeded decides nothing, whatever it believes;
+* orders leave only while `leads()`: within LEADER_TTL of the sending of the last renewal that was
+  answered, by a clock that goes on while the host sleeps. etcd's own count began later, so no
+  other can lead yet;
+* its term is that create_revision, which only grows; agents obey no lower one.
+
+Whoever cannot renew ends (`lost`). It might wait for etcd instead, but its agents must know at once
+that nobody guards their round: their own deadline to stop their ranks begins with the end of
+the stream (COORDINATION 1), and the next master's wait counts on that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from elasticrun.config import (
+    ETCD_CALL_LIMIT,
+    EXIT_NOT_LEADING,
+    LEADER_CALL_LIMIT,
+    LEADER_RENEW,
+    LEADER_TTL,
+    OUTCOME_KEPT,
+    RECORD_KEPT,
+    MasterConfig,
+    Tls,
+)
+from elasticrun.core.facts import Facts
+from elasticrun.master import etcd_record
+from elasticrun.master.fact_store import StoreRefused
+from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
+from elasticrun.wire import codec, etcd
+from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes, parse_place
+
+CAMPAIGN_LIMIT: Final = 10.0
+"""Seconds to win or lose; an etcd that does not answer for so long is the agent's to wait for."""
+
+PAUSE: Final = 0.2
+"""Seconds between tries of a write while etcd does not answer."""
+
+CLOSE_LIMIT: Final = 1.0
+"""Seconds to give the leadership back; else its lease does."""
+
+RENEW_RECORD: Final = 3600.0
+"""Seconds between renewals of the record's own lease, which is much longer."""
+
+logger = logging.getLogger("elasticrun")
+
+
+def boot_clock() -> float:
+    """Seconds that also count while the host is suspended: a lease goes on then."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class EtcdStore:
+    """A `FactStore` whose `load` campaigns first. `term` is known after it."""
+
+    def __init__(
+        self, config: MasterConfig, port: int, clock: Callable[[], float] = boot_clock
+    ) -> None:
+        """`port`: where this master will serve. StoreRefused for a place that is none."""
+        tls = config.tls or Tls()
+        try:
+            place = parse_place(config.master_store)
+            self._etcd = etcd.Etcd(
+                place, ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
+            )
+        except (ValueError, etcd.EtcdError) as wrong:
+            raise StoreRefused(str(wrong), EXIT_NOT_LEADING) from None
+        self._place = place
+        self._keys = Keys(config.job_id)
+        host = config.advertise or config.host
+        self._me = Leader(host, port, config.holder, secrets.token_hex(8))
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self.term = 0
+        """The fencing token: higher than that of every master of this job before."""
+        self._lease = 0
+        self._record_lease = 0
+        self._outcome_lease = 0
+        self._until = math.inf  # nothing to lose before it leads
+        self._timer: asyncio.TimerHandle | None = None
+        self._pending: Facts | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._more = asyncio.Event()
+        self._silent = False
+        self._crashes = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ the promise of FactStore
+
+    def leads(self) -> bool:
+        self._lapse()
+        return self.term > 0 and not self.lost.done()
+
+    async def load(self) -> Facts | None:
+        try:
+            await asyncio.wait_for(self._campaign(), CAMPAIGN_LIMIT)
+            read = (etcd.get(self._keys.record), etcd.get(self._keys.crashes))
+            answer = await self._persist(lambda: self._etcd.txn((), read))
+            facts = await self._facts(answer)
+            if not self._record_lease:
+                self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_KEPT))
+        except TimeoutError:
+            await self._withdraw()
+            raise StoreRefused(f"{self._place} does not answer", EXIT_NOT_LEADING) from None
+        except etcd.EtcdError as wrong:
+            await self._withdraw()
+            raise StoreRefused(str(wrong), EXIT_NOT_LEADING) from None
+        except StoreRefused:
+            await self._withdraw()
+            raise
+        self._tasks = [self._task(self._write_on()), self._task(self._renew_on())]
+        return facts
+
+    def write(self, facts: Facts, done: Callable[[], None]) -> None:
+        self._pending = facts
+        self._waiting.append(done)
+        self._more.set()
+
+    async def crashed(self) -> None:
+        keys, count = self._keys, self._crashes + 1
+        ours = (etcd.created_at(keys.master, self.term),)
+        with contextlib.suppress(etcd.EtcdError):
+            lease = await self._etcd.grant(int(CRASH_WINDOW))
+            told = etcd.put(keys.crashes, str(count).encode(), lease)
+            await self._etcd.txn(ours, (told,))
+
+    async def close(self, *, over: bool) -> None:
+        # Nothing depends on `over`: the outcome was written with the facts that hold it.
+        self._lose("this master has ended")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._withdraw()
+
+    # ------------------------------------------------------------ the campaign
+
+    async def _campaign(self) -> None:
+        """Become the leader. StoreRefused when another is, EtcdRefused."""
+        key, mine = self._keys.master, self._me.to_bytes()
+        while True:
+            began = self._clock()
+            self._lease = await self._persist(lambda: self._etcd.grant(LEADER_TTL))
+            answer = await self._persist(
+                lambda: self._etcd.txn(
+                    (etcd.created_at(key, 0),),
+                    (etcd.put(key, mine, self._lease),),
+                    (etcd.get(key),),
+                )
+            )
+            if answer.succeeded:
+                return self._won(answer.revision, began)
+            there = answer.items[0]
+            leader = leader_from_bytes(there.value)
+            if leader == self._me:  # it was done, and the answer to it was lost
+                return self._won(there.created, began)
+            if leader is None:
+                raise StoreRefused(
+                    f"{key} in etcd was written by another version", EXIT_NOT_LEADING
+                )
+            if not leader.holder or leader.holder != self._me.holder:
+                raise StoreRefused(
+                    f"the master at {leader.endpoint} leads this job", EXIT_NOT_LEADING
+                )
+            # Our own agent has seen its last master dead before it started us: no need to wait
+            # for that one's lease.
+            await self._withdraw(close=False)
+            stale = (etcd.created_at(key, there.created),)
+            await self._persist(partial(self._etcd.txn, stale, (etcd.delete(key),)))
+
+    def _won(self, revision: int, since: float) -> None:
+        self.term = revision
+        self._extend(since)
+
+    async def _facts(self, answer: etcd.Answer) -> Facts | None:
+        there = {item.key: item for item in answer.items}
+        item = there.get(self._keys.record)
+        if item is None:
+            return None
+        self._record_lease = item.lease
+        told = there.get(self._keys.crashes)
+        if told is not None and told.value.isdigit():
+            self._crashes = int(told.value[:9])
+        if self._crashes >= MAX_CRASHES:
+            logger.warning(
+                "%d masters have failed on the job's record in etcd; the agents are asked instead",
+                self._crashes,
+            )
+            self._crashes = 0
+            return None
+        try:
+            return await asyncio.to_thread(etcd_record.decode, item.value)
+        except ValueError as wrong:
+            logger.warning(
+                "the job's record in etcd cannot be read (%s); the agents are asked instead", wrong
+            )
+            return None
+
+    # ------------------------------------------------------------ leading
+
+    def _extend(self, since: float) -> None:
+        """A proof of leadership that was asked for at `since` has come."""
+        self._lapse()  # if it came too late, orders have been held back: then it is worth nothing
+        if self.lost.done():
+            return
+        self._until = since + LEADER_TTL
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(0.0, self._until - self._clock()), self._due)
+
+    def _due(self) -> None:
+        self._lapse()
+        if not self.lost.done():
+            self._extend(self._until - LEADER_TTL)
+
+    def _lapse(self) -> None:
+        """See to it that no order leaves after the lease."""
+        now = self._clock()
+        if now >= self._until and not self.lost.done():
+            ago = now - self._until + LEADER_TTL
+            self._lose(
+                f"{self._place} last confirmed {ago:.0f} s ago that it leads, for {LEADER_TTL} s: "
+                "it orders nothing more"
+            )
+
+    async def _renew_on(self) -> None:
+        """Renew the lease and look whether the key still is ours, for as long as we lead."""
+        renewed = self._clock()
+        ours = (etcd.created_at(self._keys.master, self.term),)
+        while not self.lost.done():
+            await asyncio.sleep(LEADER_RENEW)
+            since = self._clock()
+            try:
+                alive = await self._etcd.renew(self._lease, LEADER_CALL_LIMIT)
+                if alive:
+                    alive = (await self._etcd.txn(ours, (), limit=LEADER_CALL_LIMIT)).succeeded
+                if since - renewed > RENEW_RECORD and self._record_lease:
+                    await self._etcd.renew(self._record_lease)
+                    renewed = since
+            except etcd.EtcdSilent as silent:
+                self._tell_silent(str(silent))
+                continue
+            except etcd.EtcdRefused as refused:
+                self._lose(str(refused))
+                return
+            if not alive:
+                self._lose("another master may lead: this one's lease in etcd is over")
+                return
+            if self._silent:
+                self._silent = False
+                logger.warning("etcd answers again, and this master still leads")
+            self._extend(since)
+
+    def _tell_silent(self, why: str) -> None:
+        if not self._silent:
+            self._silent = True
+            logger.warning("%s; no decision is made until it does, and the ranks go on", why)
+
+    def _lose(self, why: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _withdraw(self, *, close: bool = True) -> None:
+        """Give the lease back, so that nobody has to wait for its end; then hang up."""
+        if self._lease:
+            lease, self._lease = self._lease, 0
+            with contextlib.suppress(etcd.EtcdError, TimeoutError):
+                await asyncio.wait_for(self._etcd.revoke(lease), CLOSE_LIMIT)
+        if close:
+            await self._etcd.close()
+
+    # ------------------------------------------------------------ writing
+
+    async def _write_on(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            if not self.leads():
+                return
+            if self._pending is None:
+                continue
+            waiting, self._waiting = self._waiting, []
+            try:
+                durable = await self._write_newest()
+            except (etcd.EtcdRefused, ValueError) as wrong:
+                self._lose(f"the job's record cannot be written: {wrong}")
+                return
+            if not durable or not self.leads():
+                return  # durable or not: what it permits is for the next master to say
+            for done in waiting:
+                done()
+
+    async def _write_newest(self) -> bool:
+        """Write what is pending; False when another master leads."""
+        facts, self._pending = self._pending, None
+        assert facts is not None
+        data = await asyncio.to_thread(etcd_record.encode, facts)
+        if facts.outcome is not None and not self._outcome_lease:
+            self._outcome_lease = await self._persist(lambda: self._etcd.grant(OUTCOME_KEPT))
+        lease = self._record_lease if facts.outcome is None else self._outcome_lease
+        then = [etcd.put(self._keys.record, data, lease)]
+        if facts.outcome is not None:
+            end = codec.order_to_wire(facts.outcome)
+            then.append(etcd.put(self._keys.outcome, end, lease))
+        ours = (etcd.created_at(self._keys.master, self.term),)
+        answer = await self._persist(lambda: self._etcd.txn(ours, tuple(then)))
+        if not answer.succeeded:
+            self._lose("another master leads this job: what this one decided is void")
+        return bool(answer.succeeded)
+
+    async def _persist(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Call until etcd answers, for as long as there is a leadership to win or to use."""
+        while not self.lost.done():
+            try:
+                return await call()
+            except etcd.EtcdSilent as silent:
+                self._tell_silent(str(silent))
+            await asyncio.sleep(PAUSE)
+        raise etcd.EtcdRefused(self.lost.result())
+
+    def _task(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A defect of ours in a task ends the leadership with its name, not in silence."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._lose(f"a defect of elasticrun: {error!r}")
+
+        made = asyncio.ensure_future(body)
+        made.add_done_callback(look)
+        return made

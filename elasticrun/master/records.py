@@ -1,0 +1,167 @@
+"""Which record this master keeps (none, its own disk's, a shared one), and the trace beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from elasticrun.config import EXIT_USAGE, MasterConfig
+from elasticrun.core.facts import Facts
+from elasticrun.master.fact_store import FactStore, StoreRefused
+from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.master.trace import Life, TraceWriter
+from elasticrun.wire import env, record_folder
+
+TRACE_END: Final = 1.0
+"""Seconds that the last lines of the trace may take to reach the disk."""
+
+FOLDER_LIMIT: Final = 2.0
+"""Seconds that a look at the folder may take before the master does without it."""
+
+MAX_WORD: Final = 64
+"""Characters of the job's id in the name of a trace that is kept."""
+
+logger = logging.getLogger("elasticrun")
+
+
+class Records:
+    """What one master remembers beyond its own life.
+
+    A hosted master does without a folder that it cannot have, and says so in one line; a person who
+    named one is refused with a sentence."""
+
+    def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
+        self._config = config
+        self._hosted = hosted
+        self._folder: Path | None = None
+        self._fd = -1
+        self.store: FactStore | None = None
+        self.trace: TraceWriter | None = None
+
+    async def open(self, port: int) -> Facts | None:
+        """The facts of the master before this one. `port`: where this one serves; it is bound
+        already. StoreRefused."""
+        config = self._config
+        if config.record_dir:
+            await self._take(Path(config.record_dir))
+        if config.master_store:
+            from elasticrun.master.etcd_store import EtcdStore
+
+            self.store = EtcdStore(config, port)
+        elif self._folder is not None:
+            self.store = SqliteStore(self._folder)
+        if self.store is None:
+            return None
+        facts = await self.store.load()
+        if facts is None or facts.spec.job_id == config.job_id:
+            return facts
+        await self.close(over=False)
+        raise StoreRefused(
+            f"the record in {self._where()} is that of job {facts.spec.job_id!r}, and this master "
+            f"is to serve {config.job_id!r}: name another folder, or remove it",
+            EXIT_USAGE,
+        )
+
+    def begin_trace(self, life: Life) -> TraceWriter | None:
+        """Write down from now on what the brain takes in; None where there is no folder."""
+        if (folder := self._trace_folder()) is not None:
+            self.trace = TraceWriter(folder, life)
+        return self.trace
+
+    def _trace_folder(self) -> Path | None:
+        kept = os.environ.get(env.TRACE_DIR, "")
+        if not kept or not self._hosted or self._folder is None:
+            return self._folder
+        job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
+        launch = self._folder.name.removeprefix(record_folder.PREFIX)
+        return Path(kept).absolute() / f"{job}-{launch}"
+
+    def told(self, facts: Facts) -> Facts:
+        """Facts of a job that is over, whose sentence tells how to run it again."""
+        if facts.outcome is None or self._hosted or self._folder is None:
+            return facts
+        reason = (
+            f"the job is over already: {facts.outcome.reason} (remove {self._folder}, the record "
+            "of its master, to run it again)"
+        )
+        return replace(facts, outcome=replace(facts.outcome, reason=reason))
+
+    async def distrust(self, why: str) -> None:
+        """What was loaded cannot be used: begin an empty record."""
+        if isinstance(self.store, SqliteStore):
+            self.store.set_aside(why)
+        else:
+            logger.warning("the record of this job is not used: %s", why)
+
+    async def crashed(self) -> None:
+        """The brain failed: the next master must know, if it has this record."""
+        if self.store is not None:
+            await self.store.crashed()
+
+    async def close(self, *, over: bool) -> None:
+        """End all of it; `over`: the job has ended and was told to everybody."""
+        if self.trace is not None:
+            self.trace.close(TRACE_END)
+        if self.store is not None:
+            await self.store.close(over=over)
+            self.store = None
+
+    def remove(self) -> None:
+        """Remove the folder of a launch that nobody needs any more."""
+        if self._folder is not None and self._hosted:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _where(self) -> str:
+        return self._config.master_store or str(self._folder)
+
+    async def _take(self, folder: Path) -> None:
+        """Hold the folder, in a thread: it may hang."""
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[int] = loop.create_future()
+
+        def answer(fd: int, wrong: Exception | None) -> None:
+            if taken.done():
+                return
+            if wrong is None:
+                taken.set_result(fd)
+            else:
+                taken.set_exception(wrong)
+
+        def work() -> None:
+            fd, wrong = -1, None
+            try:
+                fd = self._hold(folder)
+            except Exception as error:
+                wrong = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(answer, fd, wrong)
+
+        threading.Thread(target=work, name="elasticrun-folder", daemon=True).start()
+        try:
+            self._fd = await asyncio.wait_for(taken, FOLDER_LIMIT)
+            self._folder = folder
+        except TimeoutError:
+            self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
+        except BlockingIOError:
+            self._do_without(f"{folder} holds the record of a master that runs")
+        except OSError as wrong:
+            self._do_without(str(wrong))
+
+    def _hold(self, folder: Path) -> int:
+        if self._hosted:
+            return record_folder.hold(folder)
+        record_folder.prepare(folder)
+        return record_folder.hold(folder, alone=True)
+
+    def _do_without(self, why: str) -> None:
+        if not self._hosted:
+            raise StoreRefused(why, EXIT_USAGE)
+        logger.warning("this job's master keeps no record: %s", why)

@@ -1,0 +1,327 @@
+"""A trace once more: the real brain takes in what a master took in, and says what it decides.
+
+The brain is deterministic (time and nonces are arguments, and both are in the trace), so it must
+say what was recorded. Where it does not, the trace is of another version, or there is a defect;
+either way the place is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from elasticrun import __version__
+from elasticrun.core.aging import aged
+from elasticrun.core.effects import (
+    Attached,
+    Detached,
+    Hangup,
+    Heard,
+    JobEffect,
+    JobEvent,
+    JobOver,
+    Note,
+    Overslept,
+    Record,
+    Tell,
+)
+from elasticrun.core.facts import Facts
+from elasticrun.core.job import Job
+from elasticrun.core.trace_form import (
+    effect_in_words,
+    facts_in_words,
+    order_in_words,
+    report_in_words,
+)
+from elasticrun.sim.trace_reader import Gap, Head, NoTrace, Step, read
+from elasticrun.wire.messages import Beat, RoundReport, Start, Welcome
+
+CAUSE_WIDTH: Final = 38
+"""Columns for what happened; a longer one has a line of its own."""
+
+MOST_NAMED: Final = 4
+"""Nodes that a line lists when all are told the same kind of thing; of more it says how many."""
+
+MOST_DIFFERENCES: Final = 10
+"""Differences shown; after the first one the others follow from it."""
+
+_ROUND_NAME: Final = re.compile(r" \(\d+/[0-9a-f?]+\)")  # behind its number
+
+SAME: Final = 0
+DIFFERS: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which lines are printed."""
+
+    node: str = ""  # only what concerns this one
+    since: float = 0.0  # seconds from the beginning of the trace
+    everything: bool = False  # events that nothing followed from, too
+
+
+def replay(path: Path, wanted: Wanted, out: Callable[[str], None]) -> int:
+    """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace."""
+    player = _Player(wanted, out)
+    for item in read(path):
+        if isinstance(item, Head):
+            player.head(item)
+        elif isinstance(item, Step):
+            player.step(item)
+        else:
+            player.gap(item)
+    return player.end()
+
+
+class _Player:
+    def __init__(self, wanted: Wanted, out: Callable[[str], None]) -> None:
+        self._wanted = wanted
+        self._out = out
+        self._brain: Job | None = None
+        self._term = -1
+        self._nonces: deque[str] = deque()
+        self._nodes: dict[int, str] = {}
+        self._origin: float | None = None
+        self._now = 0.0
+        self._exact = True
+        self._steps = 0
+        self._differences = 0
+        self._uncounted = False
+
+    # ------------------------------------------------------------ what the trace says
+
+    def head(self, head: Head) -> None:
+        """Begin a brain as that master did, unless this is only the ring's next file."""
+        if head.midst and self._brain is not None and head.term == self._term:
+            return
+        if self._origin is None or head.at < self._now:  # another boot has another clock
+            self._origin = head.at
+        self._now = head.at
+        self._term = head.term
+        self._nonces.clear()
+        self._nodes.clear()
+        self._exact = not head.midst
+        facts = head.facts
+        for line in _heading(head):
+            self._out(line)
+        if facts is not None and head.midst:
+            facts = aged(facts, head.facts_age)
+        self._brain = Job(head.spec, head.term, self._mint, facts)
+        for stream in head.streams:
+            self._nodes[stream.session] = stream.hello.node
+            self._brain.step(_as_it_was(stream, facts), head.at)
+
+    def step(self, step: Step) -> None:
+        """Give the brain an event, print what it says, and compare."""
+        assert self._brain is not None
+        self._now = step.at
+        self._steps += 1
+        self._nonces.extend(step.minted)
+        if isinstance(step.event, Attached):
+            self._nodes[step.event.session] = step.event.hello.node
+        raised = ""
+        effects: list[JobEffect] = []
+        try:
+            effects = self._brain.step(step.event, step.at)
+        except Exception as fault:  # as it did then
+            raised = f"{type(fault).__name__}: {fault}"
+        self._show(step, effects, raised)
+        self._compare(step, effects, raised)
+        if isinstance(step.event, Detached):
+            self._nodes.pop(step.event.session, None)
+
+    def gap(self, gap: Gap) -> None:
+        """Something is missing."""
+        self._out(f"-- {gap.why}")
+        self._exact = self._exact and gap.cut
+
+    def end(self) -> int:
+        """The last lines."""
+        if self._differences:
+            self._out(
+                f"-- {self._steps} events; the replay DIFFERS from what was recorded, "
+                f"{self._differences} times"
+            )
+            return DIFFERS
+        if self._uncounted:
+            self._out(
+                f"-- {self._steps} events; after what is missing the replay differs from what was "
+                "recorded, as it may"
+            )
+        else:
+            self._out(f"-- {self._steps} events; the replay says what was recorded")
+        return SAME
+
+    def _mint(self) -> str:
+        return self._nonces.popleft() if self._nonces else "????????"
+
+    # ------------------------------------------------------------ printing
+
+    def _show(self, step: Step, effects: list[JobEffect], raised: str) -> None:
+        at = step.at - (self._origin or 0.0)
+        if at < self._wanted.since:
+            return
+        lines = list(self._decisions(effects))
+        if raised:
+            lines.append(f"the brain raised {raised}")
+        cause = self._cause(step.event)
+        silent = not lines
+        if silent and not (self._wanted.everything and not _is_beat(step.event)):
+            return
+        if self._wanted.node and not self._concerns(step, effects, [cause, *lines]):
+            return
+        self._print(at, cause, lines or ["-"])
+
+    def _print(self, at: float, cause: str, lines: list[str]) -> None:
+        stamp = f"{at:10.3f}  "
+        if len(cause) > CAUSE_WIDTH:
+            self._out(stamp + cause)
+            stamp, cause = " " * len(stamp), ""
+        for line in lines:
+            # The number of a round says enough for people; its whole name is compared.
+            self._out(f"{stamp}{cause:<{CAUSE_WIDTH}}  {_ROUND_NAME.sub('', line)}")
+            stamp, cause = " " * len(stamp), ""
+
+    def _concerns(self, step: Step, effects: list[JobEffect], lines: list[str]) -> bool:
+        name = self._wanted.node
+        concerned = {s for effect in effects if isinstance(effect, Tell) for s in effect.sessions}
+        if isinstance(step.event, Attached | Heard | Detached):
+            concerned.add(step.event.session)
+        if any(self._nodes.get(session) == name for session in concerned):
+            return True
+        return any(name in _words(line) for line in lines)
+
+    def _cause(self, event: JobEvent) -> str:
+        if isinstance(event, Attached):
+            attached = event.hello.attached
+            back = "" if attached is None else f", in round {attached.round.number}"
+            return f"{event.hello.node} attaches{back}"
+        if isinstance(event, Heard):
+            return f"{self._name(event.session)}: {report_in_words(event.report)}"
+        if isinstance(event, Detached):
+            how = "hangs up" if event.clean else "stream broke"
+            return f"{self._name(event.session)}: {how}"
+        if isinstance(event, Overslept):
+            return f"the loop was {event.by:.1f} s late"
+        return "(a deadline)"
+
+    def _decisions(self, effects: list[JobEffect]) -> Iterator[str]:
+        for kind, group in groupby(effects, _kind):
+            same = list(group)
+            tells = [effect for effect in same if isinstance(effect, Tell)]
+            if kind is Welcome:
+                continue
+            if len(tells) > MOST_NAMED:
+                yield self._told_in_short(tells)
+                continue
+            for effect in same:
+                yield self._decision(effect)
+
+    def _decision(self, effect: JobEffect) -> str:
+        match effect:
+            case Tell():
+                return f"-> {self._names(effect.sessions)}: {order_in_words(effect.order)}"
+            case Hangup():
+                return f"hang up on {self._name(effect.session)}"
+            case Note():
+                return effect.text if effect.level == "info" else f"{effect.level}: {effect.text}"
+            case JobOver():
+                return f"the job is over with {effect.exit_code}: {effect.reason}"
+            case Record():
+                return f"recorded: {facts_in_words(effect.facts)}"
+
+    def _told_in_short(self, tells: list[Tell]) -> str:
+        sessions = tuple(session for tell in tells for session in tell.sessions)
+        order = tells[0].order
+        number = f" {order.round.number}" if isinstance(order, Start) else ""
+        return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
+
+    def _names(self, sessions: tuple[int, ...]) -> str:
+        named = ", ".join(self._name(session) for session in sessions[:MOST_NAMED])
+        more = len(sessions) - MOST_NAMED
+        return f"{named} and {more} more" if more > 0 else named
+
+    def _name(self, session: int) -> str:
+        return self._nodes.get(session, f"session {session}")
+
+    # ------------------------------------------------------------ comparing
+
+    def _compare(self, step: Step, effects: list[JobEffect], raised: str) -> None:
+        said = tuple(effect_in_words(effect) for effect in effects)
+        if said == step.said and raised == step.raised:
+            return
+        if not self._exact:
+            self._uncounted = True
+            return
+        self._differences += 1
+        if self._differences > MOST_DIFFERENCES:
+            return
+        self._print(step.at - (self._origin or 0.0), self._cause(step.event), ["DIFFERS:"])
+        if raised != step.raised:
+            self._out(f"  recorded: raised {step.raised or 'nothing'}")
+            self._out(f"  replayed: raised {raised or 'nothing'}")
+        for recorded, replayed in _unequal(step.said, said):
+            self._out(f"  recorded: {recorded}")
+            self._out(f"  replayed: {replayed}")
+
+
+def _unequal(recorded: tuple[str, ...], replayed: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """What one says and the other does not, in pairs."""
+    for number in range(max(len(recorded), len(replayed))):
+        one = recorded[number] if number < len(recorded) else "(nothing)"
+        other = replayed[number] if number < len(replayed) else "(nothing)"
+        if one != other:
+            yield one, other
+
+
+def _kind(effect: JobEffect) -> type:
+    """What is told in one line belongs together."""
+    return type(effect.order) if isinstance(effect, Tell) else type(effect)
+
+
+def _is_beat(event: JobEvent) -> bool:
+    return isinstance(event, Heard) and isinstance(event.report, Beat)
+
+
+def _words(line: str) -> Iterable[str]:
+    return (word.strip(".,:;()'\"") for word in line.split())
+
+
+def _heading(head: Head) -> Iterator[str]:
+    yield f"== job {head.job_id!r}, a master of term {head.term} since {head.wall}"
+    if head.version != __version__:
+        yield f"-- recorded by elasticrun {head.version}; this is {__version__}"
+    if head.midst:
+        yield (
+            "-- what was before is lost (the trace is a ring): the brain begins here with the "
+            "facts of this moment, as a successor would, and what it says may differ"
+        )
+    if head.facts is not None:
+        yield f"-- with a record: {_ROUND_NAME.sub('', facts_in_words(head.facts))}"
+
+
+def _as_it_was(stream: Attached, facts: Facts | None) -> Attached:
+    """A stream that stood when the ring turned, as its node would attach to a successor."""
+    last = None if facts is None else facts.round
+    seats = [] if last is None else [s for s in last.seats if s.node == stream.hello.node]
+    if last is None or not seats or seats[0].incarnation != stream.hello.incarnation:
+        return stream
+    seat = seats[0]
+    attached = RoundReport(
+        round=last.name,
+        group_rank=seat.group_rank,
+        group_world_size=len(last.seats),
+        first_rank=seat.first_rank,
+        world_size=last.world_size,
+        restart_count=last.restart_count,
+        store=last.store,
+    )
+    return replace(stream, hello=replace(stream.hello, attached=attached))
+
+
+__all__ = ["DIFFERS", "SAME", "NoTrace", "Wanted", "replay"]

@@ -1,0 +1,208 @@
+"""What runs for a job under test: its agents, the master that a test may start by hand, the hosts
+they are on; how they come, what is seen of them, and that nothing stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from elasticrun.testing import page, processes
+from elasticrun.testing.hosts import Lab
+from elasticrun.testing.node import ELASTICRUN, Node, environment
+from elasticrun.testing.plan import Plan
+from elasticrun.testing.steps import STEP_LOG, Step, StepLog, overlap
+from elasticrun.testing.watch import Deadline, Watch
+from elasticrun.wire.messages import JobStatus
+
+LEFTOVER_LIMIT: Final = 10.0
+"""Seconds after the end of an agent in which all that it started must be gone."""
+
+Where = int | Literal["master"]
+
+
+class JobError(AssertionError):
+    """The job did not do what a test waited for."""
+
+
+class Fleet:
+    """The nodes of one job; `nodes` are those that were started so far, by their number."""
+
+    def __init__(self, plan: Plan, scratch: Path, *, hosts: bool) -> None:
+        self.nodes: list[Node] = []
+        self.master_node: Node | None = None
+        """The master that was started by hand."""
+        self._plan = plan
+        self._scratch = scratch
+        self._consoles = scratch / "consoles"
+        self._log_folder = scratch / "steps"
+        for folder in (self._consoles, self._log_folder):
+            folder.mkdir()
+        self._log = StepLog(str(self._log_folder / "steps.jsonl"))
+        self._said = Watch()  # what agents, ranks and masters say
+        self._said.folder(str(self._consoles))
+        self._stepped = Watch()
+        self._stepped.folder(str(self._log_folder))
+        self._runs: dict[Path, None] = {}
+        self._closed = False
+        self.lab: Lab | None = Lab(scratch) if hosts else None
+        """The hosts and their switch, where there are some."""
+
+    # ------------------------------------------------------------ nodes come
+
+    def begin(
+        self, count: int, *, master: bool, master_options: Sequence[str], timeout: float
+    ) -> None:
+        """Start the master, then `count` nodes; called once by `start`."""
+        if master:
+            self.master_node = self._made("master")
+            self._plan.place(self.master_node.host)
+            command = self._plan.master_command(master_options)
+            self._start(self.master_node, command, {})
+            self._await_master(self.master_node, timeout)
+        for number in range(count):
+            node = self.add_node()
+            if number == 0 and not master:
+                self._await_master(node, timeout)
+
+    def add_node(
+        self,
+        *,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        nproc_per_node: str | int | None = None,
+    ) -> Node:
+        """Start one more agent, on a host of its own where nodes have hosts; the new node."""
+        node = self._made(f"node{len(self.nodes)}")
+        if not self.nodes and self.master_node is None:
+            self._plan.place(node.host)
+        self.nodes.append(node)
+        command = self._plan.agent_command(
+            node.name, options, None if nproc_per_node is None else str(nproc_per_node)
+        )
+        node.command = command
+        node.env = dict(env or {})
+        self._start(node, command, node.env)
+        return node
+
+    def restart_node(self, number: int) -> Node:
+        """Start the agent of a node that has ended again: the same node, a new life."""
+        node = self._node(number)
+        if node.exit_code is None:
+            raise ValueError(f"node {number} still runs: kill it before it is started again")
+        self._start(node, node.command, node.env)
+        return node
+
+    def _made(self, name: str) -> Node:
+        console = self._consoles / f"{name}.txt"
+        console.touch()
+        host = self.lab.add(name) if self.lab else None
+        return Node(name, f"{self._plan.job_id}.{name}", console, host)
+
+    def _start(self, node: Node, command: Sequence[str], env: Mapping[str, str]) -> None:
+        own = self._scratch / (node.name if self.lab else "host")
+        told = {**self._plan.env, **env, STEP_LOG: self._log.path}
+        environ = environment(own, node.mark, told)
+        folder = page.run_folder(own / "run")
+        if folder not in self._runs:
+            self._runs[folder] = None
+            self._said.folder(str(folder))
+        prefix = self.lab.prefix(node.name) if self.lab else []
+        node.start([*ELASTICRUN, *command], environ, prefix)
+        self._said.process(node.pid)
+        self._stepped.process(node.pid)
+
+    def _await_master(self, node: Node, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        while True:
+            ended = node.exit_code
+            if page.masters(self._runs):
+                return
+            if ended is not None or deadline.over():
+                how = "no master serves" if ended is None else f"{node.name} {node.outcome()}"
+                raise JobError(f"the job did not start: {how}; it said:\n{node.tail()}")
+            self._said.wait(deadline.left())
+
+    # ------------------------------------------------------------ what is seen
+
+    def status(self) -> JobStatus:
+        """The job as its master sees it. JobError where no master answers."""
+        try:
+            return page.status(self._runs)
+        except page.NoAnswer as error:
+            raise JobError(str(error)) from None
+
+    def steps(self) -> list[Step]:
+        """What the ranks have written with `elasticrun.testing.step` so far."""
+        self._log.read()
+        return list(self._log.steps)
+
+    def output(self, number: Where) -> str:
+        """What a node's agent and ranks have written to their standard streams so far."""
+        if number == "master":
+            return self.master_node.output() if self.master_node else ""
+        return self._node(number).output()
+
+    # ------------------------------------------------------------ for those who do things to it
+
+    def _over(self) -> bool:
+        return bool(self.nodes) and all(node.exit_code is not None for node in self.nodes)
+
+    def _node(self, number: int) -> Node:
+        if not 0 <= number < len(self.nodes):
+            raise ValueError(f"there is no node {number}: {len(self.nodes)} were started, from 0")
+        return self.nodes[number]
+
+    def _cable(self, where: Where) -> tuple[Lab, str]:
+        if self.lab is None:
+            raise ValueError("nodes on one host have no cables: start the job with hosts=True")
+        if where != "master":
+            return self.lab, self._node(where).name
+        if self.master_node is None:
+            raise ValueError("no master has a host of its own: start the job with master=True")
+        return self.lab, self.master_node.name
+
+    # ------------------------------------------------------------ the end
+
+    def sections(self, title: str) -> list[tuple[str, str]]:
+        """What a failing test shows: how each node stands, and what it said last."""
+        everybody = [*self.nodes, *([self.master_node] if self.master_node else [])]
+        shown = [(f"{title}: {n.name}, which {n.outcome()}", n.tail()) for n in everybody]
+        steps = "\n".join(map(str, self.steps()[-10:]))
+        return [*shown, (f"{title}: the last steps", steps)] if steps else shown
+
+    def close(self) -> str:
+        """End everything and remove it; what should have ended by itself before, in a sentence."""
+        if self._closed:
+            return ""
+        self._closed = True
+        try:
+            complaints = [*self._leftovers(), overlap(self.steps())]
+        finally:
+            self._remove()
+        return "; ".join(filter(None, complaints))
+
+    def _leftovers(self) -> list[str]:
+        """What has outlived agents that ended, by themselves or by `kill_agent`."""
+        told = []
+        done = self._over() and not any(node.killed or node.frozen for node in self.nodes)
+        for node in self.nodes:
+            if node.exit_code is None or node.frozen:
+                continue
+            left = node.pids(masters=done)  # a master outlives its agent while it serves others
+            if left := sorted(processes.await_end(left, LEFTOVER_LIMIT)):
+                words = ", ".join(f"{pid} ({processes.command(pid)[:120]})" for pid in left)
+                told.append(f"{node.name} has ended, but left processes: {words}")
+        return told
+
+    def _remove(self) -> None:
+        try:
+            for node in [*self.nodes, *([self.master_node] if self.master_node else [])]:
+                node.kill(masters=True)
+        finally:
+            if self.lab is not None:
+                self.lab.close()
+            self._log.close()
+            self._said.close()
+            self._stepped.close()

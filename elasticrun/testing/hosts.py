@@ -1,0 +1,302 @@
+"""Hosts made of network namespaces, a cable each to one switch, and what goes wrong there.
+
+A `Lab` is a switch (a bridge in a namespace of its own) and hosts with the addresses 192.0.2.1,
+192.0.2.2, ... of a range that is reserved for documentation: nothing can leave. A command runs on
+a host by `prefix`, with the host's own network, name and /etc/hosts, where all hosts stand by name.
+
+A pulled cable is a link that is down. All else (a pair that cannot see each other, one that hears
+but is not heard, loss, delay, flapping) is done by `line.py`, put between cable and switch the
+first time it is asked for: it needs no netfilter and no netem, which a kernel may not have.
+
+Names carry the process that made them, so labs of several processes stand side by side, and what a
+killed process left behind is swept by the next lab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.testing import processes
+from elasticrun.wire.published import start_time
+
+NETNS: Final = Path("/run/netns")
+NETWORK: Final = "192.0.2."
+MOST_HOSTS: Final = 250
+COMMAND_LIMIT: Final = 30.0
+"""Seconds for one `ip`; it needs milliseconds."""
+
+KILL_LIMIT: Final = 10.0
+"""Seconds for the processes of a host to be gone after SIGKILL."""
+
+_LAB: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
+_COUNT = itertools.count()
+
+ENTER: Final = (
+    'mount --bind "$1" /etc/hosts && echo "$2" >/proc/sys/kernel/hostname && shift 2 && exec "$@"'
+)
+
+
+class Impossible(Exception):
+    """This machine has not got what a test needs; the text is one sentence."""
+
+
+class LabError(Exception):
+    """A lab could not be made or changed; the text is one sentence."""
+
+
+def require() -> None:
+    """Impossible where hosts cannot be made here."""
+    if why := _why_no_hosts():
+        raise Impossible(f"hosts of network namespaces cannot be made here: {why}")
+
+
+@functools.cache
+def _why_no_hosts() -> str:
+    if not sys.platform.startswith("linux"):
+        return "this is no Linux"
+    if os.geteuid() != 0:
+        return "that needs root"
+    missing = [name for name in ("ip", "nsenter", "unshare") if not _program(name)]
+    if missing:
+        return f"there is no {' and no '.join(missing)} (Debian: iproute2, util-linux)"
+    name = _name("probe")
+    try:
+        _ip("netns", "add", name)
+    except LabError as error:
+        return str(error)
+    try:
+        _ip("-n", name, "link", "add", "br0", "type", "bridge")
+        _ip("-n", name, "link", "add", "v0", "type", "veth", "peer", "name", "v1")
+    except LabError as error:
+        return str(error)
+    finally:
+        _ip("netns", "del", name)
+    return ""
+
+
+def require_lines() -> None:
+    """Impossible where a kernel gives no TAP devices, that is, no loss and no delay."""
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+    except OSError as error:
+        raise Impossible(
+            f"loss and delay need TAP devices: /dev/net/tun: {error.strerror}"
+        ) from None
+
+
+class Host:
+    """One host of a lab."""
+
+    def __init__(self, name: str, number: int, namespace: str) -> None:
+        self.name = name
+        self.number = number
+        self.namespace = namespace
+        self.address = f"{NETWORK}{number}"
+        self.mac = f"02:00:00:00:00:{number:02x}"
+        self.deaf: set[str] = set()
+        self.mute: set[str] = set()
+        self.on_line = False
+
+    @property
+    def netns(self) -> str:
+        """The file that stands for its network."""
+        return str(NETNS / self.namespace)
+
+    def pids(self) -> list[int]:
+        """The processes that run on it."""
+        return processes.in_network(self.netns)
+
+
+class Lab:
+    """A switch and its hosts. Impossible, LabError. `close` it, whatever happens."""
+
+    def __init__(self, scratch: Path, *, seed: int = 1) -> None:
+        """`scratch`: an existing folder, for the hosts' /etc/hosts."""
+        require()
+        sweep()
+        self._prefix = _name("")
+        self._switch = f"{self._prefix}switch"
+        self._scratch = scratch
+        self._seed = seed
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._table = scratch / "hosts"
+        self.hosts: dict[str, Host] = {}
+        try:
+            _ip("netns", "add", self._switch)
+            self._sw("link", "set", "lo", "up")
+            self._sw("link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
+            self._sw("link", "set", "br0", "up")
+        except LabError:
+            self.close()
+            raise
+
+    def add(self, name: str) -> Host:
+        """One more host, at the next address."""
+        number = len(self.hosts) + 1
+        if number > MOST_HOSTS:
+            raise LabError(f"a lab has {MOST_HOSTS} hosts at most")
+        host = Host(name, number, f"{self._prefix}{number}")
+        self.hosts[name] = host
+        _ip("netns", "add", host.namespace)
+        cable = (f"v{number}", "netns", self._switch, "type", "veth", "peer", "name", "eth0")
+        _ip("link", "add", *cable, "address", host.mac, "netns", host.namespace)
+        self._sw("link", "set", f"v{number}", "master", "br0", "up")
+        _ip("-n", host.namespace, "link", "set", "lo", "up")
+        _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        _ip("-n", host.namespace, "link", "set", "eth0", "up")
+        rows = [f"{h.address} {h.name}" for h in self.hosts.values()]
+        self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
+        return host
+
+    def prefix(self, name: str) -> list[str]:
+        """The words before a command that make it run on this host, as the process it then is."""
+        host = self.hosts[name]
+        enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
+        return [*enter, "sh", "-c", ENTER, "sh", str(self._table), name]
+
+    # ------------------------------------------------------------ what befalls cables
+
+    def cut(self, name: str) -> None:
+        """Pull the cable of a host."""
+        self._sw("link", "set", f"v{self.hosts[name].number}", "down")
+
+    def mend(self) -> None:
+        """Plug every cable in, and let every line carry everything at once again."""
+        for host in self.hosts.values():
+            self._sw("link", "set", f"v{host.number}", "up")
+            host.deaf.clear()
+            host.mute.clear()
+            if host.on_line:
+                plain = {"delay": 0, "loss": 0, "deaf": [], "mute": [], "down": 0, "up": 0}
+                self._say({"host": host.number, **plain})
+
+    def plug(self, name: str) -> None:
+        """Plug the cable of one host in again."""
+        self._sw("link", "set", f"v{self.hosts[name].number}", "up")
+
+    def part(self, one: str, other: str) -> None:
+        """These two cannot reach each other; all others reach both."""
+        self._rule(one, lambda h: h.deaf.add(self.hosts[other].mac))
+        self._rule(one, lambda h: h.mute.add(self.hosts[other].mac))
+
+    def one_way(self, sender: str, receiver: str) -> None:
+        """What `sender` sends does not reach `receiver`; the other way is open."""
+        self._rule(receiver, lambda h: h.deaf.add(self.hosts[sender].mac))
+
+    def loss(self, name: str, share: float) -> None:
+        """This share (0 to 1) of the packets to a host is lost."""
+        self._say({"host": self._on_line(name).number, "loss": share})
+
+    def delay(self, name: str, seconds: float) -> None:
+        """Every packet to or from a host arrives so much later."""
+        self._say({"host": self._on_line(name).number, "delay": seconds})
+
+    def flap(self, name: str, down: float, up: float) -> None:
+        """The link of a host is down for `down` seconds, up for `up` seconds, and so on."""
+        self._say({"host": self._on_line(name).number, "down": down, "up": up})
+
+    # ------------------------------------------------------------ lines
+
+    def _rule(self, name: str, change: Callable[[Host], None]) -> None:
+        host = self._on_line(name)
+        change(host)
+        self._say({"host": host.number, "deaf": sorted(host.deaf), "mute": sorted(host.mute)})
+
+    def _on_line(self, name: str) -> Host:
+        """Put the relay between a host's cable and the switch, where it is not there yet."""
+        host = self.hosts[name]
+        if host.on_line:
+            return host
+        n = host.number
+        self._say({"line": n})
+        self._sw("link", "add", f"br{n}", "type", "bridge", "mcast_snooping", "0")
+        self._sw("link", "set", f"br{n}", "up")
+        self._sw("link", "set", f"far{n}", "master", f"br{n}", "up")
+        self._sw("link", "set", f"near{n}", "master", "br0", "up")
+        self._sw("link", "set", f"v{n}", "master", f"br{n}")
+        host.on_line = True
+        return host
+
+    def _say(self, words: dict[str, Any]) -> None:
+        if self._relay is None:
+            require_lines()
+            program = [sys.executable, "-I", str(Path(__file__).with_name("line.py"))]
+            self._relay = subprocess.Popen(
+                ["nsenter", f"--net={NETNS / self._switch}", *program, str(self._seed)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._relay.stdin.write(json.dumps(words).encode() + b"\n")
+            self._relay.stdin.flush()
+        answer = self._relay.stdout.readline().decode().strip()
+        if answer != "ok":
+            raise LabError(f"the relay of bad lines did not obey: {answer or 'it has ended'}")
+
+    def _sw(self, *words: str) -> None:
+        _ip("-n", self._switch, *words)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Kill what runs on the hosts and remove everything; as often as one likes."""
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+            self._relay = None
+        _remove(f"{self._prefix}{host.number}" for host in self.hosts.values())
+        _remove([self._switch])
+        self.hosts.clear()
+
+
+def sweep() -> None:
+    """Remove the labs of processes that are no more."""
+    if not NETNS.is_dir():
+        return
+    for name in sorted(os.listdir(NETNS)):
+        found = _LAB.fullmatch(name)
+        if found and start_time(int(found[1])) != int(found[2]):
+            with contextlib.suppress(LabError, OSError):  # another sweeper was faster
+                _remove([name])
+
+
+def _remove(namespaces: Iterable[str]) -> None:
+    for name in namespaces:
+        path = NETNS / name
+        if path.exists():
+            processes.kill_all(functools.partial(processes.in_network, str(path)), KILL_LIMIT)
+            _ip("netns", "del", name)
+
+
+def _name(what: str) -> str:
+    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(
+        [_program("ip") or "ip", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_LIMIT,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise LabError(f"ip {' '.join(words)}: {done.stderr.strip() or done.returncode}")

@@ -1,0 +1,151 @@
+"""Bad lines: a relay that delays, loses and holds back the frames of some hosts, for any kernel.
+
+Run as a program inside the network of the switch, by `hosts.py`. For each host it is asked to put
+on a line it makes two TAP devices, `near<I>` (towards the switch) and `far<I>` (towards the host),
+and hands frames from one to the other by the rules it was told. One process carries all frames:
+good for control traffic and small collectives, not for bulk.
+
+Commands, one line of JSON each on standard input, answered by one line ("ok", or why not):
+
+    {"line": 2}                                 make the devices of host 2
+    {"host": 2, "delay": 0.2}                   each frame to or from it arrives that much later
+    {"host": 2, "loss": 0.3}                    that share of what it receives is lost
+    {"host": 2, "deaf": ["02:00:00:00:00:01"]}  it does not hear these hosts
+    {"host": 2, "mute": ["02:00:00:00:00:01"]}  these hosts do not hear it
+    {"host": 2, "down": 1.0, "up": 2.0}         nothing passes for 1 s, then all for 2 s, and so on
+
+A rule stands until another of the same kind replaces it. Chance comes from a seed (argument 1), so
+that a run can be repeated as far as the kernel allows. The program ends when its input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import itertools
+import json
+import os
+import random
+import select
+import struct
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+TUNSETIFF: Final = 0x4004_54CA
+IFF_TAP_NO_PI: Final = 0x1002
+TUN: Final = "/dev/net/tun"
+FRAME: Final = 65536
+MOST_HELD: Final = 20_000
+"""Frames on their way at a time; more are lost, as in a router whose buffer is full."""
+
+
+@dataclass
+class Line:
+    """The rules of one host's line."""
+
+    near: int
+    far: int
+    delay: float = 0.0
+    loss: float = 0.0
+    deaf: frozenset[bytes] = frozenset()
+    mute: frozenset[bytes] = frozenset()
+    down: float = 0.0
+    up: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+
+    def rule(self, words: dict[str, Any]) -> None:
+        """Take over what a command says."""
+        for name, value in words.items():
+            if name in ("deaf", "mute"):
+                setattr(self, name, frozenset(bytes.fromhex(m.replace(":", "")) for m in value))
+            elif name in ("delay", "loss", "down", "up"):
+                setattr(self, name, float(value))
+            elif name != "host":
+                raise ValueError(f"no such rule: {name}")
+        if "down" in words:
+            self.since = time.monotonic()
+
+    def passes(self, frame: bytes, outward: bool, now: float, chance: random.Random) -> bool:
+        """Whether a frame gets through; `outward`: the host has sent it."""
+        if self.down > 0 and (now - self.since) % (self.down + self.up) < self.down:
+            return False
+        if outward:
+            return frame[0:6] not in self.mute
+        return frame[6:12] not in self.deaf and not (self.loss and chance.random() < self.loss)
+
+
+class Relay:
+    """All lines of one lab."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._lines: dict[int, Line] = {}
+        self._ends: dict[int, tuple[Line, bool]] = {}
+        self._due: list[tuple[float, int, int, bytes]] = []  # when, order, to whom, frame
+        self._order = itertools.count()
+
+    def run(self) -> None:
+        """Until standard input ends."""
+        rest = b""
+        while True:
+            wait = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+            readable, _, _ = select.select([0, *self._ends], [], [], wait)
+            for fd in readable:
+                if fd != 0:
+                    self._take(fd)
+                    continue
+                data = os.read(0, FRAME)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._obey(line)
+            self._deliver()
+
+    def _obey(self, line: bytes) -> None:
+        try:
+            words = json.loads(line)
+            if "line" in words:
+                self._add(int(words["line"]))
+            else:
+                self._lines[int(words["host"])].rule(words)
+            answer = "ok"
+        except (OSError, ValueError, KeyError, TypeError) as wrong:
+            answer = f"{type(wrong).__name__}: {wrong}"
+        os.write(1, answer.encode() + b"\n")
+
+    def _add(self, host: int) -> None:
+        line = Line(_tap(f"near{host}"), _tap(f"far{host}"))
+        self._lines[host] = line
+        self._ends[line.near] = (line, False)
+        self._ends[line.far] = (line, True)
+
+    def _take(self, fd: int) -> None:
+        line, outward = self._ends[fd]
+        try:
+            frame = os.read(fd, FRAME)
+        except OSError:  # the device is not up yet, or there is nothing after all
+            return
+        now = time.monotonic()
+        if len(self._due) < MOST_HELD and line.passes(frame, outward, now, self._chance):
+            to = line.near if outward else line.far
+            heapq.heappush(self._due, (now + line.delay, next(self._order), to, frame))
+
+    def _deliver(self) -> None:
+        while self._due and self._due[0][0] <= time.monotonic():
+            _, _, fd, frame = heapq.heappop(self._due)
+            with contextlib.suppress(OSError):  # down, or its queue is full: lost as on a wire
+                os.write(fd, frame)
+
+
+def _tap(name: str) -> int:
+    fd = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP_NO_PI))
+    return fd
+
+
+if __name__ == "__main__":
+    Relay(int(sys.argv[1])).run()

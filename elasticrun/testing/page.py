@@ -1,0 +1,129 @@
+"""The status of a job under test, read from its master's page, in whatever network that listens.
+
+The page is found by the file that a master publishes in its user's run folder, so it is found again
+when another master serves, here or on another host. A socket belongs to the network in which it was
+made: a thread enters the master's, makes one, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import JobStatus, NodeStatus
+from elasticrun.wire.published import Published, published
+
+ANSWER_LIMIT: Final = 2.0
+"""Seconds a page may take; a frozen master does not answer at all."""
+
+MAX_PAGE: Final = 64 * 1024 * 1024
+CLONE_NEWNET: Final = 0x4000_0000
+
+
+class NoAnswer(Exception):
+    """No master's page answers; the text is a sentence."""
+
+
+def masters(folders: Iterable[Path]) -> list[Published]:
+    """The masters that have published themselves in these run folders and are alive."""
+    return [master for folder in folders if folder.is_dir() for master in published(folder)]
+
+
+def ask(master: Published) -> JobStatus:
+    """The job as this master sees it. NoAnswer."""
+    if not master.status_url:
+        raise NoAnswer(f"the master of process {master.pid} has no status page")
+    where = urlsplit(master.status_url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_LIMIT)
+    try:
+        address = (where.hostname or "", where.port or 0)
+        connection.sock = _connect(address, f"/proc/{master.pid}/ns/net")
+        connection.request("GET", "/status")
+        answer = connection.getresponse()
+        body = answer.read(MAX_PAGE)
+        if answer.status != 200:
+            raise NoAnswer(f"the status page answers {answer.status}")
+        return parse(json.loads(body))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NoAnswer(f"no status page at {master.status_url}: {error}") from None
+    finally:
+        connection.close()
+
+
+def parse(page: dict[str, Any]) -> JobStatus:
+    """The page's JSON as what it was made of; what a later version adds is left out."""
+    name = page["round"]
+    told = {
+        **page,
+        "round": RoundName(name["term"], name["number"], name["nonce"]) if name else None,
+        "nodes": tuple(
+            NodeStatus(**{**_known(NodeStatus, node), "pids": tuple(node["pids"])})
+            for node in page["nodes"]
+        ),
+    }
+    return JobStatus(**_known(JobStatus, told))
+
+
+def _known(kind: Any, words: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: words[f.name] for f in fields(kind) if f.name in words}
+
+
+def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
+    """A connection made in another network namespace, where it is another. OSError."""
+    if os.path.samestat(os.stat(namespace), os.stat("/proc/self/ns/net")):
+        return socket.create_connection(address, ANSWER_LIMIT)
+    made: list[socket.socket] = []
+    wrong: list[OSError] = []
+
+    def connect() -> None:
+        try:
+            with open(namespace, "rb") as file:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+                    number = ctypes.get_errno()
+                    raise OSError(number, os.strerror(number))
+            made.append(socket.create_connection(address, ANSWER_LIMIT))
+        except OSError as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    thread.join()
+    if wrong:
+        raise wrong[0]
+    return made[0]
+
+
+def status(folders: Iterable[Path]) -> JobStatus:
+    """The job as its master sees it; of several masters, the one of the highest round. NoAnswer."""
+    found: list[JobStatus] = []
+    reasons = []
+    for master in masters(folders):
+        try:
+            found.append(ask(master))
+        except NoAnswer as error:
+            reasons.append(str(error))
+    if not found:
+        raise NoAnswer(reasons[0] if reasons else "no master has published itself yet")
+    return max(
+        found, key=lambda page: (page.round.term, page.round.number) if page.round else (0, 0)
+    )
+
+
+def run_folder(xdg: Path) -> Path:
+    """Where masters started with XDG_RUNTIME_DIR=`xdg` publish themselves; made if need be."""
+    folder = xdg / "elasticrun"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    return folder

@@ -1,0 +1,121 @@
+"""Processes of a job under test: found by a mark in their environment or by their network, whoever
+their parent has become; signalled together; waited for by the kernel's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+MARK: Final = "ELASTICRUN_TEST_NODE"
+"""Variable by which every process of a node is known; its value names the job and the node."""
+
+ROUNDS: Final = 100
+"""How often processes are looked for again while new ones appear; a fork bomb ends somewhere."""
+
+
+def living() -> Iterator[int]:
+    """Every process of this machine that runs, zombies aside; never ourselves."""
+    mine = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != mine and state(int(name)) not in ("", "Z", "X"):
+            yield int(name)
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does (R, S, D, T, Z ...); "" where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]  # the name before may hold anything
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with $ELASTICRUN_TEST_NODE=`mark`, and what they forked."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for pid in living():
+        with contextlib.suppress(OSError):  # it has gone, or it is another user's
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def in_network(namespace: str) -> list[int]:
+    """The processes whose network is the one that `namespace` (a file) stands for."""
+    there = os.stat(namespace)
+    found = []
+    for pid in living():
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there):
+                found.append(pid)
+    return found
+
+
+def is_master(pid: int) -> bool:
+    """Whether this is the process of a job master."""
+    words = command(pid).split()
+    return any(
+        a == "-m" and (b == "elasticrun.master" or (b == "elasticrun" and "master" in rest[:1]))
+        for a, b, *rest in (words[i : i + 3] for i in range(len(words) - 1))
+    )
+
+
+def command(pid: int) -> str:
+    """Its command line in one line, "" where it has gone."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return data.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
+    """Send a signal to all that `find` finds, again until it finds nobody new; who was sent it."""
+    sent: set[int] = set()
+    for _ in range(ROUNDS):
+        fresh = [pid for pid in find() if pid not in sent]
+        if not fresh:
+            break
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        sent.update(fresh)
+    return sent
+
+
+def kill_all(find: Callable[[], Iterable[int]], limit: float) -> set[int]:
+    """SIGKILL all that `find` finds and wait for their end, `limit` seconds at most; those left."""
+    return await_end(signal_all(find, signal.SIGKILL), limit)
+
+
+def await_end(pids: Iterable[int], limit: float) -> set[int]:
+    """Wait until these processes (anybody's children) have ended; those that have not."""
+    fds: dict[int, int] = {}
+    poller = select.poll()
+    try:
+        for pid in set(pids):
+            with contextlib.suppress(ProcessLookupError):
+                fds[os.pidfd_open(pid)] = pid
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        left = dict(fds)
+        end = time.monotonic() + limit
+        while left:
+            rest = end - time.monotonic()
+            for fd, _ in poller.poll(max(0.0, rest) * 1000):
+                poller.unregister(fd)
+                left.pop(fd, None)
+            if rest <= 0:
+                break
+        return set(left.values())
+    finally:
+        for fd in fds:
+            os.close(fd)

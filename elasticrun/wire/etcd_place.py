@@ -1,0 +1,142 @@
+"""What agents and masters of one job agree on about etcd: where it is, and what lies there.
+
+Everything of a job lies under `/elasticrun/v1/<job id>/`:
+
+lead/master     who leads (`Leader`), under its lease; the key's create_revision is the fencing
+                token of every decision, and the term of that master
+lead/candidate  which agent is about to start a master, under a lease of some seconds
+lead/outcome    how the job ended (messages.End), for OUTCOME_KEPT seconds
+record          the facts of the job: what the next master loads
+crashes         how many masters in a row have failed on these facts, for a minute each
+
+Agents watch `lead/` alone, which is small; the record grows with the number of nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Final
+from urllib.parse import quote
+
+from elasticrun.wire.ids import Endpoint
+
+ROOT: Final = "/elasticrun/v1"
+DEFAULT_PORT: Final = 2379
+MAX_SERVERS: Final = 16
+"""Servers named in one URL; etcd's own advice is seven at most."""
+MAX_VALUE: Final = 8 * 1024
+"""Longest value under `lead/` that is believed, in bytes."""
+
+_HOST: Final = re.compile(r"[\w.:%-]+")
+
+
+class PlaceError(ValueError):
+    """No place of an etcd; the text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdPlace:
+    """The servers of one etcd, to be tried in turn; `secure`: by TLS."""
+
+    servers: tuple[Endpoint, ...]
+    secure: bool = False
+
+    def __str__(self) -> str:
+        scheme = "etcds" if self.secure else "etcd"
+        return f"{scheme}://{','.join(map(str, self.servers))}"
+
+
+def parse_place(text: str) -> EtcdPlace:
+    """`etcd://HOST[:PORT][,HOST[:PORT]...]`, or `etcds://` for TLS. PlaceError with a sentence."""
+    scheme, mark, rest = text.strip().partition("://")
+    if not mark or scheme not in ("etcd", "etcds"):
+        raise PlaceError(f"{text!r} is no etcd: write etcd://HOST:PORT[,HOST:PORT...]")
+    if "@" in rest:
+        raise PlaceError("a name and password for etcd are not supported: use etcds:// and --tls-*")
+    servers = tuple(dict.fromkeys(_server(part, text) for part in rest.rstrip("/").split(",")))
+    if len(servers) > MAX_SERVERS:
+        raise PlaceError(f"{len(servers)} servers of etcd are more than {MAX_SERVERS}")
+    return EtcdPlace(servers, secure=scheme == "etcds")
+
+
+def _server(part: str, text: str) -> Endpoint:
+    host, colon, port = part.strip().rpartition(":")
+    if not colon or part.endswith("]"):
+        host, port = part.strip(), str(DEFAULT_PORT)
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host != bare
+    if not _HOST.fullmatch(bare) or (":" in bare and not bracketed):
+        raise PlaceError(f"{text!r} names no host in {part!r}: write etcd://HOST:PORT")
+    if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise PlaceError(f"{text!r} names no port in {part!r}: write etcd://HOST:PORT")
+    return Endpoint(bare, int(port))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one job; an id may hold any character, a slash too."""
+
+    job_id: str
+
+    @property
+    def base(self) -> str:
+        return f"{ROOT}/{quote(self.job_id, safe='')}/"
+
+    @property
+    def lead(self) -> str:
+        """The prefix that agents watch."""
+        return self.base + "lead/"
+
+    @property
+    def master(self) -> str:
+        return self.lead + "master"
+
+    @property
+    def candidate(self) -> str:
+        return self.lead + "candidate"
+
+    @property
+    def outcome(self) -> str:
+        return self.lead + "outcome"
+
+    @property
+    def record(self) -> str:
+        return self.base + "record"
+
+    @property
+    def crashes(self) -> str:
+        return self.base + "crashes"
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The value of `lead/master`."""
+
+    host: str
+    port: int
+    holder: str  # names the life of the agent that started this master
+    nonce: str  # names this very master
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.host, self.port)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def leader_from_bytes(data: bytes) -> Leader | None:
+    """The leader in these bytes; None if they are not one, which only a stranger can have written:
+    then agents wait for a better one instead of dialling it."""
+    if len(data) > MAX_VALUE:
+        return None
+    try:
+        fields = json.loads(data)
+        leader = Leader(**fields)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    words = (leader.host, leader.holder, leader.nonce)
+    right = all(type(w) is str and w.isprintable() for w in words) and bool(leader.host)
+    return leader if right and type(leader.port) is int and 0 < leader.port < 65536 else None

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Debian packages without which tests are skipped: a real etcd, and what makes network namespaces.
+set -euo pipefail
+declare -A package=([etcd]=etcd-server [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables)
+wanted=()
+for program in "${!package[@]}"; do
+  PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || wanted+=("${package[$program]}")
+done
+[ ${#wanted[@]} -gt 0 ] || exit 0
+[ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "not there: ${wanted[*]}" >&2; exit 1; }
+export DEBIAN_FRONTEND=noninteractive
+timeout 120 apt-get update -qq || true
+timeout 240 apt-get install -y -qq --no-install-recommends "${wanted[@]}" >/dev/null

@@ -1,0 +1,85 @@
+"""A master that is elsewhere now: neither a dial that hangs nor a session that stands keeps the
+link from it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from elasticrun.agent.link import Link
+from elasticrun.core.effects import LinkLost, Ordered
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import Welcome
+from tests.agent.test_link import Heard, hello
+from tests.aio import run
+from tests.harness import LIMIT
+from tests.master.people import SPEC, serving
+
+
+class Where:
+    """An endpoint that changes."""
+
+    def __init__(self, at: Endpoint) -> None:
+        self.at = at
+
+    def __call__(self) -> Endpoint:
+        return self.at
+
+
+@contextlib.asynccontextmanager
+async def linked(where: Where) -> AsyncIterator[tuple[Link, Heard]]:
+    heard = Heard()
+    link = Link(where, lambda: hello(spec=SPEC), heard)
+    link.start()
+    try:
+        yield link, heard
+    finally:
+        await link.close(5.0)
+
+
+def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is frozen takes connections and never answers: nobody waits for it."""
+    monkeypatch.setattr("elasticrun.agent.link.WELCOME_LIMIT", 10 * LIMIT)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            where = Where(Endpoint(*mute.getsockname()))
+            async with linked(where) as (link, heard), serving() as master:
+                await asyncio.to_thread(mute.accept)  # it has dialled
+                where.at = master.endpoint
+                link.nudge()
+                await heard.until(lambda _: bool(heard.orders(Welcome)))
+
+    run(main())
+
+
+def test_a_session_that_stands_is_left_for_the_new_place() -> None:
+    async def main() -> None:
+        async with serving() as old, serving() as new:
+            where = Where(old.endpoint)
+            async with linked(where) as (link, heard):
+                await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
+                where.at = new.endpoint
+                link.nudge()
+                await heard.until(lambda _: len(heard.orders(Welcome)) == 2)
+                assert heard.count(LinkLost) == 0
+                assert isinstance(heard.events[-2], Ordered)
+                assert new.ear.attached == 1
+
+    run(main())
+
+
+def test_a_nudge_without_a_new_place_changes_nothing() -> None:
+    async def main() -> None:
+        async with serving() as master, linked(Where(master.endpoint)) as (link, heard):
+            await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
+            link.nudge()
+            await master.is_well()
+            assert len(heard.orders(Welcome)) == 1
+            assert heard.count(LinkLost) == 0
+
+    run(main())

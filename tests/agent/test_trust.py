@@ -1,0 +1,321 @@
+"""Whom an agent follows: a master that proves the token, over TLS that fits; and nobody else, but
+for that no running job ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.agent import probe as p
+from elasticrun.agent.link import Link
+from elasticrun.agent.trust import Trust, trust_of, unusable, with_trust
+from elasticrun.config import EXIT_REFUSED, AgentConfig, Rendezvous, Tls
+from elasticrun.core.effects import LinkBack, LinkLost
+from elasticrun.wire import channel as c
+from elasticrun.wire import codec
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import Guest
+from tests import aio
+from tests.agent.configs import agent_config
+from tests.agent.test_link import Heard
+from tests.certificates import Authority
+from tests.master.people import LIMIT, hello, serving
+from tests.wire.test_tls import raw
+
+TOKEN = "what all nodes of the job know"
+
+
+@contextlib.asynccontextmanager
+async def linked(endpoint: Endpoint, trust: Trust) -> AsyncIterator[Heard]:
+    heard = Heard()
+    link = Link(lambda: endpoint, hello, heard, trust=trust)
+    link.start()
+    try:
+        yield heard
+    finally:
+        await link.close(5.0)
+
+
+async def refusal(endpoint: Endpoint, trust: Trust) -> m.Refused:
+    async with linked(endpoint, trust) as heard:
+        await heard.until(lambda _: bool(heard.orders(m.Refused)))
+        assert heard.count(LinkBack) == 0
+        refused = heard.orders(m.Refused)[0]
+        assert isinstance(refused, m.Refused)
+        return refused
+
+
+# ---------------------------------------------------------------- the token
+
+
+def test_a_master_that_knows_the_token_is_followed() -> None:
+    async def run() -> None:
+        async with (
+            serving(token=TOKEN) as served,
+            linked(served.endpoint, Trust(TOKEN)) as heard,
+        ):
+            await heard.until(lambda events: LinkBack() in events)
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("masters", "ours", "said"),
+    [
+        (TOKEN, "", "set ELASTICRUN_TOKEN or --token-file"),
+        ("", TOKEN, "the master has none, so it is not followed"),
+        ("another", TOKEN, "does not know this job's token"),
+    ],
+)
+def test_at_first_contact_it_is_one_sentence(masters: str, ours: str, said: str) -> None:
+    async def run() -> None:
+        async with serving(token=masters) as served:
+            refused = await refusal(served.endpoint, Trust(ours))
+            assert refused.exit_code == EXIT_REFUSED
+            assert said in refused.reason
+            assert TOKEN not in refused.reason
+            assert not served.brain.events
+
+    aio.run(run())
+
+
+WELCOME = m.Welcome(m.PROTOCOL_VERSION, "1", "job", 99, 1.0, 600.0, "")
+IMPOSTURES: Mapping[str, m.Order] = {
+    "refuses": m.Refused("give up", 1),
+    "challenges": m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32),
+    "has-no-token": m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b""),
+    "welcomes": WELCOME,
+    "ends-the-job": m.End(0, "all is well", ()),
+}
+
+
+async def _impostor(port: int, answer: m.Order, tries: int) -> list[m.Report]:
+    """Somebody on the master's port who answers all that is said so, until that many messages came:
+    these."""
+    said: list[m.Report] = []
+    enough = asyncio.Event()
+
+    async def attend(context: Any) -> None:
+        while (data := await context.read()) is not c.grpc.aio.EOF:
+            said.append(codec.report_from_wire(data))
+            await context.write(codec.order_to_wire(answer))
+            if len(said) >= tries:
+                enough.set()
+
+    server = c.make_server(attend, attend, most=100)
+    c.listen(server, "127.0.0.1", port)
+    await server.start()
+    await asyncio.wait_for(enough.wait(), LIMIT)
+    await server.stop(None)
+    return said
+
+
+@pytest.mark.parametrize("answer", IMPOSTURES.values(), ids=IMPOSTURES)
+def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(
+    answer: m.Order, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is it told anything but knocks: no proof, no Hello. When the master is back, all is."""
+
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            port = served.endpoint.port
+            started = linked(served.endpoint, Trust(TOKEN))
+            heard = await started.__aenter__()
+            await heard.until(lambda events: LinkBack() in events)
+        await heard.until(lambda _: heard.count(LinkLost) == 1)
+        said = await _impostor(port, answer, tries=3)
+        async with serving(token=TOKEN, port=port):
+            await heard.until(lambda _: heard.count(LinkBack) == 2)
+            await started.__aexit__(None, None, None)
+        assert {type(report) for report in said} == {m.Knock}
+        assert not heard.orders(m.Refused)
+        assert not heard.orders(m.End)
+        assert all(welcome.term != WELCOME.term for welcome in heard.orders(m.Welcome))
+
+    with caplog.at_level(logging.WARNING, "elasticrun"):
+        aio.run(run())
+    assert len([line for line in caplog.messages if "the ranks go on" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    "page", [m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", ""), None]
+)
+def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus | None) -> None:
+    async def run() -> None:
+        async def show(context: Any) -> None:
+            await context.read()
+            challenge = m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32)
+            await context.write(codec.answer_to_wire(page or challenge))
+
+        server = c.make_server(show, show, most=4)
+        port = c.listen(server, "127.0.0.1", 0)
+        await server.start()
+        with pytest.raises(c.Unproved):
+            await c.get_status(Endpoint("127.0.0.1", port), LIMIT, token=TOKEN)
+        await server.stop(None)
+
+    aio.run(run())
+
+
+def test_an_agent_knocks_with_a_new_nonce_each_time() -> None:
+    assert Guest(TOKEN, "1").knock.nonce != Guest(TOKEN, "1").knock.nonce
+
+
+# ---------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tls]:
+    folder = tmp_path_factory.mktemp("tls")
+    ours, theirs = Authority(folder).create(), Authority(folder, "other").create()
+    good = ours.sign("good", "IP:127.0.0.1")
+    return {
+        "good": good,
+        "elsewhere": ours.sign("elsewhere", "DNS:elsewhere"),
+        "expired": ours.sign("expired", "IP:127.0.0.1", expired=True),
+        "foreign": theirs.sign("foreign", "IP:127.0.0.1"),
+        "ca-only": Tls(ca=good.ca),
+    }
+
+
+def test_a_master_over_tls_is_followed_by_the_name_it_was_given(files: Mapping[str, Tls]) -> None:
+    async def run() -> None:
+        async with serving(token=TOKEN, tls=raw(files["elsewhere"])) as served:
+            trust = Trust(TOKEN, files["good"], "elsewhere")
+            async with linked(served.endpoint, trust) as heard:
+                await heard.until(lambda events: LinkBack() in events)
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("master", "ours", "said"),
+    [
+        ("good", None, p.THEY_WANT_TLS),
+        (None, "good", p.THEY_HAVE_NO_TLS),
+        ("good", "ca-only", p.THEY_REFUSE_US),
+        ("foreign", "good", "the master's certificate is refused: unable to get local issuer"),
+        ("elsewhere", "good", "certificate is not valid for '127.0.0.1'"),
+        ("expired", "good", "the master's certificate is refused: certificate has expired"),
+    ],
+)
+def test_tls_that_does_not_fit_is_one_sentence(
+    files: Mapping[str, Tls], master: str | None, ours: str | None, said: str
+) -> None:
+    async def run() -> None:
+        async with serving(tls=raw(files[master] if master else None)) as served:
+            mine = files[ours] if ours else None
+            refused = await refusal(served.endpoint, Trust(files=mine))
+            assert said in refused.reason
+            assert refused.exit_code == EXIT_REFUSED
+            found, why = await p.probe(served.endpoint, LIMIT, mine)
+            assert found is p.Answer.INSECURE
+            assert said in why
+
+    aio.run(run())
+
+
+def test_the_probe_knows_a_master_over_tls_and_nobody(files: Mapping[str, Tls]) -> None:
+    async def run() -> None:
+        async with serving(tls=raw(files["good"])) as served:
+            where = served.endpoint
+            assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.HTTP2, "")
+        assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.NOBODY, "")
+
+    aio.run(run())
+
+
+def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Mapping[str, Tls]) -> None:
+    async def rude(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(rude, "127.0.0.1", 0)
+        where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.FOREIGN, "")
+        server.close()
+        await server.wait_closed()
+
+    aio.run(run())
+
+
+def test_a_renewed_certificate_is_used_from_the_next_connection_on(
+    files: Mapping[str, Tls], tmp_path: Path
+) -> None:
+    """The first one has expired: the agent waits for a better one instead of ending, since it has
+    been in before."""
+    good = files["good"]
+    own = Tls(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"), good.ca)
+
+    def put(which: Tls) -> None:
+        for source, target in ((which.cert, own.cert), (which.key, own.key)):
+            Path(target).write_bytes(Path(source).read_bytes())
+
+    async def run() -> None:
+        put(good)
+        async with serving(tls=raw(good)) as served:
+            port = served.endpoint.port
+            started = linked(served.endpoint, Trust(files=own))
+            heard = await started.__aenter__()
+            await heard.until(lambda events: LinkBack() in events)
+        put(files["expired"])
+        async with serving(tls=raw(good), port=port) as served:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2.0):  # several attempts
+                    await heard.until(lambda _: heard.count(LinkBack) == 2)
+            put(good)
+            await heard.until(lambda _: heard.count(LinkBack) == 2)
+            await started.__aexit__(None, None, None)
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- what an agent makes of its config
+
+
+def configured(kind: str, nodes: int = 1, **changes: Any) -> AgentConfig:
+    where = Rendezvous(kind, host="10.0.0.1", port=29500)
+    return agent_config({"max_nodes": nodes}, rendezvous=where, **changes)
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("static", 1)])
+def test_a_job_of_one_node_has_a_token_of_its_own(kind: str, nodes: int) -> None:
+    one, other = with_trust(configured(kind, nodes)), with_trust(configured(kind, nodes))
+    assert len(one.token) == 64
+    assert one.token != other.token
+    assert one.token not in repr(one)
+    given = configured(kind, nodes, token=TOKEN)
+    assert with_trust(given) == given
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes"), [("static", 2), ("elastic", 1), ("elastic", 4), ("external", 1), ("etcd", 2)]
+)
+def test_where_others_have_to_know_it_none_is_minted(kind: str, nodes: int) -> None:
+    config = configured(kind, nodes)
+    assert with_trust(config) is config
+
+
+def test_a_standalone_master_needs_no_tls(files: Mapping[str, Tls]) -> None:
+    config = dataclasses.replace(configured("standalone"), tls=files["good"])
+    assert with_trust(config).tls is None
+
+
+def test_the_master_bears_the_name_that_the_user_gave() -> None:
+    assert trust_of(configured("elastic")).name == "10.0.0.1"
+    assert trust_of(configured("etcd")).name == ""
+
+
+def test_files_that_cannot_serve_end_the_agent_with_a_sentence(files: Mapping[str, Tls]) -> None:
+    assert "has expired" in unusable(files["expired"])
+    assert unusable(files["good"]) == ""

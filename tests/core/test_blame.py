@@ -1,0 +1,111 @@
+"""The node or the script? Whole jobs are in scripts/poison_*.txt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticrun.core.blame import BAR_LONGEST, MAX_RECORDS, TRAIL, Blame, Cause
+
+
+def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> Cause:
+    return Cause(node, rank, first, others, f"rank {rank} on {node} ended")
+
+
+def after(*causes: Cause) -> Blame:
+    blame = Blame(3)
+    for one in causes:
+        blame.settled(one)
+    return blame
+
+
+def test_a_node_is_blamed_after_three_rounds_in_a_row() -> None:
+    assert not after().culprit(cause("b"), 0.0)
+    assert not after(cause("b")).culprit(cause("b"), 0.0)
+    why = after(cause("b"), cause("b", 2)).culprit(cause("b"), 0.0)
+    assert why == (
+        "its ranks were the first to fail in 3 rounds in a row, and no rank of another node did: "
+        "rank 3 on b ended"
+    )
+    assert not after(cause("b"), cause("b"), cause("c")).culprit(cause("b"), 0.0)
+
+
+def test_not_if_ranks_of_others_die_by_themselves() -> None:
+    assert not after(cause("b"), cause("b", others=True)).culprit(cause("b"), 0.0)
+    assert not after(cause("b"), cause("b")).culprit(cause("b", others=True), 0.0)
+
+
+def test_unless_it_held_other_ranks_and_was_the_first_all_the_same() -> None:
+    moved = after(cause("b"), cause("b", others=True)).culprit(cause("b", 7, first=6), 0.0)
+    assert "its ranks changed meanwhile" in moved
+
+
+def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None:
+    blame = after(cause("b"), cause("b"))
+    assert blame.leave_out(cause("b"), 100.0) == 120.0
+    assert blame.barred_until("b", 110.0) == 220.0
+    assert blame.barred_until("b", 500.0) == 500.0
+    blame.settled(cause("c", 0))
+    assert "fail again" in blame.culprit(cause("b"), 500.0)
+    assert blame.leave_out(cause("b"), 500.0) == 240.0
+    late = 740.0 + BAR_LONGEST + 1.0
+    blame.settled(cause("c", 0))
+    assert not blame.culprit(cause("b"), late), "an hour later its record is clean"
+    for _ in range(8):
+        blame.leave_out(cause("b"), late)
+    assert blame.leave_out(cause("b"), late) == BAR_LONGEST
+
+
+def test_the_same_rank_elsewhere_acquits_it() -> None:
+    blame = after(cause("b"), cause("b"))
+    blame.leave_out(cause("b", 3), 100.0)
+    assert blame.acquit(cause("c", 1), 130.0) == ""
+    assert blame.acquit(cause("b", 3), 130.0) == ""
+    assert blame.acquit(cause("c", 3), 130.0) == "b"
+    assert blame.acquit(cause("c", 3), 130.0) == "", "once"
+    assert blame.barred_until("b", 130.0) == 130.0
+
+
+def test_what_the_rounds_say_together() -> None:
+    assert after().in_words(cause("b"), 2) == ""
+    assert "node b: " not in after(cause("b")).in_words(cause("b"), 1), "there is only one"
+    assert "the node may be at fault" in after(cause("b")).in_words(cause("b"), 2)
+    rank = after(cause("b"), cause("b")).in_words(cause("c"), 2)
+    assert rank == (
+        "rank 3 was the first to fail in the last 3 rounds, on 2 different nodes: the script fails "
+        "there wherever it runs"
+    )
+    assert "it is the script" in after(cause("b", 3)).in_words(cause("c", 4), 2)
+    assert "it is the script" in after(cause("b", others=True)).in_words(cause("b"), 2)
+
+
+def test_a_successor_counts_on() -> None:
+    blame = after(cause("b"))
+    blame.leave_out(cause("x", 9), 0.0)
+    blame.settled(cause("b"))
+    blame.settled(cause("b"))
+    heir = Blame(3)
+    heir.restore(blame.record(50.0), 1000.0)
+    assert heir.barred_until("x", 1000.0) == 1070.0
+    assert heir.culprit(cause("b"), 1000.0)
+    assert heir.acquit(cause("b", 9), 1001.0) == "x"
+
+
+def test_it_is_bounded() -> None:
+    blame = Blame(3)
+    for number in range(3 * MAX_RECORDS):
+        blame.leave_out(cause(f"n{number}"), float(number))
+    assert len(blame.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
+    for _ in range(3 * TRAIL):
+        blame.settled(cause("b"))
+    entry = blame.record(3.0 * MAX_RECORDS)[-1]
+    assert (entry.node, entry.rounds) == ("b", TRAIL)
+
+
+def test_failures_that_are_days_apart_are_no_row() -> None:
+    blame = Blame(after=3)
+    for at in (0.0, 86_400.0):
+        blame.settled(replace(cause("b"), at=at))
+    assert not blame.culprit(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
+    blame.settled(replace(cause("b"), at=2 * 86_400.0))
+    blame.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
+    assert blame.culprit(replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0)

@@ -1,0 +1,174 @@
+"""When an event counts as over, and when newcomers are let in."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from elasticrun.core.burst import DOUBT, Burst
+from elasticrun.core.door import Door
+from elasticrun.sim.script import DEFAULT_SPEC
+
+
+def burst(**changes: float) -> Burst:
+    return Burst(**{"window": 120.0, "least": 5.0, "most": 60.0, "longest": 300.0, **changes})
+
+
+def test_the_first_answer_is_never_held_back() -> None:
+    one = burst()
+    assert one.holds() is None
+    for number in range(17):
+        one.seen(number, 0.1 * number)
+    assert one.holds() is None
+
+
+def test_what_happens_after_an_answer_waits_for_silence() -> None:
+    one = burst()
+    one.seen("a", 0.0)
+    one.answered(1.0)
+    assert one.holds() is None
+    one.seen("b", 8.0)
+    assert one.holds() == 68.0, "one gap says nothing: as long as may be waited"
+    for number in range(16):
+        one.seen(number, 8.0 + 0.1 * (number + 1))
+    assert one.holds() == pytest.approx(9.6 + 16.0), "twice the largest gap"
+    one.answered(30.0)
+    assert one.holds() is None
+
+
+def test_the_silence_is_as_long_as_a_memoryless_gap_would_make_unlikely() -> None:
+    """Of events at random times, of whatever pace, DOUBT go on after they counted as over."""
+    rng = random.Random(5)
+    wrong = 0
+    for _ in range(4000):
+        pace = 10.0 ** rng.uniform(-1.0, 1.0)
+        one = burst(least=0.0, most=1e9, longest=1e9, window=1e9)
+        now = 0.0
+        one.seen(0, now)
+        one.answered(now)
+        for number in range(1, 17):
+            now += rng.expovariate(1.0 / pace)
+            due = one.holds()
+            wrong += due is not None and now > due
+            one.seen(number, now)
+    assert wrong <= 3, f"{wrong} of 60,000 with a doubt of {DOUBT}"
+
+
+def test_the_same_node_again_is_no_spreading() -> None:
+    one = burst()
+    one.seen("a", 0.0)
+    one.answered(1.0)
+    one.seen("a", 20.0)
+    assert one.holds() is None
+
+
+def test_things_far_apart_are_two_events() -> None:
+    one = burst()
+    one.seen("a", 0.0)
+    one.answered(1.0)
+    one.seen("b", 121.0)
+    assert one.holds() is None
+
+
+def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() -> None:
+    one = burst()
+    one.seen(0, 0.0)
+    one.answered(1.0)
+    for number in range(1, 40):
+        one.seen(number, 20.0 * number)
+    assert one.holds() == 320.0, "300 s after the first that was not answered"
+    one.answered(320.0)
+    one.seen("next", 800.0)
+    assert one.holds() is None
+
+
+def test_an_answer_that_left_some_out_keeps_them_open() -> None:
+    one = burst()
+    one.seen("a", 0.0)
+    one.answered(1.0, wholly=False)
+    assert one.holds() is None, "one alone has no pace"
+    one.seen("b", 3.0)
+    assert one.holds() == 63.0
+
+
+# ---------------------------------------------------------------- the door
+
+
+def entry(door: Door, size: int, possible: int, largest: int) -> tuple[float, str]:
+    found = door.entry(size, possible, largest, announced=False)
+    return found.due, found.reason
+
+
+def begun(spec_max: int, *appear: float, grow: str = "auto") -> Door:
+    door = Door(replace(DEFAULT_SPEC, min_nodes=1, max_nodes=spec_max, grow=grow))
+    for number, when in enumerate(appear):
+        door.appeared(f"n{number}", when)
+    door.formed(appear[-1] + 2.0)
+    door.job_began()
+    return door
+
+
+def test_last_call_at_the_door_counts_from_the_moment_a_node_appears() -> None:
+    door = begun(4, 0.0, 0.1)
+    door.appeared("x", 10.0)
+    door.joined("x", 10.4)
+    assert entry(door, 2, 3, 4)[0] == 11.0
+    door = begun(4, 0.0, 0.1)
+    door.appeared("x", 10.0)
+    door.joined("x", 18.0)  # its torch came from a slow disk
+    assert entry(door, 2, 3, 4)[0] == 18.0
+
+
+def test_a_node_that_comes_and_goes_counts_when_it_joins() -> None:
+    door = begun(4, 0.0, 0.1)
+    door.appeared("x", 10.0)
+    door.joined("x", 11.0)
+    door.went("x")
+    door.appeared("x", 12.0)
+    door.joined("x", 14.0)
+    assert entry(door, 2, 3, 4)[0] >= 15.0
+
+
+def test_nobody_is_waited_for_when_the_job_is_whole() -> None:
+    door = begun(3, 0.0, 0.1)
+    door.appeared("x", 10.0)
+    door.joined("x", 10.4)
+    assert entry(door, 2, 3, 3)[0] == 10.4
+
+
+def test_a_job_that_is_being_started_lets_them_in_together() -> None:
+    door = begun(8, 0.0, 0.3)
+    door.appeared("x", 8.0)
+    door.joined("x", 9.0)
+    due, reason = entry(door, 2, 3, 8)
+    assert due == 68.0
+    assert "being started" in reason
+    door.appeared("y", 9.0)
+    assert entry(door, 2, 4, 8)[1] == reason, "it does not change its mind at half"
+
+
+@pytest.mark.parametrize(("appear", "slow"), [((0.0, 0.3, 0.5, 0.7), False), ((0.0, 4.0), True)])
+def test_a_start_that_came_apart_is_one(appear: tuple[float, ...], slow: bool) -> None:
+    door = begun(len(appear) + 2, *appear)
+    door.appeared("x", 9.0)
+    door.joined("x", 9.2)
+    due, _ = entry(door, len(appear), len(appear) + 1, len(appear) + 2)
+    assert (due > 10.0) is slow
+
+
+def test_grow_now_does_not_wait_for_a_start_nor_for_age() -> None:
+    door = begun(8, 0.0, 0.3, grow="now")
+    door.appeared("x", 400.0)
+    door.joined("x", 401.0)
+    assert entry(door, 2, 3, 8)[0] == 401.0
+
+
+def test_an_older_round_waits_for_the_cool_down() -> None:
+    door = begun(8, 0.0, 0.3, 0.4, 0.5, 0.6)
+    door.appeared("x", 400.0)
+    door.joined("x", 401.0)
+    due, reason = entry(door, 5, 6, 8)
+    assert due == 602.6
+    assert "--grow=now" in reason

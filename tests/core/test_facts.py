@@ -1,0 +1,261 @@
+"""The master's record: what is in it and when, its size, and what the next master makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
+from elasticrun.config_json import dumps, loads
+from elasticrun.core import effects as fx
+from elasticrun.core.facts import Facts
+from elasticrun.core.job_base import RECORD_EVERY
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from tests.core.by_hand import SPEC, Master, failure, hello
+
+DAY = 86400.0
+
+
+def kinds(effects: list[fx.JobEffect]) -> list[str]:
+    """Records and orders, in their order."""
+    found = []
+    for effect in effects:
+        if isinstance(effect, fx.Record):
+            found.append("Record")
+        elif isinstance(effect, fx.Tell):
+            found.append(type(effect.order).__name__)
+    return found
+
+
+def successor(master: Master, *, now: float = 1000.0) -> Master:
+    """The next master, with the record, on another clock."""
+    facts = master.facts
+    assert facts is not None
+    return Master(None, facts=loads(dumps(facts), Facts), now=now)
+
+
+def test_what_is_recorded_and_before_what() -> None:
+    master = Master()
+    assert kinds(master.feed(fx.Attached(1, hello("a")))) == ["Record", "Welcome"], "it reigns"
+    assert kinds(master.feed(fx.Heard(1, m.Join(Endpoint("a", 1))))) == ["Wait"]
+    assert kinds(master.feed(fx.Attached(2, hello("b")))) == ["Welcome"]
+    formed = kinds(master.feed(fx.Heard(2, m.Join(Endpoint("b", 1)))))
+    assert formed == ["Record", "Start", "Start"]
+    assert master.facts is not None
+    name = master.facts.round.name  # type: ignore[union-attr]
+    assert kinds(master.feed(fx.Heard(1, m.Running(name, (1, 2))))) == []
+    assert kinds(master.feed(fx.Heard(1, m.Beat(1)))) == []
+    reopened = kinds(master.feed(fx.Heard(1, m.RanksFailed(name, (failure(0),)))))
+    assert reopened[:2] == ["Record", "Stop"]
+    master.come_back(1, name)
+    master.come_back(2, name)
+    assert kinds(master.effects)[0] == "Record"
+    assert master.facts.restart_count == 1, "the charge is in the record of the round it pays for"
+    name = master.facts.round.name  # type: ignore[union-attr]
+    master.hear(1, m.Finished(name))
+    over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
+    assert over == ["Record", "End"]
+    assert master.facts.outcome == m.End(0, "every rank ended with 0", ())
+
+
+def test_a_restored_master_records_the_same_facts() -> None:
+    master = Master()
+    master.running()
+    again = successor(master)
+    assert again.job.next_deadline() == 0.0, "it wants its first step"
+    again.feed(fx.Tick())
+    assert master.facts is not None
+    assert again.facts == replace(master.facts, term=master.facts.term + 1)
+    assert again.job.term == 2
+    assert again.job.next_deadline() == 1000.0 + RECORD_EVERY
+    again.now += REATTACH_GRACE
+    again.feed(fx.Tick())
+    assert again.job.status().phase == "gathering", "nobody came back"
+    assert again.facts.left_out == (), "nor can who died unheard be held to have fallen silent"
+
+
+def test_a_first_step_that_comes_late_is_no_stall() -> None:
+    """The loop takes a deadline long past for an oversleep; there was nothing to listen to."""
+    master = Master()
+    master.running()
+    again = successor(master)
+    effects = again.feed(fx.Overslept(1000.0))
+    assert not [e for e in effects if isinstance(e, fx.Note) and "away" in e.text]
+    again.now += REATTACH_GRACE
+    again.feed(fx.Tick())
+    assert again.job.status().phase == "gathering"
+
+
+def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
+    master = Master()
+    master.running()
+    master.now = GROW_YOUNG
+    assert kinds(master.feed(fx.Tick())) == ["Record"], "it is not young any more"
+    assert master.facts is not None
+    assert master.facts.round is not None
+    assert master.facts.round.age == GROW_YOUNG
+    master.feed(fx.Detached(1, False))
+    master.now = GROW_YOUNG + 6.0
+    master.feed(fx.Tick())
+    began = master.now
+    for _ in range(3):
+        master.hear(2, m.Beat(1))
+        deadline = master.job.next_deadline()
+        assert deadline is not None
+        assert deadline - master.now <= RECORD_EVERY
+        master.now = deadline
+        master.feed(fx.Tick())
+    assert master.facts.round.over
+    assert master.now > began
+
+
+def test_an_outcome_is_told_once_to_the_shell_and_to_everybody() -> None:
+    master = Master()
+    name = master.running()
+    master.hear(1, m.Finished(name))
+    master.hear(2, m.Finished(name))
+    again = successor(master)
+    over = fx.JobOver(0, "every rank ended with 0")
+    assert over not in again.feed(fx.Tick()), "nobody has been told yet"
+    assert again.job.next_deadline() is None
+    end = m.End(0, "every rank ended with 0", ())
+    assert over in again.feed(fx.Attached(1, hello("a")))
+    assert again.orders(1)[1:] == [end]
+    assert over not in again.feed(fx.Attached(2, hello("z")))
+    assert again.orders(2)[1:] == [end]
+    again.hear(2, m.Join(Endpoint("z", 1)))
+    assert again.effects == []
+    assert again.job.status().phase == "ended"
+
+
+def large(nodes: int) -> Master:
+    spec = replace(SPEC, min_nodes=nodes, max_nodes=nodes)
+    master = Master(spec)
+    for number in range(nodes):
+        node = f"ip-10-11-{number // 256:03}-{number % 256:03}.eu-central-1.compute.internal:0"
+        one = hello(node, incarnation=f"{number:016x}", spec=spec, local_world_size=8)
+        master.feed(fx.Attached(number, one))
+        master.hear(number, m.Join(Endpoint(f"10.11.{number // 256}.{number % 256}", 29400)))
+    assert master.job.status().phase == "running"
+    return master
+
+
+def test_size_at_a_thousand_nodes() -> None:
+    master = large(1000)
+    text = dumps(master.facts)
+    assert len(text) <= 1_000_000
+    assert len(text) > 100_000, "with every seat in it"
+    assert loads(text, Facts) == master.facts
+
+
+def test_thirty_days_of_crashes_are_one_day() -> None:
+    """A crash every twenty minutes, in every second one a pod that is replaced by one of another
+    name, and masters that die: the record does not grow."""
+    spec = replace(SPEC, max_restarts=20, restart_window=3600.0, restart_backoff=30.0)
+    master = Master(spec)
+    name = master.running()
+    sizes: list[int] = []
+    pod = hello("b")
+    for crash in range(30 * 72):
+        for _ in range(24):
+            master.now += 50.0
+            master.hear(1, m.Beat(crash))
+            master.hear(2, m.Beat(crash))
+        master.hear(1, m.RanksFailed(name, (failure(0),)))
+        master.come_back(1, name)
+        if crash % 2:
+            master.feed(fx.Detached(2, False))
+            master.now += 6.0
+            master.feed(fx.Tick())
+            pod = hello(f"pod-{crash:06}", incarnation=f"pod-{crash}")
+            master.feed(fx.Attached(2, pod))
+            master.hear(2, m.Join(Endpoint("10.0.0.2", 4000)))
+        else:
+            master.come_back(2, name)
+        facts = master.facts
+        assert facts is not None
+        assert facts.round is not None
+        assert facts.round.name.number == crash + 2, "a round for every crash"
+        assert len(facts.charges) <= 3
+        name = facts.round.name
+        if crash % 72 == 71:
+            sizes.append(len(dumps(facts)))
+            report = m.RoundReport(name, 0, 2, 0, 4, 0, facts.round.store)
+            master = successor(master, now=float(crash))
+            master.feed(fx.Attached(1, hello("a", attached=report)))
+            master.feed(fx.Attached(2, replace(pod, attached=replace(report, group_rank=1))))
+    assert facts.restart_count == 30 * 36, "every second one was a rank's own failure"
+    assert len(sizes) == 30
+    assert max(sizes[1:]) <= 1.2 * min(sizes[1:]), sizes
+    assert max(sizes) < 20_000
+
+
+def test_charges_in_the_window_survive_and_others_do_not() -> None:
+    spec = replace(SPEC, max_restarts=5, restart_window=100.0, restart_backoff=0.0)
+    master = Master(spec)
+    name = master.running()
+    for when in (10.0, 60.0, 90.0, 120.0):
+        master.now = when
+        master.hear(1, m.Beat(1))
+        master.hear(2, m.Beat(1))
+        if when == 60.0:
+            continue
+        master.hear(1, m.RanksFailed(name, (failure(0),)))
+        master.come_back(1, name)
+        master.come_back(2, name)
+        assert master.facts is not None
+        assert master.facts.round is not None
+        name = master.facts.round.name
+    assert master.facts is not None
+    assert master.facts.charges == (30.0, 0.0), "the first is out of the window"
+    assert master.facts.restart_count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
+    again = successor(master)
+    again.feed(fx.Tick())
+    assert again.job.status().restarts_left == 3
+    again.now += 71.0
+    again.feed(fx.Tick())
+    assert again.job.status().restarts_left == 4
+
+
+def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
+    """Three of four do not dial again: no verdict for MASS_SILENCE_HOLD after the grace, unless
+    ranks elsewhere say that they are gone."""
+    for corroborated, dead_after in ((False, REATTACH_GRACE + MASS_SILENCE_HOLD), (True, 5.0)):
+        master = large(4)
+        again = successor(master, now=0.0)
+        again.feed(fx.Tick())
+        assert master.facts is not None
+        assert master.facts.round is not None
+        seat = master.facts.round.seats[0]
+        name, store = master.facts.round.name, master.facts.round.store
+        spec = master.facts.spec
+        report = m.RoundReport(name, 0, 4, 0, 32, 0, store)
+        one = hello(seat.node, incarnation=seat.incarnation, spec=spec, attached=report)
+        again.feed(fx.Attached(1, one))
+        if corroborated:
+            again.hear(1, m.RanksFailed(name, (failure(0),)))
+        while any(node.state == "suspect" for node in again.job.status().nodes):
+            again.hear(1, m.Beat(1))
+            deadline = again.job.next_deadline()
+            assert deadline is not None
+            again.now = deadline
+            again.feed(fx.Tick())
+        assert again.now == dead_after
+
+
+def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
+    master = Master()
+    name = master.running()
+    assert master.facts is not None
+    assert master.facts.round is not None
+    aged = replace(master.facts, round=replace(master.facts.round, age=500.0))
+    again = Master(None, facts=aged)
+    again.feed(fx.Attached(1, hello("a", attached=None)))
+    (start,) = (order for order in again.orders(1) if isinstance(order, m.Start))
+    assert start.round == name
+    assert again.facts is not None
+    again.now = GROW_YOUNG
+    again.hear(1, m.Beat(1))
+    again.feed(fx.Attached(2, hello("b", incarnation="another")))
+    assert again.facts.round is not None
+    assert again.facts.round.age == GROW_YOUNG

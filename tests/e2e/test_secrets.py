@@ -1,0 +1,203 @@
+"""The job's token: nobody who has not to know it finds it, and nobody gets in without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticrun.config import EXIT_REFUSED
+from elasticrun.wire import published
+from elasticrun.wire.channel import LinkError, get_status
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import TOKEN_WANTED, reader_token
+from tests.aio import run
+from tests.certificates import Authority
+from tests.compat.live import PUPPET, agents, allreduce, finish, job
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, free_port
+
+pytestmark = pytest.mark.slow
+
+SECRET = "5e5a3e-open-sesame-0f1d2c"
+
+
+def told(world: World) -> list[str]:
+    """Where the secret can be read by somebody who looks: what processes were started with, and
+    the files of the job (its consoles, its logs, the run folder)."""
+    found = []
+    for process in world.survivors():
+        for what in ("environ", "cmdline"):
+            if SECRET.encode() in Path(f"/proc/{process.pid}/{what}").read_bytes():
+                found.append(f"{what} of {process.cmdline()}")
+    for path in world.scratch.rglob("*"):
+        if path.is_file() and path.name != "token" and SECRET.encode() in path.read_bytes():
+            found.append(str(path))
+    return found
+
+
+def kinds(world: World) -> set[str]:
+    """Which of our processes live, to be sure that all of them were looked at."""
+    text = [" ".join(process.cmdline()) for process in world.survivors()]
+    marks = {"master": "elasticrun.master", "server": "forkserver/server.py"}
+    return {kind for kind, mark in marks.items() if any(mark in line for line in text)}
+
+
+CALLER = """
+import sys
+from elasticrun.launcher import LaunchConfig, elastic_launch
+config = LaunchConfig(1, 1, 2, run_id="x", rdzv_endpoint="127.0.0.1:{port}", rdzv_backend="c10d")
+elastic_launch(config, sys.executable)("-u", {script!r})
+"""
+RUN = """
+from elasticrun.run import main
+main(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-node=2", {script!r}])
+"""
+
+
+@pytest.mark.parametrize("how", ["forked", "execed", "program", "elastic_launch", "run", "file"])
+def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:
+    port = free_port()
+    env = {"ELASTICRUN_TOKEN": SECRET, "LOGLEVEL": "DEBUG", "ELASTICRUN_LAUNCH": "auto"}
+    meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-node=2")
+    command = [*COMMANDS[ELASTICRUN], *meet, "--redirects=3", f"--log-dir={world.scratch}/logs"]
+    if how == "execed":
+        command.append("--launch=exec")
+    elif how == "program":
+        command += ["--no-python", sys.executable]
+    elif how == "file":
+        (world.scratch / "token").write_text(SECRET + "\n")
+        command.append(f"--token-file={world.scratch}/token")
+        del env["ELASTICRUN_TOKEN"]
+    command.append(PUPPET)
+    for name, program in (("elastic_launch", CALLER), ("run", RUN)):
+        if how == name:
+            command = [sys.executable, "-c", program.format(port=port, script=PUPPET)]
+    launched = world.command(command, env=env)
+    peers = world.hub.ranks(2)
+    assert allreduce(world, peers) == [2, 2]
+    assert kinds(world) == {"master", "server"}
+    assert told(world) == []
+    page = run(get_status(Endpoint("127.0.0.1", port), LIMIT, token=reader_token(SECRET)))
+    assert page.phase == "running"
+    finish(peers)
+    assert launched.wait() == 0
+    assert told(world) == []
+
+
+def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world: World) -> None:
+    port = free_port()
+    jobs = agents(world, ELASTICRUN, 2, "2", port, env={"ELASTICRUN_TOKEN": SECRET})
+    peers = world.hub.ranks(2)
+    for wrong in ({}, {"ELASTICRUN_TOKEN": "not " + SECRET}):
+        (late,) = agents(world, ELASTICRUN, 1, "2", port, env=wrong)
+        assert late.wait() == EXIT_REFUSED
+        assert "ELASTICRUN_TOKEN" in late.stderr
+        assert "Traceback" not in late.stderr
+    assert allreduce(world, peers) == [2, 2]
+    assert "was refused" in "".join(launched.stderr for launched in jobs)
+    assert told(world) == []
+    finish(peers)
+    assert [launched.wait() for launched in jobs] == [0, 0]
+    assert len(world.hub.peers) == 2
+
+
+def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> None:
+    port = free_port()
+    (first,) = agents(world, ELASTICRUN, 1, "2", port)
+    first.until_text("wait")
+    (second,) = agents(world, ELASTICRUN, 1, "2", port, env={"ELASTICRUN_TOKEN": SECRET})
+    assert second.wait() == EXIT_REFUSED
+    assert "the master has none, so it is not followed" in second.stderr
+    (third,) = agents(world, ELASTICRUN, 1, "2", port)
+    finish(world.hub.ranks(2))
+    assert [first.wait(), third.wait()] == [0, 0]
+
+
+def masters(launched: Launched) -> list[psutil.Process]:
+    return [p for p in launched.below() if "elasticrun.master" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["standalone", "static"])
+def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
+    world: World, static: bool
+) -> None:
+    """Its own user reads the status without naming the token; nobody else does."""
+    port = free_port()
+    words = (f"--master-port={port}", "--nnodes=1") if static else ("--standalone",)
+    launched = job(world, ELASTICRUN, *words)
+    (peer,) = world.hub.ranks(1)
+    (master,) = masters(launched)
+    listening = [c for c in master.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    (folder,) = {path.parent for path in (world.scratch / "run").rglob("master-*.json")}
+    (entry,) = published.published(folder)
+    assert folder.stat().st_mode & 0o077 == 0
+    for endpoint in (entry.endpoint, Endpoint("127.0.0.1", port))[: 1 + static]:
+        with pytest.raises(LinkError) as refused:
+            run(get_status(endpoint, LIMIT))
+        assert str(refused.value) == TOKEN_WANTED
+    for words in ((), (str(entry.endpoint),)):
+        asked = subprocess.run(
+            [*COMMANDS[ELASTICRUN], "status", "--json", *words],
+            env=world.environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=LIMIT,
+        )
+        pages = json.loads(asked.stdout)
+        assert (pages if words else pages[0])["phase"] == "running"
+    finish([peer])
+    assert launched.wait() == 0
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def tls_flags(world: World, *names: str) -> tuple[str, ...]:
+    """Flags of a node whose certificate, by a CA of this world, bears these names."""
+    folder = world.scratch / "tls"
+    folder.mkdir(exist_ok=True)
+    authority = Authority(folder)
+    if not Path(authority.cert).exists():
+        authority.create()
+    files = authority.sign(f"node-{len(names)}", *names)
+    return (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["elastic", "behind-the-door"])
+def test_a_job_over_tls(world: World, static: bool) -> None:
+    """Two nodes with TLS and a token; one without TLS, and `status` with and without it."""
+    port = free_port()
+    flags = tls_flags(world, "IP:127.0.0.1")
+    env = {"ELASTICRUN_TOKEN": SECRET}
+    jobs = agents(world, ELASTICRUN, 2, "2", port, *flags, env=env, static=static)
+    peers = world.hub.ranks(2)
+    assert allreduce(world, peers) == [2, 2]
+    (plain,) = agents(world, ELASTICRUN, 1, "2", port, env=env, first=1, static=static)
+    assert plain.wait() == EXIT_REFUSED
+    assert "speaks TLS and this node does not" in plain.stderr
+    for words, said in ((flags, ""), ((), "speaks TLS and this node does not")):
+        asked = subprocess.run(
+            [*COMMANDS[ELASTICRUN], "status", f"127.0.0.1:{port}", "--json", *words],
+            env=world.environment(env),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert asked.returncode == bool(said)
+        assert said in asked.stderr
+    finish(peers)
+    assert [launched.wait() for launched in jobs] == [0, 0]
+
+
+def test_the_certificate_must_bear_the_name_that_the_user_gave(world: World) -> None:
+    port = free_port()
+    (launched,) = agents(world, ELASTICRUN, 1, "1", port, *tls_flags(world, "DNS:elsewhere"))
+    assert launched.wait() == EXIT_REFUSED
+    assert "certificate is not valid for '127.0.0.1'" in launched.stderr
+    assert "Traceback" not in launched.stderr

@@ -1,0 +1,144 @@
+"""A job trains on while strangers, and one insider, do at its master what they can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from elasticrun.agent.link import Link
+from elasticrun.agent.trust import Trust
+from elasticrun.core.effects import LinkLost
+from elasticrun.wire import channel as c
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import reader_token
+from tests.agent.test_link import Heard
+from tests.aio import run
+from tests.compat.live import agents, allreduce, finish
+from tests.harness import ELASTICRUN, SCRIPTS, World, free_port
+from tests.master.people import LIMIT, SPEC, enter, hear, hello
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "known to the nodes and to one insider"
+STEPS = 300
+
+
+@contextmanager
+def attacked(world: World, port: int, victim: str, *more: str) -> Iterator[dict[str, int]]:
+    """The attack for as long as the block runs; afterwards the counts of what was tried."""
+    tried: dict[str, int] = {}
+    command = [sys.executable, str(SCRIPTS / "attack.py"), str(port), TOKEN, victim, *more]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=world.environment()
+    ) as attack:
+        assert attack.stdin is not None
+        assert attack.stdout is not None
+        assert attack.stdout.readline() == "ready\n"
+        try:
+            yield tried
+        finally:
+            attack.stdin.close()
+            tried.update(json.loads(attack.stdout.readline() or "{}"))
+
+
+def job_hello(node: str) -> m.Hello:
+    from dataclasses import replace
+
+    return hello(node, spec=replace(SPEC, job_id="agents"))
+
+
+async def watch(port: int, done: asyncio.Event) -> tuple[list[m.JobStatus], list[float]]:
+    """Every page until `done`, and how long each beat of one more node waited for its echo."""
+    endpoint, clock = Endpoint("127.0.0.1", port), asyncio.get_running_loop()
+    pages, waits = [], []
+    async with c.open_channel(endpoint) as channel:
+        stream = c.attend(channel)
+        assert isinstance(await enter(stream, job_hello("observer"), TOKEN), m.Welcome)
+        number = 0
+        while not done.is_set():
+            number += 1
+            began = clock.time()
+            await stream.send(m.Beat(number))
+            while await hear(stream) != m.Echo(number):
+                pass
+            waits.append(clock.time() - began)
+            pages.append(await c.get_status(endpoint, LIMIT, token=reader_token(TOKEN)))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), 0.1)
+    return pages, waits
+
+
+def test_a_job_trains_on_under_attack(world: World, record_property: Any) -> None:
+    port = free_port()
+    env = {"ELASTICRUN_TOKEN": TOKEN}
+    nodes = ("--node-id=a", "--node-id=b")
+    jobs = [agents(world, ELASTICRUN, 1, "2", port, node, env=env)[0] for node in nodes]
+    peers = world.hub.ranks(2)
+    assert allreduce(world, peers) == [2, 2]
+
+    async def train() -> tuple[list[m.JobStatus], list[float]]:
+        done = asyncio.Event()
+        watching = asyncio.create_task(watch(port, done))
+        for peer in peers:
+            peer.order("steps", count=STEPS, text=".")
+        for peer in peers:
+            await asyncio.to_thread(world.hub.word, peer, "done", 2 * LIMIT, what="steps")
+        done.set()
+        return await watching
+
+    with attacked(world, port, "a") as tried:
+        pages, waits = run(train())
+    assert all(count > 0 for count in tried.values())
+    assert len(tried) == 7
+    # No node of the job was ever doubted, no round began, nothing was charged.
+    seen = {(n.node, n.state) for page in pages for n in page.nodes if n.node in ("a", "b")}
+    assert seen == {("a", "alive"), ("b", "alive")}
+    assert {(page.phase, page.restart_count) for page in pages} == {("running", 0)}
+    assert len({page.round for page in pages}) == 1
+    assert sum(job.stdout.count(".") for job in jobs) == 2 * STEPS
+    waits.sort()
+    record_property("tries", tried)
+    record_property("echo_median_ms", round(1000 * waits[len(waits) // 2], 1))
+    record_property("echo_largest_ms", round(1000 * waits[-1], 1))
+    print(tried, f"echo: median {waits[len(waits) // 2]:.4f} s, largest {waits[-1]:.4f} s")
+    finish(peers)
+    assert [launched.wait() for launched in jobs] == [0, 0]
+    assert len(world.hub.peers) == 2
+    console = "".join(launched.stderr for launched in jobs)
+    assert console.count("was refused") <= 4  # a minute's worth at most, whatever the attempts
+    assert "defect" not in console
+    assert TOKEN not in console
+
+
+def test_an_honest_link_under_attack_is_never_lost(world: World) -> None:
+    """The link of an agent, beats and all, from before the attack to after it."""
+    port = free_port()
+    (launched,) = agents(world, ELASTICRUN, 1, "1", port, env={"ELASTICRUN_TOKEN": TOKEN})
+    (peer,) = world.hub.ranks(1)
+
+    async def live() -> Heard:
+        heard = Heard()
+        endpoint = Endpoint("127.0.0.1", port)
+        link = Link(lambda: endpoint, lambda: job_hello("spare"), heard, trust=Trust(TOKEN))
+        link.start()
+        await asyncio.wait_for(link.connected.wait(), LIMIT)
+        with attacked(world, port, "spare", "twin"):
+            peer.order("steps", count=100)
+            await asyncio.to_thread(world.hub.word, peer, "done", what="steps")
+        await link.close(5.0)
+        return heard
+
+    heard = run(live())
+    assert heard.count(LinkLost) == 0
+    assert not heard.orders(m.Refused)
+    finish([peer])
+    assert launched.wait() == 0

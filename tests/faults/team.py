@@ -1,0 +1,273 @@
+"""A job of several agents on this host, each a node of its own, to which a test does harm.
+
+Every agent gets `--node-id=n0`, `n1` ... in the order of their starts. What a fault did is read
+from the step log (`steps.py`), never from the words of agents or master alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.steps import Life, StepLog
+from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, Launched, Peer, World, free_port
+
+STEPPER = str(SCRIPTS / "stepper.py")
+STALLING = str(SCRIPTS / "stalling.py")
+QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2"
+"""Times for tests in which waiting is not what is tested."""
+
+
+@dataclass
+class Node:
+    """One agent and all that it started."""
+
+    name: str
+    agent: Launched
+
+    def processes(self) -> list[psutil.Process]:
+        """The agent and everything below it but the job's master, which is in a session of its
+        own and need not die with its node."""
+        found = []
+        for process in [psutil.Process(self.agent.pid), *self.agent.below()]:
+            try:
+                if not is_master(process):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def kill(self) -> float:
+        """kill -9 of the agent and its ranks at one moment; that moment."""
+        victims = self.processes()
+        began = time.monotonic()
+        for process in victims:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.agent.process.wait()
+        return began
+
+    def hosts_master(self) -> bool:
+        """Whether the job's master is its child."""
+        return any(is_master(process) for process in self.agent.below())
+
+
+def is_master(process: psutil.Process) -> bool:
+    """Told by its command line."""
+    return "elasticrun.master" in process.cmdline()
+
+
+class Team:
+    """The agents of one job. `flags` go to all of them."""
+
+    def __init__(
+        self,
+        world: World,
+        nnodes: str,
+        *flags: str,
+        port: int | None = None,
+        script: str = STEPPER,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.world = world
+        self.port = free_port() if port is None else port
+        self.log = StepLog(world.scratch / "steps")
+        self.nodes: list[Node] = []
+        self._nnodes = nnodes
+        self._flags = flags
+        self._script = script
+        self._env = {"STEPS_FOLDER": str(self.log.folder), "LOGLEVEL": "INFO", **(env or {})}
+        self._stopped: set[int] = set()
+        self._first: Life | None = None
+
+    # ------------------------------------------------------------ nodes come
+
+    def add(
+        self,
+        *flags: str,
+        name: str = "",
+        port: int | None = None,
+        stalling: bool = False,
+        env: Mapping[str, str] | None = None,
+        console: int | None = None,
+    ) -> Node:
+        """Start one more agent. `port`: of the endpoint it dials, where that is not the master's
+        own (a relay). `stalling`: a real agent whose loop the test can block. `console`: a
+        descriptor in the place of its stdout and stderr."""
+        name = name or f"n{len(self.nodes)}"
+        words = (
+            f"--nnodes={self._nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port or self.port}",
+            "--rdzv-id=faults",
+            "--local-addr=127.0.0.1",
+            f"--node-id={name}",
+        )
+        command = (sys.executable, STALLING) if stalling else COMMANDS[ELASTICRUN]
+        agent = self.world.command(
+            (*command, *words, *self._flags, *flags, self._script),
+            env={**self._env, "STEPS_NODE": name, "STALLING_NAME": name, **(env or {})},
+            stdout=console,
+            stderr=console,
+        )
+        node = Node(name, agent)
+        self.nodes.append(node)
+        return node
+
+    def start(self, count: int, *flags: str) -> Life:
+        """Start so many nodes, the first of which hosts the master; their first world. On a busy
+        machine some of them may have begun without the others: that is not this world, and
+        `finish` leaves it out."""
+        first = self.add(*flags)
+        first.agent.until_text("the job's page")  # its master serves
+        for _ in range(count - 1):
+            self.add(*flags)
+        return self.all_there(count)
+
+    def all_there(self, count: int) -> Life:
+        """Wait for the world of so many nodes with which the test begins."""
+        self._first = self.log.world_of(count * self._ranks_each)
+        return self._first
+
+    @property
+    def _ranks_each(self) -> int:
+        words = [flag for flag in self._flags if flag.startswith("--nproc-per-node=")]
+        return int(words[-1].partition("=")[2]) if words else 1
+
+    def master(self, *flags: str, stalling: bool = False) -> Launched:
+        """Start a master by hand; agents need `--rdzv-conf=is_host=0` then."""
+        command = (sys.executable, STALLING) if stalling else COMMANDS[ELASTICRUN]
+        words = ("master", f"--port={self.port}", f"--nnodes={self._nnodes}", "--rdzv-id=faults")
+        launched = self.world.command(
+            (*command, *words, *flags), env={"LOGLEVEL": "INFO", "STALLING_NAME": "master"}
+        )
+        launched.until_text(str(self.port))
+        return launched
+
+    # ------------------------------------------------------------ harm
+
+    def master_process(self) -> psutil.Process:
+        """The hosted master; nobody's child any more if its agent has gone."""
+        (found,) = (process for process in self.world.survivors() if is_master(process))
+        return found
+
+    def freeze(self, node: Node) -> float:
+        """SIGSTOP of all processes of a node but the master, as if its cable were out: no FIN and
+        no answer. The moment of the first."""
+        began = time.monotonic()
+        for process in node.processes():
+            self._stopped.add(process.pid)
+            process.suspend()
+        return began
+
+    def thaw(self, node: Node) -> None:
+        """SIGCONT of all of them."""
+        for process in node.processes():
+            process.resume()
+
+    def freeze_agent(self, node: Node) -> float:
+        """SIGSTOP of the agent alone: fork server and ranks go on."""
+        began = time.monotonic()
+        node.agent.signal(signal.SIGSTOP)
+        return began
+
+    def stall(self, name: str, how: str, seconds: float) -> None:
+        """Block the loop (`loop`) or every thread (`gil`) of an agent or master that was started
+        with `stalling`, and wait until that is over."""
+        (peer,) = self.world.hub.ranks(1, name=name)
+        before = len(peer.said)
+        peer.order(how, seconds=seconds)
+        self.world.hub.until(
+            lambda: [said for said in peer.said[before:] if said["event"] == "over"],
+            f"end of the stall of {name}",
+            seconds + 60,
+        )
+
+    # ------------------------------------------------------------ what is seen
+
+    def rank(self, life: Life, rank: int) -> Peer:
+        """The one who takes orders as this rank of this world."""
+        (peer,) = self.world.hub.ranks(1, pid=life.pids[rank])
+        return peer
+
+    def node_of(self, life: Life, group_rank: int) -> Node:
+        """The node with this group rank."""
+        name = life.nodes[group_rank]
+        return next(node for node in reversed(self.nodes) if node.name == name)
+
+    def status(self) -> dict[str, Any]:
+        """`elasticrun status` of this job as JSON."""
+        done = subprocess.run(
+            [*COMMANDS[ELASTICRUN], "status", f"127.0.0.1:{self.port}", "--json"],
+            env=self.world.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        page: dict[str, Any] = json.loads(done.stdout)
+        return page
+
+    def finish(self, *, but: tuple[Node, ...] = ()) -> list[Life]:
+        """Let the script end; every node that is left ends with 0, and the step logs are good. The
+        worlds from the one with which the test began to the last."""
+        self.log.stop()
+        ends = {
+            node.name: node.agent.wait()
+            for node in self.nodes
+            if node not in but and node.agent.process.returncode != -signal.SIGKILL
+        }
+        assert set(ends.values()) <= {0}, f"{ends}; {self.words()}"
+        return self.check()
+
+    def check(self) -> list[Life]:
+        """The invariants of every fault; the worlds, as `finish` has them."""
+        lives = self.log.check(stopped=self._stopped)
+        began = 0.0 if self._first is None else self._first.first
+        return [life for life in lives if life.first >= began]
+
+    def words(self) -> str:
+        """What the agents said last, for a failing assertion."""
+        return "\n".join(f"{node.name}: {node.agent.stderr[-1500:]}" for node in self.nodes)
+
+
+@contextmanager
+def frozen(team: Team, node: Node) -> Iterator[float]:
+    """A node that is silent for the length of the block; gives the moment it fell silent."""
+    began = team.freeze(node)
+    try:
+        yield began
+    finally:
+        team.thaw(node)
+
+
+def let_pass(seconds: float) -> None:
+    """Nothing but time: for schedules of harm and for how long it lasts, never for an event."""
+    time.sleep(max(0.0, seconds))  # the moment is what is tested
+
+
+def tell(request: pytest.FixtureRequest, what: str, seconds: float) -> None:
+    """Print a figure and keep it in the report. A figure is not an assertion: what a machine that
+    does other things as well may take is no promise; benchmarks/ measures."""
+    name = request.node.name
+    request.node.user_properties.append((what, round(seconds, 3)))
+    print(f"[{name}] {what}: {seconds:.2f} s")
+
+
+def descriptors(pid: int) -> int:
+    """Open descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,0 +1,130 @@
+"""Ranks and agents of the past meet nobody of the present."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+
+import pytest
+
+from tests.faults.team import QUICK, Team, frozen
+from tests.harness import World, await_exit, is_alive
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_store_of_an_old_round(world: World) -> None:
+    """A zombie that dials the address it knows meets nobody, and no other store is ever given that
+    port while it may dial it: the agent keeps it bound, without listening."""
+    team = Team(world, "1:3", QUICK)
+    first = team.start(3)
+    old = first.steps[0].store
+    host, _, port = old.rpartition(":")
+    with frozen(team, team.nodes[2]):
+        second = team.log.world_of(2, after=first)
+        assert is_alive(first.pids[2])  # a zombie of the old round, and it has not been reaped
+        assert second.steps[0].store != old
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=10).close()
+        with socket.socket() as other, pytest.raises(OSError) as refused:
+            other.bind((host, int(port)))
+        assert refused.value.errno == errno.EADDRINUSE
+    assert not await_exit([first.pids[2]])
+    team.finish()
+
+
+def test_a_new_agent_of_the_same_node(world: World) -> None:
+    """kill -9 of an agent; another of the same node id comes before anybody has missed it. The
+    node keeps its rank, and its death costs no restart."""
+    team = Team(world, "2", "--max-restarts=1")
+    first = team.start(2)
+    old = team.nodes[1]
+    old.agent.signal(signal.SIGKILL)
+    team.add(name="n1")
+    second = team.log.world_of(2, after=first)
+    assert second.nodes == first.nodes
+    assert second.restart == 0
+    assert not await_exit([first.pids[1]])
+    assert len(team.finish(but=(old,))) == 2
+
+
+def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
+    """Its successor holds the node's place; when it wakes it is told so, stops its ranks and ends
+    with a code of its own, instead of fighting."""
+    team = Team(world, "2", QUICK, "--max-restarts=1")
+    first = team.start(2)
+    old = team.nodes[1]
+    with frozen(team, old):
+        team.nodes[0].agent.until_text("because node n1 is dead")
+        team.add(name="n1")
+        second = team.log.world_of(2, after=first)
+        assert second.nodes == first.nodes
+    assert old.agent.wait() == 78
+    assert "a newer agent has taken the place of this one as node n1" in old.agent.stderr
+    assert not await_exit([first.pids[1]])
+    team.log.goes_on(second)
+    assert len(team.finish(but=(old,))) == 2
+
+
+def test_two_agents_of_one_node(world: World) -> None:
+    """The first one is alive: the second is told who holds the node, and the job goes on."""
+    team = Team(world, "1:2")
+    first = team.start(2)
+    twin = team.add(name="n1")
+    assert twin.agent.wait() == 78
+    assert "node n1 is held by another agent" in twin.agent.stderr
+    assert len(twin.agent.stderr.strip().splitlines()) < 10
+    team.log.goes_on(first)
+    assert len(team.finish(but=(twin,))) == 1
+
+
+def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
+    """COORDINATION 6: its rank needs longer than any last call to obey SIGTERM. It keeps its place:
+    one round, not two."""
+    team = Team(
+        world, "1:3", "--max-restarts=1", "--rdzv-conf=last_call_timeout=1", "--restart-grace=30"
+    )
+    first = team.start(3)
+    slow = team.rank(first, 2)
+    slow.order("slow", seconds=6)
+    world.hub.word(slow, "done", what="slow")
+    team.rank(first, 0).order("die")
+    second = team.log.world_of(3, after=first)
+    assert second.nodes == first.nodes
+    assert second.restart == 1
+    assert len(team.finish()) == 2
+
+
+def test_a_survivor_that_ignores_sigterm(world: World) -> None:
+    """It is killed when its grace is over, and its node keeps its place."""
+    team = Team(
+        world, "1:3", "--max-restarts=1", "--rdzv-conf=last_call_timeout=1", "--restart-grace=4"
+    )
+    first = team.start(3)
+    deaf = team.rank(first, 2)
+    deaf.order("ignore")
+    world.hub.word(deaf, "done", what="ignore")
+    team.rank(first, 0).order("die")
+    second = team.log.world_of(3, after=first)
+    assert second.nodes == first.nodes
+    assert not is_alive(first.pids[2])
+    assert len(team.finish()) == 2
+
+
+def test_nothing_of_a_node_is_left(world: World) -> None:
+    """A node that leaves in good order: no process, port, or shared memory of it stays."""
+    team = Team(world, "1:2")
+    first = team.start(2)
+    leaver = team.nodes[1]
+    pids = [process.pid for process in leaver.processes()]
+    leaver.agent.signal(signal.SIGTERM)
+    leaver.agent.wait()
+    second = team.log.world_of(1, after=first)
+    assert second.restart == 0
+    assert not await_exit(pids, 10)
+    with contextlib.suppress(FileNotFoundError):
+        assert not [p for p in pids if os.path.exists(f"/proc/{p}/fd")]
+    team.finish(but=(leaver,))

@@ -1,0 +1,224 @@
+"""The opposite bars: what only looks like a death costs no round and no node.
+
+Every test runs one job of three nodes, does the thing, and asserts that one and the same world went
+on to the end. A bar on speed alone would buy false deaths, and each of those restarts everybody.
+The durations are shorter in `make test` than in `make soak`, but always longer than the silence
+after which a node that really is silent is dead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.faults.relay import Relay, relay_to
+from tests.faults.team import Team, descriptors, let_pass
+from tests.harness import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SHORT = 7.0
+"""Seconds of a stall in `make test`; a node that says nothing at all is dead after about 5."""
+
+
+def durations(short: float, full: float) -> pytest.MarkDecorator:
+    """The test twice: scaled down, and in full length in `make soak`."""
+    both = [pytest.param(short, id="short"), pytest.param(full, id="full", marks=pytest.mark.soak)]
+    return pytest.mark.parametrize("seconds", both)
+
+
+def unharmed(team: Team, harm: Callable[[], object]) -> None:
+    """Start three nodes (unless there are some), do the harm: the same world goes on, nobody was
+    given up, and no node left its place."""
+    for _ in range(3 - len(team.nodes)):
+        team.add()
+    first = team.all_there(3)
+    harm()
+    team.log.goes_on(first, 20)
+    lives = team.finish()
+    assert [life.world for life in lives] == [first.world], team.log.story()
+    said = team.words()
+    assert " is dead" not in said, said
+
+
+@durations(SHORT, 30.0)
+def test_an_agents_loop_that_is_blocked(world: World, seconds: float) -> None:
+    """gRPC's own threads answer the master's pings; the loop's beats alone are missing."""
+    team = Team(world, "1:3")
+    team.add().agent.until_text("the job's page")
+    team.add(stalling=True)
+    unharmed(team, lambda: team.stall("n1", "loop", seconds))
+
+
+@durations(SHORT, 10.0)
+def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> None:
+    """No Python thread of the agent runs at all; the transport's threads are not Python's."""
+    team = Team(world, "1:3")
+    team.add().agent.until_text("the job's page")
+    team.add(stalling=True)
+    unharmed(team, lambda: team.stall("n1", "gil", seconds))
+
+
+@durations(SHORT, 10.0)
+@pytest.mark.parametrize("how", ["loop", "gil"])
+def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> None:
+    """It hears nobody for longer than anybody may be silent, and holds that against none of them:
+    silence counts only while the listener listened."""
+    team = Team(world, "1:3", "--rdzv-conf=is_host=0")
+    master = team.master(stalling=True)
+    unharmed(team, lambda: team.stall("master", how, seconds))
+    assert master.wait() == 0
+    assert " is dead" not in master.stderr
+
+
+def test_a_link_that_is_out_for_three_seconds(world: World) -> None:
+    """Nothing passes between one agent and the master; then everything does."""
+    team = Team(world, "1:3", "--rdzv-conf=is_host=0")
+    master = team.master()
+    with relay_to(team.port) as relay:
+        team.add(port=relay.port)
+        unharmed(team, lambda: relay.pause(3.0))
+    assert master.wait() == 0
+    assert " is dead" not in master.stderr
+
+
+@durations(10.0, 300.0)
+def test_a_stream_that_is_reset_again_and_again(world: World, seconds: float) -> None:
+    """A NAT or a mesh that forgets connections: every 10 s for 5 minutes, or every second for 10.
+    Nothing piles up in the agent."""
+    team = Team(world, "1:3", "--rdzv-conf=is_host=0")
+    master = team.master()
+    with relay_to(team.port) as relay:
+        node = team.add(port=relay.port)
+
+        def harm() -> None:
+            before = descriptors(node.agent.pid)
+            again_and_again(relay, seconds)
+            assert descriptors(node.agent.pid) <= before + 8
+
+        unharmed(team, harm)
+    assert master.wait() == 0
+    assert " is dead" not in master.stderr
+
+
+def again_and_again(relay: Relay, seconds: float) -> None:
+    """Resets, ten or thirty of them in so many seconds."""
+    pause = 10.0 if seconds > 60 else 1.0
+    for _ in range(int(seconds / pause)):
+        relay.reset()
+        let_pass(pause)
+
+
+@durations(SHORT, 20.0)
+def test_a_terminal_that_is_frozen(world: World, seconds: float) -> None:
+    """Nobody reads the terminal of a node whose rank prints all the time; the agent's own lines go
+    there as well. Ranks and beats go on."""
+    team = Team(world, "1:3", "--tee=3")
+    team.add().agent.until_text("the job's page")
+    leader, follower = os.openpty()
+    try:
+        team.add(console=follower)
+
+        def harm() -> None:
+            life = team.log.last
+            for rank in range(3):
+                if life.pids[rank] and life.nodes[rank] == "n1":
+                    team.rank(life, rank).order("chat")
+            let_pass(seconds)
+            threading.Thread(target=drain, args=(leader,), daemon=True).start()
+
+        unharmed(team, harm)
+    finally:
+        os.close(follower)
+        with suppress(OSError):
+            os.close(leader)
+
+
+def drain(leader: int) -> None:
+    """Somebody reads the terminal again."""
+    with suppress(OSError):
+        while os.read(leader, 1 << 16):
+            pass
+
+
+@durations(SHORT, 20.0)
+def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: float) -> None:
+    """The file system under `--log-dir` takes no write for a while, as NFS without its server: who
+    writes there sleeps in the kernel and cannot even be killed. Those are the ranks that print,
+    and nobody else."""
+    with volume(tmp_path) as folder:
+        team = Team(world, "1:3")
+        team.add().agent.until_text("the job's page")
+        team.add(f"--log-dir={folder / 'logs'}", "--tee=3")
+
+        def harm() -> None:
+            life = team.log.last
+            rank = next(r for r, name in life.nodes.items() if name == "n1")
+            team.rank(life, rank).order("chat")
+            with frozen_volume(folder, seconds):
+                let_pass(seconds / 2)
+                team.log.lives()
+                held = max(life.whole_steps())
+                let_pass(seconds / 4)
+                team.log.lives()
+                assert max(life.whole_steps()) == held  # the disk holds the rank that prints
+
+        unharmed(team, harm)
+
+
+@contextmanager
+def volume(scratch: Path) -> Iterator[Path]:
+    """A small file system that can be frozen; skips the test where none is."""
+    image, folder = scratch / "volume.img", scratch / "volume"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for command in (
+        ["mkfs.ext4", "-q", "-F", str(image)],
+        ["mount", "-o", "loop", str(image), str(folder)],
+    ):
+        if shutil.which(command[0]) is None:
+            pytest.skip(f"no {command[0]} here")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this host does not let us mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def frozen_volume(folder: Path, seconds: float) -> Iterator[None]:
+    """No write to the file system passes until `seconds` have gone by. It is thawed by a process
+    of its own, so that no end of this test leaves somebody asleep in the kernel for ever."""
+    code = (
+        "import fcntl, os, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "fcntl.ioctl(fd, 0xC0045877, 0)\n"  # FIFREEZE
+        "print('frozen', flush=True)\n"
+        "time.sleep(float(sys.argv[2]))\n"
+        "fcntl.ioctl(fd, 0xC0045878, 0)\n"  # FITHAW
+    )
+    freezer = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder), str(seconds)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert freezer.stdout is not None
+    if freezer.stdout.readline() != b"frozen\n":
+        freezer.wait()
+        pytest.skip("this file system cannot be frozen")
+    try:
+        yield
+    finally:
+        freezer.wait()
+        freezer.stdout.close()

@@ -1,0 +1,45 @@
+"""Facts as a master records them, of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from elasticrun.core.facts import Facts, RoundFacts, Seat
+from elasticrun.wire.ids import Endpoint, RoundName
+from tests.master.people import SPEC
+
+
+def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RoundFacts:
+    """A round of so many nodes with two ranks each."""
+    seats = tuple(
+        Seat(f"node-{i:05d}", f"{i:016x}", i, 2 * i, 2, 2 * i, 2 * nodes) for i in range(nodes)
+    )
+    made = RoundFacts(
+        name=RoundName(1, number, f"{number:08x}"),
+        world_size=2 * nodes,
+        restart_count=0,
+        store=Endpoint("10.0.0.1", 40_000),
+        store_node="node-00000",
+        age=1.5,
+        seats=seats,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def facts(number: int = 1, nodes: int = 2, **changes: Any) -> Facts:
+    """All of a job in its round `number`."""
+    made = Facts(
+        spec=SPEC,
+        term=1,
+        number=number,
+        round=round_facts(number, nodes),
+        order=tuple(f"node-{i:05d}" for i in range(nodes)),
+        charges=(),
+        restart_count=0,
+        short_lives=0,
+        left_out=(),
+        starved=0.0,
+        outcome=None,
+    )
+    return dataclasses.replace(made, **changes)

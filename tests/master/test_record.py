@@ -1,0 +1,427 @@
+"""The record: orders wait for their facts, and whatever is wrong with a disk costs no job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from elasticrun.config_json import dumps, loads
+from elasticrun.core.aging import aged
+from elasticrun.core.effects import Heard, JobEffect, JobEvent, JobOver, Record, Tell
+from elasticrun.core.facts import Facts
+from elasticrun.master import sqlite_store
+from elasticrun.master.sqlite_store import SqliteStore
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from tests import aio
+from tests.master.facts import facts
+from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
+
+JOIN = m.Join(Endpoint("127.0.0.1", 1))
+
+
+class Held:
+    """A store whose writes become durable when the test says so."""
+
+    def __init__(self) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.term = 0
+        self.leading = True
+        self.written: list[tuple[Facts, Callable[[], None]]] = []
+
+    def leads(self) -> bool:
+        return self.leading
+
+    async def load(self) -> Facts | None:
+        return None
+
+    def write(self, what: Facts, done: Callable[[], None]) -> None:
+        self.written.append((what, done))
+
+    async def close(self, *, over: bool) -> None:
+        pass
+
+    def release(self) -> None:
+        self.written.pop(0)[1]()
+
+
+def _stop(reason: str) -> m.Stop:
+    return m.Stop(ROUND, reason)
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def test_orders_wait_for_their_facts_and_beats_for_nothing() -> None:
+    def on(event: JobEvent) -> list[JobEffect]:
+        if isinstance(event, Heard) and event.report == JOIN:
+            return [
+                Tell((event.session,), m.Wait("before")),
+                Record(facts(1)),
+                Tell((event.session,), _stop("first")),
+                Record(facts(2)),
+                Tell((event.session,), m.Wait("second")),
+                JobOver(0, "over"),
+            ]
+        return []
+
+    async def run() -> None:
+        store = Held()
+        async with serving(store=store) as served:
+            served.brain.on = on
+            async with served.agent() as stream:
+                await stream.send(JOIN)
+                assert await hear(stream) == m.Wait("before")
+                for number in (1, 2):  # the loop turns, and says so
+                    await stream.send(m.Beat(number))
+                    assert await hear(stream) == m.Echo(number)
+                assert [f.number for f, _ in store.written] == [1, 2]
+                assert served.over == []
+                store.release()
+                assert await hear(stream) == _stop("first")
+                await stream.send(m.Beat(3))
+                assert await hear(stream) == m.Echo(3)
+                assert served.over == []
+                store.release()
+                assert await hear(stream) == m.Wait("second")
+                assert len(served.over) == 1
+                await stream.send(m.Leaving("nothing is in the way any more", 0))
+                assert isinstance(await hear(stream), m.End)
+
+    aio.run(run())
+
+
+def test_a_long_wait_for_the_record_is_the_reason_on_the_page() -> None:
+    async def run() -> None:
+        now = [100.0]
+        brain = Recorder()
+        brain.on = lambda event: [Record(facts())]
+        from elasticrun.master.loop import Loop
+
+        store = Held()
+        loop = Loop(brain, on_over=lambda _: None, store=store, clock=lambda: now[0])
+        loop.put(Heard(1, JOIN))
+        loop._turn()
+        assert loop.status().reason == brain.page.reason
+        now[0] += 3.0
+        assert "has not been written for 3 s" in loop.status().reason
+        store.release()
+        assert loop.status().reason == brain.page.reason
+
+    aio.run(run())
+
+
+def test_who_leads_no_more_says_nothing() -> None:
+    async def run() -> None:
+        store = Held()
+        async with serving(store=store) as served:
+            served.brain.on = lambda event: (
+                [Tell((event.session,), _stop("an order"))]
+                if isinstance(event, Heard) and event.report == JOIN
+                else []
+            )
+            async with served.agent() as stream:
+                store.leading = False
+                await stream.send(JOIN)
+                await served.brain.until(lambda e: isinstance(e, Heard) and e.report == JOIN)
+                store.leading = True
+                await stream.send(m.Beat(7))
+                assert await hear(stream) == m.Echo(7)
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- the file
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, now: float | None = None) -> AsyncIterator[SqliteStore]:
+    """A store on its folder; closed at the end."""
+    store = SqliteStore(folder, now=None if now is None else lambda: now)
+    try:
+        yield store
+    finally:
+        await store.close(over=False)
+
+
+async def _written(store: SqliteStore, what: Facts) -> None:
+    done = asyncio.get_running_loop().create_future()
+    store.write(what, lambda: done.set_result(None))
+    async with asyncio.timeout(LIMIT):
+        await done
+
+
+async def _load(folder: Path, now: float | None = None) -> Facts | None:
+    async with opened(folder, now) as store:
+        return await store.load()
+
+
+async def _keep(folder: Path, *versions: Facts, now: float | None = None) -> None:
+    async with opened(folder, now) as store:
+        await store.load()
+        for version in versions:
+            await _written(store, version)
+
+
+def test_the_newest_facts_are_loaded_and_are_private(tmp_path: Path) -> None:
+    async def run() -> None:
+        folder = tmp_path / "new"
+        assert await _load(folder) is None
+        last = facts(3, outcome=m.End(1, "boom", ()), charges=(1.0, 2.5), starved=3.25)
+        await _keep(folder, facts(1), facts(2, nodes=5), last, now=100.0)
+        assert await _load(folder, now=100.0) == last
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert all(f.stat().st_mode & 0o077 == 0 for f in folder.iterdir())
+
+    aio.run(run())
+
+
+def test_what_was_recorded_has_aged_when_it_is_loaded(tmp_path: Path) -> None:
+    """COORDINATION 3 (e): a wait neither begins anew at each crash, nor ends at once."""
+
+    async def run() -> None:
+        await _keep(tmp_path, facts(charges=(7.0,)), now=1000.0)
+        found = await _load(tmp_path, now=1090.0)
+        assert found == aged(facts(charges=(7.0,)), 90.0)
+        assert found is not None
+        assert found.charges == (97.0,)
+        assert found.round is not None
+        assert found.round.age == 91.5
+
+    aio.run(run())
+
+
+def test_facts_in_between_are_not_written_and_every_wait_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    saved: list[int] = []
+    save = sqlite_store._Disk.save
+
+    def slow(disk: sqlite_store._Disk, what: Facts) -> None:
+        assert gate.wait(LIMIT)
+        saved.append(what.number)
+        save(disk, what)
+
+    monkeypatch.setattr(sqlite_store._Disk, "save", slow)
+
+    async def run() -> None:
+        async with opened(tmp_path) as store:
+            await store.load()
+            ended: list[int] = []
+            for number in range(1, 6):
+                store.write(facts(number), lambda number=number: ended.append(number))
+            await asyncio.sleep(0)
+            assert ended == []
+            gate.set()
+            await _written(store, facts(6))
+            assert ended == [1, 2, 3, 4, 5]
+            assert saved == [1, 6]
+
+    aio.run(run())
+
+
+def test_a_folder_that_is_gone_costs_one_line_and_the_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        folder = tmp_path / "record"
+        async with opened(folder) as store:
+            await store.load()
+            await _written(store, facts(1))
+            shutil.rmtree(folder)
+            await _written(store, facts(2))
+            await _written(store, facts(3))
+        assert not folder.exists()
+
+    aio.run(run())
+    assert caplog.text.count("has no record any more") == 1
+    assert "taken away" in caplog.text
+
+
+def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with opened(tmp_path) as store:
+            await store.load()
+            await _written(store, facts(1))
+            assert store._disk._db is not None
+            store._disk._db.execute("PRAGMA max_page_count=1")
+            await _written(store, facts(2, nodes=1000))
+            await _written(store, facts(3))  # nobody waits for a disk any more
+        assert await _load(tmp_path) is None
+        assert (tmp_path / "state.sqlite.aside").exists()
+
+    aio.run(run())
+    assert caplog.text.count("has no record any more: database or disk is full") == 1
+
+
+def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sqlite_store, "SLOW", 0.05)
+    monkeypatch.setattr(sqlite_store, "GIVEN_UP", 0.1)
+    gate = threading.Event()
+    save = sqlite_store._Disk.save
+
+    def hangs(disk: sqlite_store._Disk, what: Facts) -> None:
+        assert gate.wait(LIMIT)
+        save(disk, what)
+
+    async def run() -> None:
+        async with opened(tmp_path) as store:
+            await store.load()
+            await _written(store, facts(1))
+            monkeypatch.setattr(sqlite_store._Disk, "save", hangs)
+            await _written(store, facts(2))
+            await _written(store, facts(3))
+            gate.set()
+        assert await _load(tmp_path) is None
+
+    aio.run(run())
+    assert "orders wait for it" in caplog.text
+    assert caplog.text.count("has no record any more") == 1
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"this is no database, and never was one" * 100)
+
+
+def _torn(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100:3000] = os.urandom(2900)
+    path.write_bytes(bytes(data))
+
+
+def _newer(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version=99")
+
+
+def _other_facts(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("INSERT INTO facts VALUES ('favourite_colour', '\"green\"')")
+
+
+def _nonsense(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE facts SET value='[[' WHERE field='round'")
+
+
+@pytest.mark.parametrize("spoil", [_garbage, _torn, _newer, _other_facts, _nonsense])
+def test_a_record_that_cannot_be_used_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
+) -> None:
+    async def run() -> None:
+        await _keep(tmp_path, facts(1))
+        spoil(tmp_path / "state.sqlite")
+        async with opened(tmp_path) as store:
+            assert await store.load() is None
+            await _written(store, facts(2))
+        assert (tmp_path / "state.sqlite.aside").exists()
+        found = await _load(tmp_path)
+        assert found is not None
+        assert found.number == 2
+
+    aio.run(run())
+    assert caplog.text.count("set aside") == 1
+
+
+@pytest.mark.parametrize(("gap", "kept"), [(10.0, False), (40.0, True)])
+def test_three_masters_that_fail_on_one_state_within_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gap: float, kept: bool
+) -> None:
+    async def run() -> None:
+        await _keep(tmp_path, facts(4), now=1000.0)
+        for crash in range(3):
+            store = SqliteStore(tmp_path, now=lambda crash=crash: 1000.0 + gap * crash)
+            assert await store.load() is not None
+            await store.crashed()
+        assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
+        assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
+
+    aio.run(run())
+    assert ("3 masters have failed on it" in caplog.text) != kept
+
+
+def test_it_stays_small_and_is_loaded_whole_after_thirty_days(tmp_path: Path) -> None:
+    """1,000 nodes, a round an hour: what is kept does not grow with the length of a job."""
+
+    async def run() -> None:
+        async with opened(tmp_path) as store:
+            await store.load()
+            for number in range(1, 30 * 24 + 1):
+                await _written(store, facts(number, nodes=1000))
+        size = sum(f.stat().st_size for f in tmp_path.iterdir())
+        assert size <= 1024 * 1024, f"{size} bytes"
+        found = await _load(tmp_path)
+        assert found is not None
+        assert (found.number, len(found.order)) == (720, 1000)
+
+    aio.run(run())
+
+
+WRITER = """
+import asyncio, itertools, sys
+from pathlib import Path
+from elasticrun.config_json import loads
+from elasticrun.core.facts import Facts
+from elasticrun.master.sqlite_store import SqliteStore
+import dataclasses
+
+async def main():
+    store = SqliteStore(Path(sys.argv[1]))
+    made = loads(sys.stdin.read(), Facts)
+    await store.load()
+    for number in itertools.count(1):
+        done = asyncio.get_running_loop().create_future()
+        order = tuple(f"{number}-{i}" for i in range(50))
+        facts = dataclasses.replace(made, number=number, order=order)
+        store.write(facts, lambda: done.set_result(None))
+        await done
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after", [1, 7, 30])
+def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> None:
+    """What was called done is there, and never one half of a version."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    with writer:
+        writer.stdin.write(dumps(facts(nodes=50)))
+        writer.stdin.close()
+        told = 0
+        for line in writer.stdout:
+            told = int(line)
+            if told >= after:
+                writer.send_signal(signal.SIGKILL)
+    found = aio.run(_load(tmp_path))
+    assert found is not None
+    assert found.number in (told, told + 1)
+    assert set(found.order) == {f"{found.number}-{i}" for i in range(50)}
+
+
+def test_facts_survive_their_text() -> None:
+    made = facts(2, nodes=3, outcome=m.End(1, "over", ()))
+    assert loads(dumps(made), Facts) == made

@@ -1,0 +1,403 @@
+"""kill -9 of the master in running jobs: it is back on its port, and nobody has noticed.
+
+"No step lost": the puppets' `steps` are all-reduces in a row; they end on every rank of the same
+processes only if each of them was done by the whole world.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from inotify_simple import INotify, flags
+
+from elasticrun.wire import published
+from elasticrun.wire.record_folder import PREFIX
+from tests.compat.live import agents, allreduce, finish, job
+from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
+
+pytestmark = pytest.mark.slow
+
+KINDS = ("standalone", "static", "elastic")
+
+
+def run_folder(world: World) -> Path:
+    return world.scratch / "run" / "elasticrun"
+
+
+def records(world: World) -> list[str]:
+    """Folders of records that are left."""
+    return [path.name for path in run_folder(world).glob(f"{PREFIX}*")]
+
+
+def next_master(world: World, old: published.Published | None = None) -> published.Published:
+    """The master that serves, another one than `old`; waits for it, and removes nothing, since an
+    heir needs what a killed one left."""
+    folder = run_folder(world)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    end = time.monotonic() + LIMIT
+    with INotify() as watcher:
+        watcher.add_watch(folder, flags.MOVED_TO | flags.DELETE)
+        while True:
+            listed = [published._read(path) for path in folder.glob("master-*.json")]
+            found = [m for m in listed if m is not None and (old is None or m.pid != old.pid)]
+            found = [m for m in found if published.start_time(m.pid) == m.started]
+            if found:
+                return found[0]
+            rest = end - time.monotonic()
+            assert rest > 0, "no master came back"
+            watcher.read(timeout=int(rest * 1000) + 1)
+
+
+def killed(world: World, master: published.Published) -> published.Published:
+    """Kill this master at once; the one that follows."""
+    began = time.monotonic()
+    psutil.Process(master.pid).kill()
+    following = next_master(world, master)
+    print(f"a master serves again {time.monotonic() - began:.2f} s after the last was killed")
+    return following
+
+
+def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[Peer]]:
+    """A job of this kind with two ranks."""
+    if kind == "standalone":
+        jobs = [job(world, ELASTICRUN, "--nproc-per-node=2", *more)]
+    else:
+        nnodes = "2" if kind == "static" else "1:2"
+        jobs = agents(world, ELASTICRUN, 2, nnodes, free_port(), *more, static=kind == "static")
+    return jobs, world.hub.ranks(2, world_size=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
+    jobs, peers = started(world, kind, "--max-restarts=1")
+    master = next_master(world)
+    port = master.port
+    for peer in peers:
+        peer.order("steps", count=300)
+    for _ in range(3):
+        master = killed(world, master)
+        assert master.port == port
+    for peer in peers:
+        world.hub.word(peer, "done", what="steps")
+    peers[1].order("exit", code=3)  # the last one has the job in hand
+    again = world.hub.ranks(2, restart=1)
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert [j.wait() for j in jobs] == [0] * len(jobs)
+    assert len(world.hub.peers) == 4  # two lives, no more
+    assert records(world) == []
+
+
+def test_while_nodes_gather(world: World) -> None:
+    """And who wants the trace of it, keeps it: two lives of the master, one after the other."""
+    port, kept = free_port(), world.scratch / "kept"
+    env = {"ELASTICRUN_TRACE_DIR": str(kept)}
+    jobs = agents(world, ELASTICRUN, 1, "2", port, env=env)
+    jobs[0].until_text("waiting for nodes")
+    master = killed(world, next_master(world))
+    assert master.port == port
+    jobs += agents(world, ELASTICRUN, 1, "2", port, env=env)
+    peers = world.hub.ranks(2)
+    assert allreduce(world, peers) == [2, 2]
+    finish(peers)
+    assert [j.wait() for j in jobs] == [0, 0]
+    assert (len(world.hub.peers), records(world)) == (2, [])
+    (trace,) = kept.iterdir()
+    assert trace.name.startswith("agents-")
+    replayed = world.launch(ELASTICRUN, "replay", str(trace))
+    assert replayed.wait() == 0, replayed.stdout
+    assert replayed.stdout.count("== job 'agents', a master of term") == 2
+    assert "the job is over with 0" in replayed.stdout
+
+
+def test_between_a_death_and_the_next_start_and_what_it_cost_is_remembered(world: World) -> None:
+    """Killed while the survivor still stops: one restart is charged, not two, and it is still known
+    when the next failure comes, two masters later."""
+    jobs, peers = started(world, "elastic", "--max-restarts=1", "--restart-backoff=0")
+    master = next_master(world)
+    saved = str(world.scratch / "saved")
+    peers[0].order("trap", signums=[int(signal.SIGTERM)], how="save", path=saved)
+    world.hub.word(peers[0], "done", what="trap")
+    peers[1].order("exit", code=3)
+    world.hub.word(peers[0], "signal")  # told to stop: 0.4 s until it has saved
+    master = killed(world, master)
+    again = world.hub.ranks(2, restart=1)
+    assert allreduce(world, again) == [2, 2]
+    assert (world.scratch / "saved").read_text().endswith("whole\n")
+    killed(world, master)
+    again[1].order("exit", code=4)
+    assert [j.wait() for j in jobs] == [1, 1]
+    assert len(world.hub.peers) == 4
+    assert records(world) == []
+
+
+def test_a_failure_while_there_is_no_master(world: World) -> None:
+    """It stands still, and is killed only when a rank has died and its node has said so."""
+    jobs, peers = started(world, "elastic", "--max-restarts=1", "--restart-backoff=0")
+    master = next_master(world)
+    psutil.Process(master.pid).suspend()
+    peers[1].order("exit", code=3)
+    world.hub.lost([peers[1]])
+    killed(world, master)
+    again = world.hub.ranks(2, restart=1)
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert [j.wait() for j in jobs] == [0, 0]
+    assert (len(world.hub.peers), records(world)) == (4, [])
+
+
+def test_a_master_that_outlives_its_agent_takes_its_record_with_it(world: World) -> None:
+    """An agent that comes back attaches to it, and should it be killed then, an agent of this host
+    starts the next one."""
+    port = free_port()
+    jobs = agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    world.hub.ranks(1)  # so that this agent has the master
+    master = next_master(world)
+    jobs += agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    peers = world.hub.ranks(2, world_size=2)
+    assert allreduce(world, peers) == [2, 2]
+    jobs[0].process.kill()
+    (alone,) = world.hub.ranks(1, world_size=1, pid=lambda pid: pid not in _pids(world, 3))
+    assert records(world) != []
+    back = agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    known = _pids(world, 4)
+    both = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
+    assert allreduce(world, both) == [2, 2]
+    assert [m.pid for m in published.published(run_folder(world))] == [master.pid]
+    assert alone.gone
+    for peer in both:
+        peer.order("steps", count=300)
+    heir = killed(world, master)  # nobody is left whose child it was
+    assert heir.port == port
+    for peer in both:
+        world.hub.word(peer, "done", what="steps")
+    finish(both)
+    assert [jobs[1].wait(), back[0].wait()] == [0, 0]
+    assert not await_exit([heir.pid])
+    assert records(world) == []
+    assert len(world.hub.peers) == 6
+
+
+def _pids(world: World, count: int) -> set[int]:
+    """The first so many ranks that ever were."""
+    return {peer.pid for peer in world.hub.peers[:count]}
+
+
+def test_a_second_launch_knows_nothing_of_one_that_was_killed(world: World) -> None:
+    """The same port and id after kill -9 of everything: it begins anew, and sweeps."""
+    port = free_port()
+    agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1")
+    (peer,) = world.hub.ranks(1)
+    next_master(world)
+    (left,) = records(world)
+    peer.order("exit", code=3)
+    world.hub.ranks(1, restart=1)
+    world.kill_all()
+    assert records(world) == [left]
+    jobs = agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1")
+    (fresh,) = world.hub.ranks(1, restart=0, pid=lambda pid: pid != peer.pid)
+    next_master(world)
+    finish([fresh])
+    assert jobs[0].wait() == 0
+    assert records(world) == []
+
+
+DEADLY = """
+import os, sys
+
+if "elasticrun.master" in sys.orig_argv:
+    from elasticrun.master.sqlite_store import SqliteStore
+
+    flag = os.environ["DEADLY_FLAG"]
+    write = SqliteStore.write
+
+    def die(facts):
+        last = facts.round
+        wanted = {
+            "over": last is not None and bool(last.over),
+            "formed": last is not None and last.name.number == 2,
+            "outcome": facts.outcome is not None,
+        }
+        if wanted[os.environ["DEADLY_FACT"]] and not os.path.exists(flag):
+            open(flag, "w").close()
+            os.kill(os.getpid(), 9)
+
+    def deadly(store, facts, done):
+        if os.environ["DEADLY_MOMENT"] == "before":
+            die(facts)
+        write(store, facts, lambda: (die(facts), done()))
+
+    SqliteStore.write = deadly
+"""
+
+
+def hooked(world: World, code: str, **env: str) -> dict[str, str]:
+    """Have this code run in every Python of a job, before all else."""
+    hook = world.scratch / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(hook), **env}
+
+
+def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
+    """A master that dies by its own hand, once, right before or after this fact is durable; the
+    file that shows that it did."""
+    flag = world.scratch / "flag"
+    words = {"DEADLY_FLAG": str(flag), "DEADLY_FACT": fact, "DEADLY_MOMENT": moment}
+    return flag, hooked(world, DEADLY, **words)
+
+
+@pytest.mark.parametrize("fact", ["over", "formed"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> None:
+    """COORDINATION 3 (d). That the round is over, or that the next one was formed and charged, has
+    (not) become durable, and nobody has been told: the next master goes on from there, and one
+    restart is charged."""
+    flag, env = deadly(world, fact, moment)
+    flags = ("--max-restarts=1", "--restart-backoff=0")
+    jobs = agents(world, ELASTICRUN, 2, "1:2", free_port(), *flags, env=env)
+    peers = world.hub.ranks(2, world_size=2)
+    peers[1].order("exit", code=3)
+    again = world.hub.ranks(2, restart=1, world_size=2)
+    assert flag.exists()
+    assert allreduce(world, again) == [2, 2]
+    again[0].order("exit", code=4)
+    assert [j.wait() for j in jobs] == [1, 1]
+    assert (len(world.hub.peers), records(world)) == (4, [])
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_between_the_outcome_and_its_telling(world: World, moment: str) -> None:
+    """The next master tells it to whoever dials, and ends."""
+    flag, env = deadly(world, "outcome", moment)
+    jobs = agents(world, ELASTICRUN, 2, "2", free_port(), env=env)
+    peers = world.hub.ranks(2)
+    finish(peers)
+    assert [j.wait() for j in jobs] == [0, 0]
+    assert flag.exists()
+    world.nothing_left()
+    assert (len(world.hub.peers), records(world)) == (2, [])
+
+
+POISONED = """
+import os, sys
+
+if "elasticrun.master" in sys.orig_argv:
+    from elasticrun.core.effects import Tick
+    from elasticrun.core.job import Job
+
+    begin, step = Job.__init__, Job.step
+
+    def __init__(job, spec, term, mint, facts=None):
+        begin(job, spec, term, mint, facts)
+        job.poisoned = facts is not None
+
+    def poisoned(job, event, now):
+        if job.poisoned and (os.environ["POISON"] == "at once" or not isinstance(event, Tick)):
+            raise KeyError("a defect that this state shows")
+        return step(job, event, now)
+
+    Job.__init__, Job.step = __init__, poisoned
+"""
+
+
+@pytest.mark.parametrize("poison", ["at once", "later"])
+def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -> None:
+    """COORDINATION 3 (c): no crash loop. The agents bring the round back, nothing is restarted."""
+    env = hooked(world, POISONED, POISON=poison)
+    launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1", env=env)
+    peers = world.hub.ranks(2)
+    master = next_master(world)
+    for peer in peers:
+        peer.order("steps", count=200)
+    psutil.Process(master.pid).kill()
+    if poison == "later":
+        launched.until_text("3 masters have failed on it")
+    launched.until_text("set aside")
+    launched.until_text("runs already: adopted")
+    for peer in peers:
+        world.hub.word(peer, "done", what="steps")
+    peers[1].order("exit", code=3)
+    again = world.hub.ranks(2, restart=1)
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert launched.wait() == 0
+    assert (len(world.hub.peers), records(world)) == (4, [])
+
+
+# ---------------------------------------------------------------- elasticrun master --state-dir
+
+
+def by_hand(world: World, port: int, folder: Path) -> Launched:
+    """A master with a folder of its own, serving."""
+    words = ("master", "--host=127.0.0.1", f"--port={port}", "--rdzv-id=agents")
+    launched = world.launch(
+        ELASTICRUN, *words, env={"LOGLEVEL": "INFO", "ELASTICRUN_STATE_DIR": str(folder)}
+    )
+    launched.until_text("serving job")
+    return launched
+
+
+def test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end(world: World) -> None:
+    port, folder = free_port(), world.scratch / "state"
+    master = by_hand(world, port, folder)
+    more = ("--rdzv-conf=is_host=0", "--max-restarts=1", "--restart-backoff=0")
+    jobs = agents(world, ELASTICRUN, 2, "2", port, *more)
+    peers = world.hub.ranks(2)
+    peers[0].order("exit", code=3)
+    again = world.hub.ranks(2, restart=1)
+    for peer in again:
+        peer.order("steps", count=200)
+    master.process.kill()
+    master.wait()
+    master = by_hand(world, port, folder)
+    master.until_text("the record says that round 2")
+    for peer in again:
+        world.hub.word(peer, "done", what="steps")
+    again[1].order("exit", code=4)  # the budget was spent two masters ago
+    assert [j.wait() for j in jobs] == [1, 1]
+    assert master.wait() == 1
+    assert len(world.hub.peers) == 4
+
+    master = by_hand(world, port, folder)
+    master.until_text("the job is over already")
+    for _ in range(2):  # whoever comes, and as often as he comes
+        (late,) = agents(world, ELASTICRUN, 1, "2", port, *more)
+        assert late.wait() == 1
+        assert f"remove {folder}" in late.stderr
+        assert "Traceback" not in late.stderr
+    assert len(world.hub.peers) == 4
+    master.signal(signal.SIGTERM)
+    assert master.wait() == 128 + signal.SIGTERM
+    assert (folder / "state.sqlite").exists()
+    replayed = world.launch(ELASTICRUN, "replay", str(folder))
+    assert replayed.wait() == 0, replayed.stdout
+    assert "the job is over" in replayed.stdout
+
+
+def test_a_folder_of_another_master_or_job_is_refused(world: World) -> None:
+    folder = world.scratch / "state"
+    master = by_hand(world, free_port(), folder)
+    words = ("master", "--host=127.0.0.1", "--port=0", f"--state-dir={folder}")
+    second = world.launch(ELASTICRUN, *words, "--rdzv-id=agents")
+    assert second.wait() == 2
+    assert "holds the record of a master that runs" in second.stderr
+    agent = agents(world, ELASTICRUN, 1, "1", _port(master), "--rdzv-conf=is_host=0")
+    finish(world.hub.ranks(1))
+    assert agent[0].wait() == 0
+    assert master.wait() == 0
+    other = world.launch(ELASTICRUN, *words, "--rdzv-id=another")
+    assert other.wait() == 2
+    assert "is that of job 'agents'" in other.stderr
+    for refused in (second, other):
+        assert refused.stderr.count("\n") == 1, refused.stderr
+
+
+def _port(master: Launched) -> int:
+    """Where it serves, as it said."""
+    said = master.until_text("serving job")
+    return int(said.split("on 127.0.0.1:")[1].split()[0])

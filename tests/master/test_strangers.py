@@ -1,0 +1,295 @@
+"""Who does not belong to the job: refused in a sentence, bounded, and never heard by the brain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from elasticrun.config import EXIT_REFUSED
+from elasticrun.master.doorstep import TELL_EVERY, Refusals
+from elasticrun.wire import messages as m
+from elasticrun.wire.channel import (
+    ATTEND,
+    GET_STATUS,
+    SERVER_OPTIONS,
+    LinkError,
+    Unproved,
+    get_status,
+    grpc,
+    open_channel,
+)
+from elasticrun.wire.codec import report_to_wire
+from elasticrun.wire.proof import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
+from tests import aio
+from tests.master import raw
+from tests.master.people import LIMIT, SPEC, Served, enter, hear, hello, serving, status
+
+STREAMS = SERVER_OPTIONS["grpc.max_concurrent_streams"] - 1
+"""gRPC counts a little less than it is told."""
+
+TOKEN = "a secret of the job that nobody guesses"
+KNOCK = report_to_wire(Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i").knock)
+
+
+def test_who_knows_the_token_is_served() -> None:
+    async def run() -> None:
+        async with serving(token=TOKEN, term=7) as served:
+            await served.is_well(TOKEN)
+            page = await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
+            assert page == status()
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (TOKEN, "", TOKEN_WANTED),
+        ("", TOKEN, MASTER_HAS_NONE),
+    ],
+    ids=["agent-without", "master-without"],
+)
+def test_one_side_with_a_token_and_one_without(
+    ours: str, theirs: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with serving(token=ours) as served:
+            async with served.stream() as stream:
+                refused = await enter(stream, hello(), theirs)
+                assert refused == m.Refused(reason, EXIT_REFUSED)
+                assert not stream.proved
+                assert await hear(stream) is None
+            with pytest.raises(LinkError) as told:
+                await get_status(served.endpoint, LIMIT, token=theirs)
+            assert str(told.value) == reason
+            assert told.value.rejected
+            assert not served.brain.events
+
+    with caplog.at_level(logging.WARNING, "elasticrun"):
+        aio.run(run())
+    assert len(caplog.messages) == 1  # two refusals of one kind
+    assert "was refused" in caplog.messages[0]
+    assert TOKEN not in caplog.text
+
+
+def test_a_master_with_another_token_is_not_followed() -> None:
+    """And it never sees a proof: what it gets from us is a knock and the end."""
+
+    async def run() -> None:
+        async with serving(token="another") as served:
+            async with served.stream() as stream:
+                with pytest.raises(Unproved, match="does not know this job's token"):
+                    await enter(stream, hello(), TOKEN)
+            with pytest.raises(Unproved):
+                await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
+            assert not served.brain.events
+
+    aio.run(run())
+
+
+def test_another_job_with_a_token_is_not_named() -> None:
+    async def run() -> None:
+        async with serving(token=TOKEN) as served, served.stream() as stream:
+            spec = dataclasses.replace(SPEC, job_id="mine")
+            refused = await enter(stream, hello(spec=spec), TOKEN)
+            assert refused == m.Refused(OTHER_JOB, EXIT_REFUSED)
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("method", [ATTEND, GET_STATUS])
+def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    role = m.Role.AGENT if method == ATTEND else m.Role.READER
+    who = Guest("other", "1", role, job_id="job", node="n0", incarnation="i0")
+
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            async with open_channel(served.endpoint) as channel, asyncio.timeout(LIMIT):
+                call = channel.stream_stream(method)()
+                await call.write(report_to_wire(who.knock))
+                await call.read()
+                await call.write(report_to_wire(m.Proof(b"evil" * 8)))
+                data = await call.read()
+                assert b"proof of the job's token is wrong" in data
+                assert b"evil" not in data
+                assert await call.read() is grpc.aio.EOF
+            assert not served.brain.events
+            assert served.ear.attached == 0
+
+    with caplog.at_level(logging.WARNING, "elasticrun"):
+        aio.run(run())
+    assert caplog.messages == ["somebody with another token than the job's was refused"]
+
+
+# ---------------------------------------------------------------- how many, how long
+
+
+async def _silent(channel: Any, said: tuple[bytes, ...] = ()) -> Any:
+    call = channel.stream_stream(ATTEND)()
+    for message in said:
+        await call.write(message)
+    if said:
+        await call.read()
+    return call
+
+
+def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
+    most = 5
+
+    async def run() -> None:
+        async with serving(most_unproved=most) as served, contextlib.AsyncExitStack() as held:
+            calls = []
+            for _ in range(most + 3):
+                channel = await held.enter_async_context(open_channel(served.endpoint))
+                calls.append(await _silent(channel, (KNOCK,)))
+            for call in calls[:3]:
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "too many others" in await call.details()
+            await served.is_well()  # which pushes off one more
+            assert await calls[3].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert not any(call.done() for call in calls[4:])
+            for call in calls:
+                call.cancel()
+
+    aio.run(run())
+
+
+def test_who_is_in_is_never_pushed_off() -> None:
+    async def run() -> None:
+        async with serving(most_unproved=2) as served, contextlib.AsyncExitStack() as on:
+            agent = await on.enter_async_context(served.agent())
+            channels = [
+                await on.enter_async_context(open_channel(served.endpoint)) for _ in range(6)
+            ]
+            calls = [await _silent(channel, (KNOCK,)) for channel in channels]
+            await agent.send(m.Beat(1))
+            assert await hear(agent) == m.Echo(1)
+            for call in calls:
+                call.cancel()
+
+    aio.run(run())
+
+
+def test_a_dribbler_has_one_limit_for_all_it_says() -> None:
+    """A message now and then does not buy more time."""
+
+    async def run(served: Served) -> None:
+        who = Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i")
+        async with open_channel(served.endpoint) as channel:
+            began = asyncio.get_running_loop().time()
+            call = await _silent(channel, (report_to_wire(who.knock),))
+            await asyncio.sleep(0.4)  # the moment is what is tested
+            await call.write(report_to_wire(m.Proof(b"")))
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            # Two limits one after the other would be more than this; the machine may be slow.
+            assert asyncio.get_running_loop().time() - began > 0.5
+            assert "no Hello came in time" in await call.details()
+
+    async def serve() -> None:
+        async with serving(prove_limit=0.6) as served:
+            await run(served)
+            assert not served.brain.events
+
+    aio.run(serve())
+
+
+def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
+    """While they come and wait, an agent is let in and its beats are echoed."""
+
+    async def crowd(served: Served, channels: list[Any]) -> None:
+        await asyncio.gather(*(_silent(channel) for channel in channels for _ in range(STREAMS)))
+
+    async def run() -> None:
+        async with serving() as served, served.agent() as agent, contextlib.AsyncExitStack() as on:
+            channels = [
+                await on.enter_async_context(open_channel(served.endpoint))
+                for _ in range(1000 // STREAMS)
+            ]
+            crowding = asyncio.create_task(crowd(served, channels))
+            for number in range(1, 51):
+                await agent.send(m.Beat(number))
+                assert await hear(agent) == m.Echo(number)
+            await crowding
+            await served.is_well()
+
+    aio.run(run())
+
+
+OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
+LATE, BAD = "no Knock came in time", "no report of elasticrun"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (OPEN, LATE),
+        (OPEN + raw.message(KNOCK)[:20], LATE),
+        (OPEN + raw.message(KNOCK[:10], says=len(KNOCK)), LATE),
+        (OPEN + raw.message(b"x" * 16000, says=m.MAX_MESSAGE_BYTES), LATE),
+        (OPEN + raw.message(b"", says=2**31), "larger than max"),
+        (OPEN + raw.message(b"\xff" * 100), BAD),
+        (OPEN + raw.message(KNOCK) + raw.message(b"\xff" * 100), BAD),
+    ],
+    ids=["silence", "half-frame", "half", "dribble", "giant", "noise", "late-noise"],
+)
+def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
+    async def run() -> None:
+        async with serving(prove_limit=0.3) as served, served.agent() as agent:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+            writer.write(said)
+            async with asyncio.timeout(LIMIT):
+                heard = await reader.readuntil(b"grpc-status")
+                while told not in heard.decode(errors="replace"):
+                    heard += await reader.read(4096)
+            await agent.send(m.Beat(1))
+            assert await hear(agent) == m.Echo(1)
+            await served.is_well()
+            writer.close()
+
+    aio.run(run())
+
+
+def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
+    """The challenge would wait for ever in its closed window."""
+    shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)
+
+    async def run() -> None:
+        async with serving(prove_limit=0.3) as served, served.agent() as agent:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+            writer.write(shut)
+            await _until(lambda: served.ear.unproved == 1)
+            await _until(lambda: served.ear.unproved == 0)
+            await agent.send(m.Beat(1))
+            assert await hear(agent) == m.Echo(1)
+            await served.is_well()
+            writer.close()
+
+    aio.run(run())
+
+
+async def _until(true: Any) -> None:
+    """What a peer without a library notices by no event."""
+    async with asyncio.timeout(LIMIT):
+        while not true():  # noqa: ASYNC110  (nothing tells of it)
+            await asyncio.sleep(0)
+
+
+def test_refusals_are_logged_once_a_minute_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    with caplog.at_level(logging.WARNING, "elasticrun"):
+        for _ in range(1000):
+            refusals.add("refused")
+        refusals.add("")
+        now[0] = TELL_EVERY
+        refusals.add("refused")
+    assert caplog.messages == ["refused", "refused (1000 times)"]

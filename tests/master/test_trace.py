@@ -1,0 +1,185 @@
+"""The trace: what the brain took in and said, best effort, in a ring of two files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.core.effects import (
+    Attached,
+    Detached,
+    Hangup,
+    Heard,
+    JobEvent,
+    JobOver,
+    Note,
+    Overslept,
+    Record,
+    Tell,
+    Tick,
+)
+from elasticrun.core.trace_form import effect_in_words, event_from_plain, event_to_plain
+from elasticrun.master import trace
+from elasticrun.master.trace import Life, TraceWriter
+from elasticrun.wire import messages as m
+from tests.master.facts import facts
+from tests.master.people import LIMIT, ROUND, SPEC, hello
+
+LIFE = Life("job", 7, SPEC, None)
+
+FAILURE = m.Failure("host", 3, 1, 4711, -11, 5, m.FailureKind.SIGNAL, "boom", "trace", "")
+
+EVENTS: list[JobEvent] = [
+    Attached(1, hello(attached=m.RoundReport(ROUND, 0, 2, 0, 4, 1, m.Endpoint("::1", 5)))),
+    Heard(1, m.Join(m.Endpoint("a", 1))),
+    Heard(1, m.Running(ROUND, (1, 2))),
+    Heard(1, m.RanksFailed(ROUND, (FAILURE,))),
+    Heard(1, m.Stopping(ROUND, 2.5)),
+    Heard(1, m.Stopped(ROUND)),
+    Heard(1, m.Finished(ROUND)),
+    Heard(1, m.Leaving("SIGTERM", 15)),
+    Heard(1, m.Beat(3)),
+    Detached(1, clean=False),
+    Overslept(0.1 + 0.2),
+    Tick(),
+]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(getattr(e, "report", e)).__name__)
+def test_an_event_survives_its_text(event: JobEvent) -> None:
+    assert event_from_plain(json.loads(json.dumps(event_to_plain(event)))) == event
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"Tick": {}, "Tack": {}}', '{"Heard": {"session": 1}}', '{"Nothing": {}}',
+             '{"Heard": {"session": 1, "report": {"Start": {}}}}', '{"Overslept": {"by": "long"}}'],
+)  # fmt: skip
+def test_what_is_no_event_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        event_from_plain(json.loads(text))
+
+
+def test_effects_in_words_tell_themselves_apart() -> None:
+    start = m.Start(ROUND, 0, 2, 0, 4, 0, 4, 0, m.Endpoint("a", 1), True)
+    effects = [
+        Tell((1,), start),
+        Tell((2,), start),
+        Tell((1,), m.Stop(ROUND, "why")),
+        Tell((1,), m.End(1, "why", ())),
+        Tell((1,), m.Refused("why", 78)),
+        Tell((1,), m.Wait("why")),
+        Tell((1,), m.Welcome(2, "v", "job", 7, 1.0, 600.0, "")),
+        Hangup(1),
+        Note("why"),
+        Note("why", "warning"),
+        JobOver(1, "why"),
+        Record(facts(1)),
+        Record(facts(2)),
+        Record(facts(2, outcome=m.End(0, "", ()))),
+    ]
+    words = [effect_in_words(effect) for effect in effects]
+    assert len(set(words)) == len(effects)
+    assert not [line for line in words if "\n" in line]
+    assert len(effect_in_words(Tell(tuple(range(10_000)), start))) < 300
+
+
+def test_a_trace_has_everything_with_its_time(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, LIFE, mint=lambda: "0badcafe")
+    writer.took(EVENTS[0], 1.5, [Note("hello")])
+    writer.took(Heard(1, m.Beat(1)), 2.0, [])
+    writer.took(Heard(1, m.Beat(2)), 2.25, [])
+    assert writer.mint() == "0badcafe"
+    writer.took(Tick(), 2.5, [Hangup(1), Record(facts())])
+    writer.raised(Tick(), 3.0, KeyError("a defect"))
+    writer.took(Heard(1, m.Beat(3)), 3.5, [])
+    writer.close(LIMIT)
+    head, first, beats, second, third, last = _lines(tmp_path / "trace")
+    assert (head["trace"], head["job"], head["term"]) == (1, "job", 7)
+    assert head["spec"]["job_id"] == "job"
+    assert (first["t"], first["do"]) == (1.5, ["info: hello"])
+    assert beats == {"beats": [[2.0, 1, 1], [2.25, 1, 2]]}
+    assert (second["mint"], len(second["do"])) == (["0badcafe"], 2)
+    assert third["raised"] == "KeyError: 'a defect'"
+    assert "mint" not in third
+    assert last == {"beats": [[3.5, 1, 3]]}
+    assert (tmp_path / "trace").stat().st_mode & 0o777 == 0o600
+
+
+def test_beats_do_not_wait_for_ever(tmp_path: Path) -> None:
+    """At rest nothing but beats comes: a second of them is a line."""
+    writer = TraceWriter(tmp_path, LIFE)
+    for number in range(25):
+        writer.took(Heard(1, m.Beat(number)), 100.0 + number / 10, [])
+    writer.close(LIMIT)
+    lines = _lines(tmp_path / "trace")[1:]
+    assert [len(line["beats"]) for line in lines] == [11, 11, 3]
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    begin = trace._Ring.begin
+
+    def slow(ring: trace._Ring) -> None:
+        assert gate.wait(LIMIT)
+        begin(ring)
+
+    monkeypatch.setattr(trace._Ring, "begin", slow)
+    monkeypatch.setattr(trace, "MAX_QUEUED", 10)
+    writer = TraceWriter(tmp_path, LIFE)
+    for number in range(17):
+        writer.took(Overslept(float(number)), 1.0, [])
+    gate.set()
+    monkeypatch.setattr(trace, "MAX_QUEUED", 1000)
+    writer.took(Tick(), 2.0, [])
+    writer.close(LIMIT)
+    lines = _lines(tmp_path / "trace")[1:]
+    assert [line["e"]["Overslept"]["by"] for line in lines[:10]] == list(range(10))
+    assert lines[10:11] == [{"dropped": 7}]
+    assert lines[11]["e"] == {"Tick": {}}
+
+
+def test_the_ring_stays_in_its_bounds_and_each_file_has_a_head(tmp_path: Path) -> None:
+    ring = 512 * 1024
+    writer = TraceWriter(tmp_path, LIFE, ring=ring)
+    writer.took(Attached(1, hello("here")), 1.0, [])
+    writer.took(Attached(2, hello("gone")), 1.0, [])
+    writer.took(Detached(2, clean=True), 1.0, [Record(facts(9))])
+    for number in range(4000):
+        writer.took(Overslept(1.0), float(number), [Note("x" * 500)])
+    writer.close(LIMIT)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert sizes.keys() == {"trace", "trace.1"}
+    assert sum(sizes.values()) < ring + 8 * 1024
+    head = _lines(tmp_path / "trace")[0]
+    assert head["midst"]
+    assert head["facts"]["number"] == 9
+    assert [s["Attached"]["hello"]["node"] for s in head["streams"]] == ["here"]
+
+
+def test_a_successor_writes_on_behind_half_a_line(tmp_path: Path) -> None:
+    TraceWriter(tmp_path, LIFE).close(LIMIT)
+    with (tmp_path / "trace").open("a") as file:
+        file.write('{"t": 1.0, "e": {"Ti')
+    TraceWriter(tmp_path, LIFE).close(LIMIT)
+    lines = (tmp_path / "trace").read_text().splitlines()
+    assert [line[:10] for line in lines] == ['{"trace":1', '{"t": 1.0,', '{"trace":1']
+
+
+def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    writer = TraceWriter(tmp_path / "file", LIFE)
+    for _ in range(100):
+        writer.took(Tick(), 1.0, [])
+    writer.close(LIMIT)
+    writer = TraceWriter(tmp_path, LIFE, ring=1000)
+    writer.close(LIMIT)
+    assert caplog.text.count("the trace of this job ends here") == 2
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,118 @@
+"""Networks that fall apart, between hosts of their own (the survival issue's "Partitions").
+
+After every schedule: by the step logs there was one world at most at any time (the fixture looks),
+and when the network has healed the job is whole again, or says what would end its wait.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.partitions.conftest import LIMIT, Build, times, whole_again
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:
+    """COORDINATION 11: with --max-restarts=0 the loss of one of three nodes costs nothing, whether
+    its cable is cut or all its processes are killed; the node comes back."""
+    job = cluster("2:3", 3, max_restarts=0)
+    at = job.cut(2)
+    job.wait_for(step=3, world_size=2, since=at, timeout=LIMIT)
+    assert job.wait_for(world_size=2).restart_count == 0
+    whole_again(job, 3, job.mend())
+    at = job.kill_node(1)
+    job.wait_for(step=3, world_size=2, since=at, timeout=LIMIT)
+    job.restart_node(1)
+    whole_again(job, 3, at)
+
+
+def test_half_of_the_cluster_cut_off(cluster: Build) -> None:
+    """Two of four hosts see each other and nobody else: the half that has the master goes on, the
+    other half's ranks do not complete a step."""
+    job = cluster("2:4", 4)
+    for far in (2, 3):
+        for near in (0, 1):
+            at = job.cut(near, far)
+    job.wait_for(step=3, world_size=2, since=at, timeout=LIMIT)
+    whole_again(job, 4, job.mend())
+
+
+def test_the_masters_host_cut_off_from_one(cluster: Build) -> None:
+    """Node 2 and the host of the master lose sight of each other; when that is over, the master's
+    host does not hear node 1, which hears it. The third node sees everybody all the time."""
+    job = cluster("2:3", 3)
+    for at in (lambda: job.cut(0, 2), lambda: job.one_way(1, 0)):
+        job.wait_for(step=3, world_size=2, since=at(), timeout=LIMIT)
+        whole_again(job, 3, job.mend())
+
+
+@pytest.mark.soak
+def test_a_node_that_does_not_hear_the_masters_host(cluster: Build) -> None:
+    """The other way round."""
+    job = cluster("2:3", 3)
+    job.wait_for(step=3, world_size=2, since=job.one_way(0, 2), timeout=LIMIT)
+    whole_again(job, 3, job.mend())
+
+
+def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
+    """Ranks see each other and train on; when the master is back nothing has happened to them: the
+    mass silence was its own (COORDINATION 4)."""
+    job = cluster("2:3", 3, master=True)
+    job.cut("master")
+    job.wait_for(lambda status: {n.state for n in status.nodes} == {"suspect"}, timeout=LIMIT)
+    status = job.wait_for(reason="it is the master that may be cut off", timeout=LIMIT)
+    assert status.world_size == 3
+    before = job.steps()[-1]
+    job.mend()
+    job.wait_for(lambda status: {n.state for n in status.nodes} == {"alive"}, timeout=LIMIT)
+    job.wait_for(step=before.step + 50, world_size=3)
+    assert {record.round for record in job.steps()} == {1}, "no step and no rank was lost"
+
+
+def test_delay_and_loss(cluster: Build) -> None:
+    """200 ms more in each direction of one cable cost nobody a round. While every host loses 30 %
+    of what it receives the ranks go on, in one world or the next, and nothing is charged."""
+    job = cluster("2:3", 3, conf=times(heartbeat_timeout=5))
+    job.delay(1, 200)
+    began = job.steps()[-1].step
+    job.wait_for(step=began + 20, world_size=3, timeout=LIMIT)
+    assert {record.round for record in job.steps()} == {1}
+    job.mend()
+    for host in (0, 1, 2):
+        job.loss(host, 30)
+    last = job.steps()[-1]
+    job.wait_for(step=last.step + 5, timeout=LIMIT)
+    job.mend()
+    job.wait_for(step=3, world_size=3, timeout=LIMIT)
+    assert job.wait_for(world_size=3).restart_count == 0
+
+
+def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> None:
+    """2 s out of every 4 the link of one node is down: nobody is lost, and the ranks go on in
+    between."""
+    job = cluster("2:3", 3, conf=times(heartbeat_timeout=5))
+    began = job.steps()[-1]
+    job.flap(2, down=2.0, up=2.0)
+    job.wait_for(step=began.step + 150, world_size=3, timeout=LIMIT)
+    job.mend()
+    seen = [record.time for record in job.steps() if record.rank == 0]
+    pauses = sum(later - sooner > 1.0 for sooner, later in pairwise(seen))
+    assert pauses >= 2, "the link was down more than once meanwhile"
+    assert {record.round for record in job.steps()} == {1}
+
+
+@pytest.mark.soak
+def test_a_link_that_flaps_slowly(cluster: Build) -> None:
+    """Each time the node is lost and lets the others go on without it. From the second time on it
+    waits at the door, since every return costs all nodes a round, and says so."""
+    job = cluster("2:3", 3)
+    at = job.flap(2, down=9.0, up=9.0)
+    job.wait_for(step=0, world_size=2, since=at, timeout=LIMIT)
+    status = job.wait_for(reason="it fell silent too often", timeout=LIMIT)
+    assert status.restart_count == 0
+    began = job.steps()[-1]
+    job.mend()
+    job.wait_for(step=began.step + 20, world_size=2)

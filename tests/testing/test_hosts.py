@@ -1,0 +1,207 @@
+"""The lab: hosts that see each other until something befalls a cable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.testing import hosts, processes
+from elasticrun.testing.hosts import NETNS, Impossible, Lab
+
+ECHO = """
+import socket, sys
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.bind((sys.argv[1], 9000))
+print("ready", flush=True)
+heard = 0
+while True:
+    data, where = s.recvfrom(100)
+    if data == b"how many":
+        heard_so_far, heard = heard, 0
+        print(heard_so_far, flush=True)
+        continue
+    heard += 1
+    s.sendto(data, where)
+"""
+"""Sends back what it gets; when asked from its own host it says how much that was."""
+
+ASK = """
+import socket, sys, time
+count, limit = int(sys.argv[2]), float(sys.argv[3])
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.connect((sys.argv[1], 9000))
+s.settimeout(limit)
+back, fastest = 0, 1e9
+for number in range(count):
+    began = time.monotonic()
+    try:
+        s.send(b"%d" % number)
+        while s.recv(100) != b"%d" % number:
+            pass
+    except OSError:
+        continue
+    back += 1
+    fastest = min(fastest, time.monotonic() - began)
+print(back, fastest)
+"""
+
+
+class Street:
+    """A lab of three hosts, on each of which somebody answers."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.echoes: dict[str, subprocess.Popen[str]] = {}
+        for name in ("a", "b", "c"):
+            host = lab.add(name)
+            echo = self.on(name, ECHO, host.address)
+            assert echo.stdout is not None
+            assert echo.stdout.readline() == "ready\n"
+            self.echoes[name] = echo
+
+    def on(self, name: str, program: str, *words: str) -> subprocess.Popen[str]:
+        """A Python program on a host."""
+        command = [*self.lab.prefix(name), sys.executable, "-c", program, *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def ask(
+        self, sender: str, receiver: str, count: int = 1, limit: float = 5.0
+    ) -> tuple[int, float]:
+        """How many of `count` datagrams came back, and how long the fastest took."""
+        address = self.lab.hosts[receiver].address
+        said, _ = self.on(sender, ASK, address, str(count), str(limit)).communicate(timeout=60)
+        back, fastest = said.split()
+        return int(back), float(fastest)
+
+    def heard(self, name: str) -> int:
+        """How many datagrams have reached a host since it was asked last."""
+        where = f"({self.lab.hosts[name].address!r}, 9000)"
+        program = (
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"
+            f".sendto(b'how many', {where})"
+        )
+        self.on(name, program).communicate(timeout=60)
+        out = self.echoes[name].stdout
+        assert out is not None
+        return int(out.readline())
+
+    def close(self) -> None:
+        """Everything goes with the lab."""
+        self.lab.close()
+        for echo in self.echoes.values():
+            echo.communicate(timeout=60)
+
+
+@pytest.fixture
+def street(tmp_path: Path) -> Iterator[Street]:
+    """Three hosts; skipped where none can be made."""
+    try:
+        hosts.require()
+        hosts.require_lines()
+    except Impossible as why:
+        pytest.skip(str(why))
+    lab = Lab(tmp_path)
+    made = Street(lab)
+    yield made
+    made.close()
+    assert not [name for name in os.listdir(NETNS) if f"-{os.getpid()}-" in name]
+
+
+LOST = 0.3
+"""Seconds after which a datagram that has not come back is taken for lost."""
+
+
+def test_cables_are_pulled_and_plugged_in(street: Street) -> None:
+    lab = street.lab
+    assert street.ask("a", "b")[0] == 1
+    lab.cut("b")
+    assert street.ask("a", "b", limit=LOST)[0] == 0
+    assert street.ask("a", "c")[0] == 1
+    lab.plug("b")
+    assert street.ask("a", "b", count=20)[0] >= 1
+    lab.part("a", "c")
+    assert street.ask("a", "c", limit=LOST)[0] == street.ask("c", "a", limit=LOST)[0] == 0
+    assert street.ask("a", "b")[0] == street.ask("c", "b")[0] == 1
+    lab.mend()
+    assert street.ask("a", "c", count=20)[0] >= 1
+
+
+def test_a_host_that_is_heard_but_does_not_hear(street: Street) -> None:
+    """The answers of b do not reach a; what a sends does reach b."""
+    street.ask("a", "b")  # so that each knows the other's hardware address
+    street.lab.one_way("b", "a")
+    street.heard("b")
+    assert street.ask("a", "b", count=3, limit=LOST)[0] == 0
+    assert street.heard("b") == 3
+    assert street.ask("c", "a")[0] == 1
+
+
+def test_loss_and_delay(street: Street) -> None:
+    """200 datagrams, of which 30 % are lost on the way back: 140 return, give or take 6 sigma."""
+    street.lab.loss("a", 0.3)
+    back, _ = street.ask("a", "b", count=200, limit=0.05)
+    assert 100 <= back <= 180
+    street.lab.mend()
+    street.lab.delay("a", 0.1)
+    back, fastest = street.ask("a", "b")
+    assert back == 1
+    assert fastest >= 0.2, "0.1 s each way"
+
+
+def test_a_flapping_link(street: Street) -> None:
+    street.lab.flap("a", down=0.2, up=0.2)
+    back, _ = street.ask("a", "b", count=40, limit=0.05)
+    assert 1 <= back < 40
+
+
+def test_hosts_have_names_and_see_nothing_of_this_machine(street: Street) -> None:
+    program = (
+        "import socket; print(socket.gethostname(), socket.gethostbyname('a'), "
+        "socket.gethostbyname('localhost'), [n for _, n in socket.if_nameindex()])"
+    )
+    said, _ = street.on("b", program).communicate(timeout=60)
+    assert said.split()[:3] == ["b", "192.0.2.1", "127.0.0.1"]
+    assert "'lo'" in said
+    assert "'eth0'" in said
+    assert said.count("'") == 4
+
+
+ABANDONS = """
+import subprocess, sys
+from pathlib import Path
+from elasticrun.testing.hosts import Lab
+lab = Lab(Path(sys.argv[1]))
+host = lab.add("left")
+sleeper = subprocess.Popen([*lab.prefix("left"), "sleep", "1000"], start_new_session=True)
+print(host.namespace, sleeper.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_has_left_is_swept(tmp_path: Path) -> None:
+    try:
+        hosts.require()
+    except Impossible as why:
+        pytest.skip(str(why))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", ABANDONS, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    namespace, sleeper = owner.stdout.readline().split()
+    hosts.sweep()
+    assert (NETNS / namespace).exists(), "its owner lives"
+    owner.send_signal(signal.SIGKILL)
+    owner.wait(60)
+    hosts.sweep()
+    assert not (NETNS / namespace).exists()
+    assert not processes.await_end([int(sleeper)], 10)
+    owner.communicate(timeout=60)

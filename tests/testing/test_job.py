@@ -1,0 +1,124 @@
+"""What a test may do to a job on one host, each with a real one."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from elasticrun.testing import processes
+from elasticrun.testing.job import ElasticJob, JobError
+from tests.harness import SCRIPTS
+
+SUMS = str(SCRIPTS / "sums.py")
+LONG = (100_000, 0.02)
+"""Arguments of SUMS: more steps than any test waits for."""
+
+Factory = Any
+
+QUICK = "--rdzv-conf=last_call_timeout=2,heartbeat_timeout=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"script": "nowhere.py"}, "there is no script 'nowhere.py'"),
+        ({"nnodes": "two"}, "nnodes='two': give a number of nodes, or MIN:MAX"),
+        ({"nodes": 0}, "nodes=0: a job without a master of its own begins with a node"),
+    ],
+)
+def test_bad_use_is_one_sentence(
+    elastic_job: Factory, words: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError) as wrong:
+        elastic_job(words.pop("script", SUMS), **words)
+    assert str(wrong.value) == sentence
+
+
+def test_a_job_that_does_not_start_says_why(elastic_job: Factory) -> None:
+    with pytest.raises(JobError, match="node0 failed with exit code 2") as wrong:
+        elastic_job(SUMS, options=["--no-such-flag"])
+    assert "--no-such-flag" in str(wrong.value)
+
+
+@pytest.mark.slow
+def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> None:
+    """One job, one thing after another: a rank, a node, the master, a freeze, a return, a newcomer.
+    The script is not elasticrun's: it writes the step log by itself."""
+    job: ElasticJob = elastic_job(
+        SUMS, *LONG, nnodes="2:3", nodes=2, max_restarts=3, options=["--grow=now", QUICK]
+    )
+    status = job.wait_for(world_size=2)
+    assert [node.node for node in status.nodes] == ["node0", "node1"]
+    job.wait_for(step=3, world_size=2)
+    _misuse(job)
+
+    at = job.kill_rank(1)
+    assert job.wait_for(step=1, world_size=2, since=at).time > at
+    assert job.wait_for(round=2).restart_count == 1
+
+    at = job.steps()[-1].time
+    assert job.add_node().name == "node2"
+    job.wait_for(step=1, world_size=3, since=at)
+
+    at = job.kill_node(2)
+    assert job.nodes[2].pids() == []
+    job.wait_for(step=1, world_size=2, since=at)
+    job.restart_node(2)
+    job.wait_for(step=1, world_size=3, since=at)
+    assert job.status().restart_count == 1, "membership costs no restart"
+
+    newest = max(record.round for record in job.steps())
+    job.kill_master()
+    job.wait_for(lambda status: len(status.nodes) == 3, world_size=3)
+    assert max(record.round for record in job.steps()) == newest, "the ranks do not notice"
+
+    at = job.freeze_node(1)
+    assert {processes.state(pid) for pid in job.nodes[1].pids()} == {"T"}
+    job.wait_for(step=1, world_size=2, since=at)
+    at = job.thaw_node(1)
+    job.wait_for(step=1, world_size=3, since=at)
+
+    job.one_world()
+    assert "round 1 begins" in job.output(0)
+    assert all(node.exit_code is None for node in job.nodes)
+
+
+def _misuse(job: ElasticJob) -> None:
+    for call, sentence in (
+        (lambda: job.cut(0), "nodes on one host have no cables: start the job with hosts=True"),
+        (lambda: job.kill_node(7), "there is no node 7: 2 were started, from 0"),
+        (lambda: job.restart_node(0), "node 0 still runs: kill it before it is started again"),
+        (lambda: job.wait_for(step=1, phase="x"), "wait for a step or for a state of the job"),
+        (lambda: job.wait_for(world_size=1, since=1.0), "since= needs step="),
+    ):
+        with pytest.raises(ValueError) as wrong:
+            call()
+        assert sentence in str(wrong.value)
+    with pytest.raises(JobError, match="no rank 9 runs; the job is running"):
+        job.kill_rank(9)
+    with pytest.raises(
+        JobError, match=r"did not come within 0\.1 s .*; the last status: JobStatus"
+    ):
+        job.wait_for(world_size=9, timeout=0.1)
+
+
+@pytest.mark.slow
+def test_a_master_by_hand_a_signal_and_the_end(elastic_job: Factory) -> None:
+    """SIGTERM to one agent: its node leaves; the result says who ended how."""
+    job: ElasticJob = elastic_job(SUMS, *LONG, nnodes="1:2", nodes=2, master=True)
+    job.wait_for(step=2, world_size=2)
+    assert "serving job" in job.output("master")
+    with pytest.raises(JobError, match=r"waited for the end of node0, node1, but"):
+        job.result(timeout=0.1)
+    job.kill_agent(1)
+    left = processes.await_end(job.nodes[1].pids(), 60)
+    assert not left, "nothing outlives its agent"
+    job.wait_for(world_size=1)
+    job.signal(0, signal.SIGTERM)
+    result = job.result()
+    assert result.outcomes[1] == "killed by the test"
+    assert result.exit_codes == (1, -9)
+    assert not result.ok
+    assert job.output(1)

@@ -1,0 +1,51 @@
+"""What a master that was killed leaves in the run folder, and one that ended does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire.published import Published, publish, published, start_time, was_killed
+
+
+@pytest.fixture
+def dead() -> Published:
+    """The listing of a process that is gone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = start_time(process.pid)
+        assert started is not None
+        made = Published("job", "127.0.0.1", 29400, "", process.pid, started)
+        process.kill()
+    return made
+
+
+def test_one_that_lives_or_ended_well_was_not_killed(tmp_path: Path) -> None:
+    assert not was_killed(tmp_path, "job", 29400)
+    me = Published("job", "127.0.0.1", 29400, "", os.getpid(), start_time(os.getpid()) or 0)
+    path = publish(tmp_path, me)
+    assert not was_killed(tmp_path, "job", 29400)
+    path.unlink()
+    assert not was_killed(tmp_path, "job", 29400)
+
+
+def test_one_that_left_its_file_was_killed(tmp_path: Path, dead: Published) -> None:
+    publish(tmp_path, dead)
+    assert was_killed(tmp_path, "job", 29400)
+    assert was_killed(tmp_path, "job", 29400)  # to look removes nothing
+    assert not was_killed(tmp_path, "another", 29400)
+    assert not was_killed(tmp_path, "job", 29401)
+    (tmp_path / "master-1-2.json").write_text("half a fi")
+    assert was_killed(tmp_path, "job", 29400)
+
+
+def test_one_that_was_followed_is_forgotten(tmp_path: Path, dead: Published) -> None:
+    publish(tmp_path, dead)
+    me = dataclasses.replace(dead, pid=os.getpid(), started=start_time(os.getpid()) or 0)
+    publish(tmp_path, me)
+    assert published(tmp_path) == [me]
+    assert not was_killed(tmp_path, "job", 29400)

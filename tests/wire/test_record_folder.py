@@ -1,0 +1,161 @@
+"""Folders of records: private, held by those who live, on a disk of this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire import record_folder
+from elasticrun.wire.record_folder import PREFIX, Unusable, hold, make, prepare, sweep
+
+NFS = 0x6969
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A user's places, all below this test's folder."""
+    for name in ("run", "scratch", "shm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(record_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
+    return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+
+
+def _remote(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
+    """Have these folders (and what is below) be on NFS."""
+    monkeypatch.setattr(
+        record_folder,
+        "_file_system_type",
+        lambda path: NFS if any(part in folders for part in path.parts) else 0xEF53,
+    )
+
+
+def test_a_launch_has_a_private_folder_until_it_is_removed(environ: dict[str, str]) -> None:
+    first, second = make(environ), make(environ)
+    assert first.path != second.path
+    assert first.path.parent == Path(environ["XDG_RUNTIME_DIR"]) / "elasticrun"
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    (first.path / "trace").write_text("x")
+    first.remove()
+    assert not first.path.exists()
+    assert second.path.exists()
+    second.remove()
+
+
+def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
+    held, left, shared = make(environ), make(environ), make(environ)
+    other = hold(shared.path)
+    left.release()
+    shared.release()
+    assert sweep(environ) == 1
+    assert (held.path.exists(), left.path.exists(), shared.path.exists()) == (True, False, True)
+    os.close(other)
+    assert sweep(environ) == 1
+    held.remove()
+
+
+HOLDER = """
+import os, sys
+from elasticrun.wire.record_folder import make
+print(make(dict(os.environ)).path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_holds_nothing(environ: dict[str, str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        assert sweep(environ) == 0
+        assert path.exists()
+        owner.kill()
+    assert sweep(environ) == 1
+    assert not path.exists()
+
+
+def test_a_sweep_touches_nothing_else(environ: dict[str, str], tmp_path: Path) -> None:
+    shared = tmp_path / "scratch"
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("x")
+    (shared / f"{PREFIX}link").symlink_to(target)
+    (shared / f"{PREFIX}file").write_text("x")
+    (shared / "another").mkdir()
+    assert sweep(environ) == 0
+    assert (target / "precious").exists()
+    assert len(list(shared.iterdir())) == 3
+
+
+def test_a_network_file_system_is_passed_over(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _remote(monkeypatch, "run")
+    fallback = make(environ)
+    assert fallback.path.parent == tmp_path / "scratch"
+    assert fallback.path.stat().st_mode & 0o777 == 0o700
+    fallback.remove()
+    _remote(monkeypatch, "run", "scratch")
+    last = make(environ)
+    assert last.path.parent == tmp_path / "shm"
+    last.remove()
+    _remote(monkeypatch, "run", "scratch", "shm")
+    with pytest.raises(Unusable, match=r"network file system \(NFS\)"):
+        make(environ)
+
+
+def test_a_user_without_a_home_has_a_record_too(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    made = make({})
+    assert made.path.parent == tmp_path / "scratch"
+    made.remove()
+
+
+def test_a_named_folder_is_made_or_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unusable, match="cannot be used: "):
+        prepare(tmp_path / "file")
+    with pytest.raises(Unusable, match="cannot be used: "):
+        prepare(tmp_path / "file" / "below")
+    _remote(monkeypatch, "a")
+    with pytest.raises(Unusable, match=r"network file system .* name a folder on a disk of this"):
+        prepare(tmp_path / "a" / "b")
+
+
+def test_file_systems_are_told_apart(tmp_path: Path) -> None:
+    """What this kernel says of its own ones: no network."""
+    assert record_folder.network_file_system(tmp_path) == ""
+    assert record_folder._file_system_type(Path("/proc")) == 0x9FA0  # PROC_SUPER_MAGIC
+    with pytest.raises(FileNotFoundError):
+        record_folder.network_file_system(tmp_path / "missing")
+
+
+def test_one_holder_alone(tmp_path: Path) -> None:
+    alone = hold(tmp_path, alone=True)
+    with pytest.raises(BlockingIOError):
+        hold(tmp_path, alone=True)
+    with pytest.raises(BlockingIOError):
+        hold(tmp_path)
+    os.close(alone)
+    os.close(hold(tmp_path))
+    shutil.rmtree(tmp_path)
