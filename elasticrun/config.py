@@ -60,6 +60,11 @@ itself for the one cut off, and gives no verdict for this long."""
 EXCLUDE_SILENT_AFTER: Final = 2
 """How many deaths by silence in ten minutes send a node to wait 2, 4, 8 ... minutes at the door."""
 
+EXCLUDE_BRIEF_AFTER: Final = 3
+"""How many lives of a node in ten minutes that died within RESTART_HEALTHY_AFTER of being let into
+a round send it to the door likewise, where the others are enough; raise it and a node that crashes
+whenever it trains costs more rounds before it is kept out."""
+
 # ---------------------------------------------------------------- restarts
 
 RESTART_BACKOFF: Final = 30.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.counting import Counting
 from tests.harness import World
 
 
@@ -33,3 +35,15 @@ def torchrun_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     created = World(tmp_path_factory.mktemp("torchrun"))
     yield created
     created.close(strict=False)
+
+
+@pytest.fixture
+def counting(
+    elastic_job: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Counting]:
+    """One job that counts its steps; at the end nothing of it is left, in /dev/shm either."""
+    created = Counting(elastic_job, tmp_path)
+    yield created
+    report = getattr(request.node, "report_call", None)
+    if report is not None and report.passed:
+        created.close()

@@ -304,7 +304,7 @@ class World:
         self.tmp = scratch / "tmp"
         for folder in (self.tmp, scratch / "run"):
             folder.mkdir(parents=True, exist_ok=True)
-        self._shm = set(_shm_entries())
+        self._shm = shm_entries()
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a launcher of this world is started with."""
@@ -388,12 +388,8 @@ class World:
             await_exit([p.pid for p in living], 5)
 
     def new_shm(self) -> list[str]:
-        """Entries of /dev/shm younger than this world that no living process has mapped.
-
-        Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
-        they are, and other programs of this machine make and leave them."""
-        fresh = {name for name in _shm_entries() if not name.startswith("sem.mp-")} - self._shm
-        return sorted(fresh - _shm_in_use()) if fresh else []
+        """Entries of /dev/shm younger than this world that no living process has mapped."""
+        return shm_since(self._shm)
 
     def close(self, *, strict: bool) -> None:
         """End everything; with `strict`, complain about what had not ended by itself."""
@@ -418,8 +414,18 @@ def describe(process: psutil.Process) -> str:
     return f"{process.pid} (gone)"
 
 
-def _shm_entries() -> list[str]:
-    return os.listdir(SHM) if SHM.is_dir() else []
+def shm_entries() -> set[str]:
+    """What is in /dev/shm now."""
+    return set(os.listdir(SHM)) if SHM.is_dir() else set()
+
+
+def shm_since(before: set[str]) -> list[str]:
+    """Entries of /dev/shm that were not there `before` and that no living process has mapped.
+
+    Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
+    they are, and other programs of this machine make and leave them."""
+    fresh = {name for name in shm_entries() if not name.startswith("sem.mp-")} - before
+    return sorted(fresh - _shm_in_use()) if fresh else []
 
 
 def _shm_in_use() -> set[str]:

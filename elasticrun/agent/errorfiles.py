@@ -93,6 +93,8 @@ def read_error_file(path: str) -> ErrorFile:
         return ErrorFile()
     except (OSError, ValueError) as error:
         return ErrorFile(problem=f"its error file cannot be read: {_reason(error)}")
+    if not text:
+        return ErrorFile(problem="its error file is empty, as on a disk that is full")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):

@@ -244,6 +244,8 @@ class EtcdMeeting:
         self._silent = True
         if self._known.is_set():
             sentence += "; ranks go on, but this node hears of no other master until it does"
+        else:
+            sentence += f"; this node asks for {self._config.spec.join_timeout:g} s in all"
         logger.warning("%s", sentence)
 
     # ------------------------------------------------------------ standing

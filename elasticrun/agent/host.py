@@ -25,6 +25,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.wire.ids import Endpoint
 
 LOOPBACK: Final = "127.0.0.1"
+ANYWHERE: Final = ("::", "0.0.0.0")
 
 
 class HostError(Exception):

@@ -99,6 +99,12 @@ class Meeting:
         )
         self.dial = place.dial
         if place.door is not None:
+            if place.door.host in host.ANYWHERE and self._config.spec.max_nodes > 1:
+                logger.warning(
+                    "this node has rank 0 and starts the job master, but %s is no address of this "
+                    "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
+                    where.host,
+                )
             self._door = DoorHost(host.listen_door(place.door), self._reaper)
         if place.bind is None:
             self._met()

@@ -27,7 +27,7 @@ from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.agent.stores import HOLD, Stores
 from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
 from elasticrun.agent.trust import trust_of
-from elasticrun.agent.waiting import LongWaits
+from elasticrun.agent.waiting import LongWaits, starting
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.effects import (
     AgentEffect,
@@ -47,7 +47,7 @@ from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire import env
 from elasticrun.wire.ids import mint_incarnation
-from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Stopped
+from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Start, Stopped
 from elasticrun.wire.spawner import (
     Exited,
     FromSpawner,
@@ -94,6 +94,7 @@ class Node:
         self._incarnation = mint_incarnation()
         self._identity = identity.Identity("", None)
         self._host = ""
+        self._last_start: Start | None = None
         self._store_wanted = False
         self._attached = False
         self._ending = False
@@ -138,6 +139,7 @@ class Node:
             shutdown_timeout=config.shutdown_timeout,
             exit_barrier_timeout=config.exit_barrier_timeout,
             master_lost_timeout=spec.master_lost_timeout,
+            host=os.uname().nodename,  # our own name may take a name server
         )
         self._loop = AgentLoop(self._brain, self._perform)
         self._meeting = meeting_of(
@@ -315,14 +317,9 @@ class Node:
         now = time.monotonic()
         start = effect.start
         if start.round.number > 1:
-            logger.warning(
-                "the ranks start again: round %d with %d ranks on %d nodes, restart %d of %d",
-                start.round.number,
-                start.world_size,
-                start.group_world_size,
-                start.restart_count,
-                self._config.spec.max_restarts,
-            )
+            most = self._config.spec.max_restarts
+            logger.warning("%s", starting(start, self._last_start, most))
+        self._last_start = start
         self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
         self._meeting.store(start.store)
         if self._events is not None:

@@ -119,7 +119,7 @@ class Spawner:
             self.end(error.strerror or str(error))
             return
         if not data:
-            self.end("it ended")
+            self.end("it was killed, or has crashed")
             return
         try:
             for message in self._frames.feed(data):

@@ -1,4 +1,4 @@
-"""Tells users who see warnings only why a node waits, when it waits long."""
+"""Tells users who see warnings only why a node waits, when it waits long, and how its wait ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from typing import Final
 
 from elasticrun.core.group_states import GroupStatus, State
+from elasticrun.core.wording import some
 from elasticrun.operator_log import logger
+from elasticrun.wire.messages import Start
 
 STILL_WAITING: Final = 10.0
 """Seconds after which a wait is told; shorter ones are no news."""
@@ -37,3 +39,15 @@ class LongWaits:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def starting(now: Start, last: Start | None, most: int) -> str:
+    """What is said when ranks start in a round that is not the job's first. `last`: the one that
+    this node was part of before, if any; `most`: restarts that the user has given the job."""
+    size = f"{some(now.world_size, 'rank')} on {some(now.group_world_size, 'node')}"
+    where = f"round {now.round.number} with {size}"
+    if last is None:
+        return f"the ranks start here: {where}"
+    if now.restart_count == last.restart_count:
+        return f"the ranks start again, at no restart's cost: {where}"
+    return f"the ranks start again: {where}, restart {now.restart_count} of {most}"

@@ -74,7 +74,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
         meeting = Meeting(Rendezvous("elastic"), asked.text("rdzv_id"), low, high, -1)
         spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
     return MasterConfig(
-        job_id=asked.text("rdzv_id"),
+        job_id=values.name(asked.text("rdzv_id"), "--rdzv-id"),
         host=values.host_name(ns.host, "--host"),
         port=values.port(ns.port, "--port"),
         spec=spec,

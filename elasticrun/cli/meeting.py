@@ -59,9 +59,9 @@ def find_meeting(
         return _standalone(asked, low, high, new_id, notes)
     if _dlrover_master(asked):
         return _external(asked, low, high, notes)
-    if word == "static":
+    if word == "static" and not _comes_and_goes(asked, low, high):
         return _static(asked, low, high, new_id, notes)
-    if word in ELASTIC_WORDS:
+    if word == "static" or word in ELASTIC_WORDS:
         return _elastic(asked, conf, low, high, new_id, notes)
     if word in ETCD_WORDS:
         raise UsageError(
@@ -112,6 +112,17 @@ def _standalone(
         Rendezvous(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
         _wish(asked), tuple(notes),
     )  # fmt: skip
+
+
+def _comes_and_goes(asked: Asked, low: int, high: int) -> bool:
+    """Whether only `min:max` and an endpoint say how nodes meet. torchrun's default, static,
+    makes a fixed number of that range, and gives every node rank 0: nobody can mean that."""
+    return (
+        low != high
+        and bool(asked.text("rdzv_endpoint").strip())
+        and not any(map(asked.explicitly, ("rdzv_backend", "node_rank")))
+        and _rank_variable(asked) < 0
+    )
 
 
 def _static(

@@ -69,6 +69,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     notes += _nothing_yet(asked)
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
+        values.name(meeting.job_id, "--rdzv-id")
         notes += trust.notes(meeting.rendezvous, meeting.max_nodes, token, tls)
     return AgentConfig(
         spec=spec,
@@ -77,9 +78,10 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         logs=_log_plan(asked, machine),
         nproc_per_node=nproc,
         node_rank=meeting.node_rank,
-        node_id=asked.text("node_id") or _static_id(meeting.rendezvous.kind, meeting.node_rank),
+        node_id=values.name(asked.text("node_id"), "--node-id")
+        or _static_id(meeting.rendezvous.kind, meeting.node_rank),
         local_addr=asked.value("local_addr") or None,
-        role=asked.text("role"),
+        role=values.name(asked.text("role"), "--role"),
         launch=asked.text("launch"),
         start_method=asked.text("start_method"),
         preload=preload,

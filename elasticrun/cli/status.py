@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun import __version__
 from elasticrun.cli.etcd_leader import NoLeader, leading
 from elasticrun.config import Tls
+from elasticrun.core.wording import some
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 ANSWER_LIMIT: Final = 5.0
 """Seconds to wait for a master; one on the other side of the world answers within one."""
+
+GONE: Final = ("dead", "left")
+"""States of nodes of which nobody knows what they do; what they last said is no news."""
 
 DEFAULT_PORT: Final = 29400
 """torchrun's port for a rendezvous endpoint without one."""
@@ -193,8 +197,8 @@ def _lines(page: JobStatus) -> list[str]:
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     number = f"round {page.round.number}" if page.round else "no round yet"
     lines = [
-        f"{number}, {page.world_size} ranks on {placed} nodes (wanted: {nodes})",
-        f"{page.restart_count} restarts, {page.restarts_left} of {page.max_restarts} left",
+        f"{number}, {some(page.world_size, 'rank')} on {some(placed, 'node')} (wanted: {nodes})",
+        f"{some(page.restart_count, 'restart')}, {page.restarts_left} of {page.max_restarts} left",
     ]
     if page.reason:
         lines.append(f"waits: {page.reason}")
@@ -227,7 +231,7 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
         node.node,
         node.host,
         node.state,
-        node.activity,
+        "-" if node.state in GONE else node.activity,
         str(node.group_rank) if placed else "-",
         ranks if placed else "-",
         pids or "-",

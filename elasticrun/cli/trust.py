@@ -81,7 +81,8 @@ def tls(asked: Asked) -> Tls | None:
         raise UsageError("--tls-cert and --tls-key belong together: give both")
     for name, path in files.items():
         if path and not Path(path).is_file():
-            raise UsageError(f"--tls-{name}={path}: there is no such file")
+            why = "it is no file" if Path(path).exists() else "there is no such file"
+            raise UsageError(f"--tls-{name}={path}: {why}")
     return Tls(**files)
 
 

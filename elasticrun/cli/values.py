@@ -10,6 +10,7 @@ import signal
 from typing import Final
 
 from elasticrun import config
+from elasticrun.wire.messages import MAX_NAME
 
 C10D_PORT: Final = 29400
 """Port of an endpoint that names none (torchrun's, for c10d)."""
@@ -49,6 +50,15 @@ def nodes(text: str) -> tuple[int, int]:
     if high > config.MAX_NODES:
         raise UsageError(f"--nnodes={text}: more than {config.MAX_NODES} nodes are not supported")
     return low, high
+
+
+def name(text: str, flag: str) -> str:
+    """A name that goes over the wire: printable, and of MAX_NAME characters at most."""
+    if len(text) > MAX_NAME:
+        raise UsageError(f"{flag}: a name has at most {MAX_NAME} characters, not {len(text)}")
+    if not text.isprintable():
+        raise UsageError(f"{flag}={text!r} holds a character that cannot be printed")
+    return text
 
 
 def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:

@@ -22,6 +22,7 @@ def aged(facts: Facts, seconds: float) -> Facts:
         round=None if last is None else _round(last, seconds),
         charges=tuple(age + seconds for age in facts.charges),
         left_out=tuple(_left_out(entry, seconds) for entry in facts.left_out),
+        fickle=tuple(_left_out(entry, seconds) for entry in facts.fickle),
         blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
     )
 

@@ -35,6 +35,7 @@ class Attaching(JobBase):
         if admission.old_session is not None:
             self._out.append(fx.Hangup(admission.old_session))
         if admission.superseded:
+            self._end_stay(node, admission.silent_since, now)
             self._rdzv.gone(node, "was replaced by a newer agent", last_word=now, reborn=True)
         elif admission.newer:
             self._rdzv.reborn(node)
@@ -53,6 +54,8 @@ class Attaching(JobBase):
         if self._rdzv.is_blind and not blind:
             self._record()  # or our own successor would believe that no round runs
         self._tell(session, self._welcome())
+        if hello.last_term:
+            self._rdzv.passed_by(node, hello.local_world_size)
         if hello.spec != self.spec:
             otherwise = ", ".join(differences(hello.spec, self.spec))
             self._note(f"node {node} was started otherwise: {otherwise}", "warning")
@@ -86,7 +89,7 @@ class Attaching(JobBase):
         if current is None or (current.inherited and current.is_older_than(report.round)):
             self._adopt(node, hello, report, now)
         elif report.round == current.name:
-            if not self._rdzv.is_member(node) and self._rdzv.is_adopting(now):
+            if not self._rdzv.is_member(node) and self._rdzv.is_adopting:
                 self._adopt_member(node, hello, report)
             if not self._rdzv.is_member(node):
                 self._tell(session, m.Stop(report.round, "this node had been given up"))
@@ -156,6 +159,7 @@ class Attaching(JobBase):
         for death in deaths:
             self._note(f"node {death.node} is dead: {death.reason}", "warning")
             last_heard = self._membership.member(death.node).last_heard
+            self._end_stay(death.node, death.since, now)
             rdzv.gone(death.node, f"is dead: {death.reason}", last_word=last_heard)
             self._stale = True
             if death.session is not None:
@@ -164,6 +168,13 @@ class Attaching(JobBase):
         if hold != self._hold_reason:
             self._hold_reason = hold
             self._note(hold or "nodes are heard again", "warning" if hold else "info")
+
+    def _end_stay(self, node: str, at: float, now: float) -> None:
+        """A life of this node is over since `at`: a loss, if the round still needed it."""
+        if self._rdzv.is_concerned(node):
+            self._stays.lost(node, at, now)
+        else:
+            self._stays.over(node)
 
     def _say_over(self, outcome: m.End) -> None:
         """Tell the shell, once: the job is over and somebody was told."""

@@ -9,7 +9,8 @@ One round says nothing: some rank died first. Over several rounds in a row the c
 * Ranks of other nodes die by themselves in the same rounds as well: that is the script, or its
   data; unless the node held other ranks meanwhile and was still the first each time.
 * The same *rank*, first on one node and then on another: the script, and it will fail wherever it
-  runs. A node that was left out for that rank is acquitted and let in at once.
+  runs. A node that was left out for that rank is acquitted and let in at once, and the other node
+  is not left out for it in its turn: the experiment has been made.
 * Different ranks on different nodes: the script too.
 
 Ranks keep their nodes over rounds, so "rank 3 of node b, thrice" may be either. Leaving the node
@@ -82,7 +83,7 @@ class Blame:
         if len(row) < (1 if probation else self._after):
             return ""
         moved = len({one.first_rank for one in row if one.first_rank >= 0}) > 1
-        if any(one.others for one in row) and not moved:
+        if not moved and (any(one.others for one in row) or self._wherever_it_runs(cause)):
             return ""
         if probation and len(row) == 1:
             return f"its ranks fail again: {cause.what}"
@@ -168,6 +169,14 @@ class Blame:
                 self._records[one.node] = _Record(one.times, now + one.remaining, one.rank)
 
     # ------------------------------------------------------------ small change
+
+    def _wherever_it_runs(self, cause: Cause) -> bool:
+        """Whether this very rank has just failed as often as it takes on other nodes as well."""
+        same_rank = _tail([*self._trail], lambda one: one.rank == cause.rank)
+        elsewhere = [
+            one for one in same_rank if one.node != cause.node and cause.at - one.at <= MEMORY
+        ]
+        return len(elsewhere) >= self._after
 
     def _row(self, cause: Cause) -> list[Cause]:
         row = [*self._trail, cause]

@@ -83,6 +83,8 @@ class Crew:
         self._last_word = now
         self._starved_since: float | None = now
         self._unseen_ranks = 0  # of an adopted round
+        self._given_up_ranks = 0  # that were not heard in time
+        self._adopted_ranks = 0  # all of its ranks
         self._grace_until = now
         self._successor_until: float | None = None
 
@@ -183,6 +185,7 @@ class Crew:
         self._announced.pop(node, None)
         if not_before > now and not self.is_member(node):
             self._barred.put(node, not_before, why)
+            self._awaited.disarm(node)  # it has come back, and will not be in the next round
             return
         self._awaited.disarm(node)
         if node not in self.ready:
@@ -348,6 +351,7 @@ class Crew:
         self._completed.clear()
         self._broken = ""
         self._unseen_ranks = 0
+        self._given_up_ranks = 0
         self._door.formed(now, announced=bool(self._announced))
         self._storm.answered(now)
         self._formed_at = now

@@ -33,6 +33,10 @@ from elasticrun.core.burst import Burst
 from elasticrun.core.last_call import LastCall
 from elasticrun.wire.messages import JobSpec
 
+SERIES = 20.0
+"""Newcomers further apart than these seconds are no series: the next one is let in as if it were
+the first, since nobody says that more will come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -49,7 +53,7 @@ class Door:
         self._spec = spec
         # the series goes on over the rounds that newcomers cause: nodes that come back one after
         # another are let in together, and not each by a round of its own
-        self._call = LastCall(spec.last_call_timeout, horizon=GROW_YOUNG)
+        self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
         self._starts = self._burst()  # of nodes, up to the job's second round
         self._returns = self._burst()  # and after the first
         self._appeared = 0

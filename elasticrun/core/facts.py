@@ -54,8 +54,8 @@ class RoundFacts:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A node that has fallen silent lately: the ages of its deaths, how often it was sent to the
-    door for them, and how long it waits there yet."""
+    """A node that has fallen silent lately, or whose stays were brief: the ages of these deaths,
+    how often it was sent to the door for them, and how long it waits there yet."""
 
     node: str
     silences: tuple[float, ...]
@@ -92,4 +92,5 @@ class Facts:
     starved: float  # how long the job has waited below its smallest size; 0.0: it does not
     outcome: End | None
     blamed: tuple[Blamed, ...] = ()
+    fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
     blind: bool = False  # no round, but another master served before, without leaving a record

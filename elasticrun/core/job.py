@@ -79,6 +79,7 @@ class Job(Attaching):
             self._joined(node, now)
         elif isinstance(report, m.Leaving):
             self._membership.left(node, report.reason)
+            self._stays.over(node)
             rdzv.leaving(node, now, report.reason)
             self._all_left = self._membership.present() == 0
             self._note(f"node {node} leaves: {report.reason}")
@@ -98,10 +99,12 @@ class Job(Attaching):
                 rdzv.finished(node)
 
     def _joined(self, node: str, now: float) -> None:
-        silent = self._membership.barred_until(node, now)
-        failing = self._settlement.blame.barred_until(node, now)
-        why = "it fell silent too often" if silent > failing else "its ranks kept failing"
-        self._rdzv.join(node, now, not_before=max(silent, failing), why=why)
+        until, why = max(
+            (self._membership.barred_until(node, now), "it fell silent too often"),
+            (self._settlement.blame.barred_until(node, now), "its ranks kept failing"),
+            (self._stays.barred_until(node, now), "its agent died soon after each start"),
+        )
+        self._rdzv.join(node, now, not_before=until, why=why)
 
     def _ranks_failed(self, node: str, report: m.RanksFailed, now: float) -> None:
         stopped = self._rdzv.is_stopping(node)
@@ -226,9 +229,11 @@ class Job(Attaching):
 
     def _form(self, limit: int, now: float) -> None:
         """Settle what the last round costs, and give every member its place in the next."""
-        note = self._settlement.settle(self._trouble(), self._rdzv.formed_at, now)
+        trouble = self._trouble()
+        note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
         if note:
             self._note(note)
+            self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
         self._number += 1
         name = RoundName(self._term, self._number, self._mint())
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
@@ -238,6 +243,7 @@ class Job(Attaching):
         for node in round_.seats:
             self._roster[node].told = ""
         self._rdzv.formed(round_.seats, now)
+        self._stays.formed(round_.seats, now)
         self._settlement.new_round(nodes=len(round_.seats))
         self._reason, self._ends = "", None
         size = f"{some(round_.world_size, 'rank')} on {some(len(round_.seats), 'node')}"

@@ -18,6 +18,7 @@ from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round
 from elasticrun.core.settlement import Settlement
+from elasticrun.core.stays import Stays
 from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 
@@ -60,6 +61,7 @@ class JobBase:
         self._recorded_at = 0.0
         self._stale = False  # a fact has changed that no order waits for
         self._roster = Roster()
+        self._stays = Stays()
         self._out: list[fx.JobEffect] = []
         self._membership: Membership
         self._rdzv: Rendezvous
@@ -123,6 +125,7 @@ class JobBase:
                 membership=self._membership,
                 roster=self._roster,
                 settlement=self._settlement,
+                stays=self._stays,
                 now=now,
             )
             self._note(_in_words(facts))
@@ -145,6 +148,7 @@ class JobBase:
                     membership=self._membership,
                     roster=self._roster,
                     settlement=self._settlement,
+                    stays=self._stays,
                     outcome=self._outcome,
                     now=self._now,
                 )

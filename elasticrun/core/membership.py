@@ -77,6 +77,7 @@ class Admission:
     refusal: str = ""  # a sentence; empty: admitted
     newer: bool = False  # another life of this node was known
     superseded: bool = False  # an older life of the node had not been given up: it is over now
+    silent_since: float = 0.0  # ... and when its stream broke
     returned: bool = False  # this very incarnation had been given up as dead
     old_session: int | None = None  # a stream that this one replaces
     forgotten: str = ""  # a node that had gone, forgotten to make room
@@ -89,6 +90,7 @@ class Death:
     node: str
     reason: str
     session: int | None  # a stream that stood nevertheless: close it
+    since: float = 0.0  # when its stream broke, or when it was last heard
 
 
 class Membership:
@@ -204,10 +206,11 @@ class Membership:
                 + ("leaving" if old.health is Health.LEFT else "alive")
             )
         self._supersede(old.incarnation)
-        given_up = old.health in (Health.DEAD, Health.LEFT)
         fresh = Member(node, host, incarnation, session, now, silences=old.silences)
         self._enter(fresh, now)
-        return Admission(newer=True, superseded=not given_up)
+        if old.health in (Health.DEAD, Health.LEFT):
+            return Admission(newer=True)
+        return Admission(newer=True, superseded=True, silent_since=old.broke_at)
 
     def _reattach(self, old: Member, session: int, now: float) -> Admission:
         returned = old.health is Health.DEAD
@@ -215,8 +218,7 @@ class Membership:
         if replaced is not None:
             self._sessions.pop(replaced, None)
         old.session, old.last_heard = session, now
-        old.health, old.reason, old.corroborated = Health.ALIVE, "", False
-        old.unseen = False
+        old.health, old.reason, old.corroborated, old.unseen = Health.ALIVE, "", False, False
         self._enter(old, now)
         return Admission(returned=returned, old_session=replaced)
 
@@ -322,6 +324,7 @@ class Membership:
             reason = f"{member.reason} and nothing was heard for {silent:.1f} s"
         else:
             reason = f"its agent said nothing for {now - member.last_heard:.0f} s"
+        since = member.broke_at if member.health is Health.SUSPECT else member.last_heard
         if not member.corroborated and not member.unseen:
             member.silences.count(now)
         member.health, member.reason = Health.DEAD, reason
@@ -332,7 +335,7 @@ class Membership:
         self._present.pop(node, None)
         if not self._suspects:
             self._hold_until = None
-        return Death(node, reason, session)
+        return Death(node, reason, session, since)
 
     # ------------------------------------------------------------ the record of another master
 

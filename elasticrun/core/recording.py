@@ -6,13 +6,14 @@ round they run, what failed, what has stopped. Beats and joins are no facts.
 
 from __future__ import annotations
 
-from elasticrun.core.facts import Facts, LeftOut, RoundFacts
+from elasticrun.core.facts import Facts, RoundFacts
 from elasticrun.core.membership import Health, Membership
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round, restore
 from elasticrun.core.settlement import Settlement
-from elasticrun.core.silences import Silences
+from elasticrun.core.silences import recalled
+from elasticrun.core.stays import Stays
 from elasticrun.core.succession import Standing
 from elasticrun.wire.messages import End, JobSpec
 
@@ -30,6 +31,7 @@ def facts_of(
     membership: Membership,
     roster: Roster,
     settlement: Settlement,
+    stays: Stays,
     outcome: End | None,
     now: float,
 ) -> Facts:
@@ -50,7 +52,8 @@ def facts_of(
         charges=settlement.budget.ages(now),
         restart_count=settlement.budget.count,
         short_lives=settlement.budget.short_lives,
-        left_out=_left_out(membership, now),
+        left_out=tuple(one.fact(node, now) for node, one in membership.pasts(now)[-MAX_LEFT_OUT:]),
+        fickle=stays.record(now),
         starved=was.starved,
         outcome=outcome,
         blind=rdzv.is_blind,
@@ -79,18 +82,6 @@ def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
     )
 
 
-def _left_out(membership: Membership, now: float) -> tuple[LeftOut, ...]:
-    return tuple(
-        LeftOut(
-            node=node,
-            silences=tuple(now - when for when in past.times),
-            bars=past.bars,
-            remaining=max(0.0, past.barred_until - now),
-        )
-        for node, past in membership.pasts(now)[-MAX_LEFT_OUT:]
-    )
-
-
 def load(
     facts: Facts,
     *,
@@ -98,18 +89,15 @@ def load(
     membership: Membership,
     roster: Roster,
     settlement: Settlement,
+    stays: Stays,
     now: float,
 ) -> Round | None:
     """Give every machine what it knew; the round of the record, None if none was formed."""
     roster.remember(facts.order)
     settlement.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
     settlement.blame.restore(facts.blamed, now)
-    membership.remember(
-        {
-            one.node: Silences((now - age for age in one.silences), one.bars)
-            for one in facts.left_out
-        }
-    )
+    membership.remember({one.node: recalled(one, now) for one in facts.left_out})
+    stays.restore(facts.fickle, now)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:
@@ -121,6 +109,7 @@ def load(
     settlement.restore_round(was.excuse, adopted=was.adopted)
     redial = membership.redial(len(was.seats))
     gone = set(was.gone)
+    stays.taken_over(seat.node for seat in was.seats)
     for seat in was.seats:
         if seat.node in gone:
             membership.recall(seat.node, seat.incarnation, now)

@@ -42,11 +42,13 @@ REATTACH_GRACE has gone. A round that agents report wins over an older one in th
 have lost its last writes); what neither the record nor any agent tells, nobody can know.
 
 A successor without a record *adopts* the highest round that agents report, as RUNNING, and waits
-REATTACH_GRACE for the nodes of it that have not been heard. It learns that there was a master
-before it from any agent that has obeyed one, be it a spare: from then on it forms nothing until the
-grace is over or a round was reported. What remains: a successor without a record that only new
-agents have found cannot know; it may begin a round, which it ends when the first old agent
-attaches.
+REATTACH_GRACE for the nodes of it that have not been heard. Where these hold half of its ranks or
+more, they may be in a later round of which only they know: unless `max` nodes are here all the
+same, it forms none until they have had the time to stop by themselves, as for the fence. It learns
+that there was a master before it from any agent that has obeyed one, be it a spare: from then on it
+forms nothing until the grace is over or a round was reported. What remains: a successor without a
+record that only new agents have found cannot know; it may begin a round, which it ends when the
+first old agent attaches.
 
 Invariants: a node is in `ready` only while no rank of an earlier round lives on it and its stream
 stands. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
@@ -106,9 +108,9 @@ class Rendezvous(Succession):
             self._door.appeared(node, now)
             self.join(node, now, not_before=now)
         decision = self._success(now)
-        if self._unseen_ranks and now >= self._grace_until:
+        if self._unseen_ranks and now >= self._unseen_until(now):
             self._lost.append(self.loss)
-            self._unseen_ranks = 0
+            self._given_up_ranks, self._unseen_ranks = self._unseen_ranks, 0
             self._recount = True
         settled = now >= self._grace_until  # not while a new master waits for those who dial again
         if decision is None and self._recount and self._lost and self._impatient and settled:
@@ -152,7 +154,7 @@ class Rendezvous(Succession):
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the nodes of the round that runs",
-                self._grace_until,
+                self._unseen_until(now),
             )
         return self._at_the_door(now)
 
@@ -204,10 +206,7 @@ class Rendezvous(Succession):
                 self._awaited.next(),
             )
         if self.stages and not self._fenced:
-            spec = self._spec
-            notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.stages)))
-            silence = notice + spec.master_lost_timeout + spec.restart_grace
-            silence += FENCE_SLACK
+            silence = self._silence()
             if now < self._last_word + silence:
                 return Decision(
                     Verb.WAIT,
@@ -221,6 +220,13 @@ class Rendezvous(Succession):
         if usable < self._spec.min_nodes:
             return self._starve(now)
         self._starved_since = None
+        if now < self._stopped_by() and self._others_may_train():
+            return Decision(
+                Verb.WAIT,
+                "the master is new and half of the last round's ranks or more were not heard: they "
+                "may be in a later one; the next round waits until they have stopped by themselves",
+                self._stopped_by(),
+            )
         storm = self._storm.holds() if len(self.stages) >= STORM_NODES else None
         if storm is not None and now < storm:
             return Decision(
@@ -235,6 +241,31 @@ class Rendezvous(Succession):
         if now >= ends:
             return Decision(Verb.FORM, "", nodes=usable)
         return Decision(Verb.WAIT, f"last call: up to {self._spec.max_nodes} nodes may join", ends)
+
+    def _silence(self) -> float:
+        """Seconds after its last word in which a node that hears no master has stopped."""
+        spec = self._spec
+        notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.stages)))
+        return notice + spec.master_lost_timeout + spec.restart_grace + FENCE_SLACK
+
+    def _unseen_until(self, now: float) -> float:
+        """Until when the nodes of an adopted round that have not been heard are waited for. One
+        that runs, runs on."""
+        late = now >= self._grace_until and self.phase is Phase.RUNNING
+        return self._stopped_by() if late and self._others_may_train() else self._grace_until
+
+    def _others_may_train(self) -> bool:
+        """Whether nodes that this master has never heard may be enough for a round of their own: no
+        more than half of the ranks of an adopted one are accounted for, nor are as many nodes here
+        as the job may have. O(n), where few are here."""
+        if not self.is_minority:
+            return False
+        here = {node for node in self.stages if self.is_member(node)}
+        return self._usable(len(here.union(self.ready))) < self._largest
+
+    def _stopped_by(self) -> float:
+        """When nodes that this master has never heard have stopped their ranks."""
+        return self._taken_over_at + self._silence()
 
     def _call_in_the_barred(self, now: float) -> None:
         """Nodes are left out only while the job can go on without them."""

@@ -1,4 +1,5 @@
-"""Deaths by silence of one node, and how long a node that dies so again and again waits outside."""
+"""Deaths that are held against one node, and how long one that dies so again and again waits
+outside: deaths by silence, and those soon after the node was let in (`stays`)."""
 
 from __future__ import annotations
 
@@ -6,38 +7,59 @@ import math
 from collections.abc import Iterable
 
 from elasticrun.config import EXCLUDE_SILENT_AFTER
+from elasticrun.core.facts import LeftOut
 
 MEMORY = 600.0
-"""Deaths by silence are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
+"""Such deaths are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
 
 BAR_UNIT = 120.0
-"""A node that dies of silence too often waits this long at the door, then twice as long, ..."""
+"""A node that dies so too often waits this long at the door, then twice as long, ..."""
 
 BAR_LONGEST = 3600.0
 
 
 class Silences:
-    """When a node died of silence, and how often it was sent to the door for it."""
+    """When a node died in one of these ways, and how often it was sent to the door for it."""
 
-    def __init__(self, times: Iterable[float] = (), bars: int = 0) -> None:
+    def __init__(
+        self,
+        times: Iterable[float] = (),
+        bars: int = 0,
+        barred_until: float = -math.inf,
+        after: int = EXCLUDE_SILENT_AFTER,
+    ) -> None:
+        """`after`: so many deaths within MEMORY are too many."""
         self.times = list(times)
         """Monotonic seconds, oldest first: within MEMORY of the newest."""
         self.bars = bars
+        self.barred_until = barred_until
+        """Until when it waits at the door; -inf if it need not."""
+        self._after = after
 
     def count(self, now: float) -> None:
-        """It died of silence."""
+        """It died so."""
         self.times = [when for when in self.times if when >= now - MEMORY]
         self.times.append(now)
-        if len(self.times) >= EXCLUDE_SILENT_AFTER:
+        if len(self.times) >= self._after:
             self.bars += 1
-
-    @property
-    def barred_until(self) -> float:
-        """Until when it waits at the door; -inf if it need not."""
-        if len(self.times) < EXCLUDE_SILENT_AFTER or not self.bars:
-            return -math.inf
-        return self.times[-1] + min(BAR_UNIT * 2.0 ** min(self.bars - 1, 30), BAR_LONGEST)
+            wait = min(BAR_UNIT * 2.0 ** min(self.bars - 1, 30), BAR_LONGEST)
+            self.barred_until = max(self.barred_until, now + wait)
 
     def matter(self, now: float) -> bool:
         """Whether they can still be held against the node."""
         return bool(self.times) and (self.bars > 0 or self.times[-1] > now - MEMORY)
+
+    def fact(self, node: str, now: float) -> LeftOut:
+        """For the record of the job."""
+        return LeftOut(
+            node=node,
+            silences=tuple(now - when for when in self.times),
+            bars=self.bars,
+            remaining=max(0.0, self.barred_until - now),
+        )
+
+
+def recalled(fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Silences:
+    """What `Silences.fact` gave to a master before this one."""
+    until = now + fact.remaining if fact.remaining > 0.0 else -math.inf
+    return Silences((now - age for age in fact.silences), fact.bars, until, after)

@@ -9,7 +9,7 @@ for: agents dial again within a second, so who is silent for longer has gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elasticrun.config import GROW_YOUNG, REATTACH_GRACE
@@ -39,6 +39,8 @@ class Succession(Crew):
         super().__init__(spec, now)
         self._unseen: dict[str, None] = {}  # members of a restored round, not heard yet
         self._vanished: dict[str, None] = {}  # of these, the ones that were given up
+        self._taken_over_at = now
+        self._elsewhere: dict[str, int] = {}  # nodes heard that know of no round to adopt: ranks
         self._begun = False  # a restored round was told to one of its members only now
 
     # ------------------------------------------------------------ with a record
@@ -71,6 +73,8 @@ class Succession(Crew):
         self._unseen = {node: None for node in members if node not in self._away}
         self._unheard = dict(self._unseen)
         self._unseen_ranks = max(0, ranks - sum(members.values()))  # of one that was adopted
+        self._adopted_ranks = ranks
+        self._taken_over_at = now
         self._fenced = was.fenced
         # who was not gone may have been heard until the last master's last moment
         self._last_word = now if self._unseen or self._unseen_ranks else now - was.silent
@@ -119,7 +123,8 @@ class Succession(Crew):
     def adopt(self, world_size: int, now: float) -> None:
         """A round that another master formed runs; this one learns of it from its nodes."""
         self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
-        self._unseen_ranks = world_size
+        self._unseen_ranks = self._adopted_ranks = world_size
+        self._taken_over_at = now
         self._grace_until = now + REATTACH_GRACE
 
     def succeed_another(self, now: float) -> None:
@@ -132,15 +137,31 @@ class Succession(Crew):
         """Whether there may be a round of another master that nobody has reported."""
         return self._successor_until is not None and not self.stages
 
-    def is_adopting(self, now: float) -> bool:
+    @property
+    def is_adopting(self) -> bool:
         """Whether further nodes of an adopted round are taken as its members."""
-        return self._unseen_ranks > 0 and now < self._grace_until
+        return self._unseen_ranks > 0
+
+    @property
+    def is_minority(self) -> bool:
+        """Whether no more than half of an adopted round's ranks are accounted for."""
+        unseen = self._unseen_ranks or self._given_up_ranks
+        return unseen > 0 and 2 * (unseen - sum(self._elsewhere.values())) >= self._adopted_ranks
+
+    def passed_by(self, node: str, ranks: int) -> None:
+        """A node that was there before this master and has no place in the adopted round as far as
+        it knows: so many ranks are in no later one."""
+        if node not in self.stages:
+            self._elsewhere[node] = ranks
 
     def adopt_member(self, node: str, ranks: int, now: float) -> None:
         """A node of the adopted round has been heard, with so many ranks."""
+        self._elsewhere.pop(node, None)
         if node not in self.stages:
             self.stages[node] = Stage.STARTING
             self._unseen_ranks = max(0, self._unseen_ranks - ranks)
+            if now >= self._grace_until:  # a cut has healed: the others dial just now as well
+                self._grace_until = now + REATTACH_GRACE
             if self.phase is Phase.GATHERING:
                 self._awaited.arm(node, now + self._spec.restart_grace + SURVIVOR_SLACK)
         self._announced.pop(node, None)
@@ -152,6 +173,11 @@ class Succession(Crew):
         return not self._unseen_ranks
 
     # ------------------------------------------------------------ the books
+
+    def formed(self, nodes: Iterable[str], now: float) -> None:
+        """As `Crew.formed`."""
+        super().formed(nodes, now)
+        self._elsewhere.clear()
 
     def gone(self, node: str, reason: str, *, last_word: float, reborn: bool = False) -> None:
         """As `Crew.gone`."""

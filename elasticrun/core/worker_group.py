@@ -105,7 +105,7 @@ class WorkerGroup(GroupBase):
         self._term = order.term
         self._obeying = True
         if self._link_lost:
-            self._note("the master answers again")
+            self._note("the master answers again", "warning")
         self._link_lost = ""
         self._deadlines.disarm("master-lost")
         self._master_lost_timeout = order.master_lost_timeout

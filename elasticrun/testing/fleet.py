@@ -5,6 +5,7 @@ they are on; how they come, what is seen of them, and that nothing stays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Final, Literal
 
@@ -12,7 +13,7 @@ from elasticrun.testing import page, processes
 from elasticrun.testing.hosts import Lab
 from elasticrun.testing.node import ELASTICRUN, Node, environment
 from elasticrun.testing.plan import Plan
-from elasticrun.testing.steps import STEP_LOG, Step, StepLog, overlap
+from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, overlap
 from elasticrun.testing.watch import Deadline, Watch
 from elasticrun.wire.messages import JobStatus
 
@@ -24,6 +25,17 @@ Where = int | Literal["master"]
 
 class JobError(AssertionError):
     """The job did not do what a test waited for."""
+
+
+mistake = methodcaller("errisinstance", (JobError, ValueError))
+"""For pytest: whether an error is what a test has done or found, not a defect of these modules."""
+
+__tracebackhide__ = mistake  # pytest shows the line of the test
+
+
+def variables(env: Mapping[str, object] | None) -> dict[str, str]:
+    """Variables as a process wants them."""
+    return {name: str(value) for name, value in (env or {}).items()}
 
 
 class Fleet:
@@ -52,7 +64,13 @@ class Fleet:
     # ------------------------------------------------------------ nodes come
 
     def begin(
-        self, count: int, *, master: bool, master_options: Sequence[str], timeout: float
+        self,
+        count: int,
+        *,
+        master: bool,
+        master_options: Sequence[str],
+        together: bool,
+        timeout: float,
     ) -> None:
         """Start the master, then `count` nodes; called once by `start`."""
         if master:
@@ -63,14 +81,14 @@ class Fleet:
             self._await_master(self.master_node, timeout)
         for number in range(count):
             node = self.add_node()
-            if number == 0 and not master:
+            if not master and number == (count - 1 if together else 0):
                 self._await_master(node, timeout)
 
     def add_node(
         self,
         *,
         options: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, object] | None = None,
         nproc_per_node: str | int | None = None,
     ) -> Node:
         """Start one more agent, on a host of its own where nodes have hosts; the new node."""
@@ -82,7 +100,7 @@ class Fleet:
             node.name, options, None if nproc_per_node is None else str(nproc_per_node)
         )
         node.command = command
-        node.env = dict(env or {})
+        node.env = variables(env)
         self._start(node, command, node.env)
         return node
 
@@ -103,6 +121,8 @@ class Fleet:
     def _start(self, node: Node, command: Sequence[str], env: Mapping[str, str]) -> None:
         own = self._scratch / (node.name if self.lab else "host")
         told = {**self._plan.env, **env, STEP_LOG: self._log.path}
+        if node in self.nodes:
+            told[STEP_NODE] = str(self.nodes.index(node))
         environ = environment(own, node.mark, told)
         folder = page.run_folder(own / "run")
         if folder not in self._runs:
@@ -140,9 +160,7 @@ class Fleet:
 
     def output(self, number: Where) -> str:
         """What a node's agent and ranks have written to their standard streams so far."""
-        if number == "master":
-            return self.master_node.output() if self.master_node else ""
-        return self._node(number).output()
+        return self._named(number).output()
 
     # ------------------------------------------------------------ for those who do things to it
 
@@ -154,21 +172,27 @@ class Fleet:
             raise ValueError(f"there is no node {number}: {len(self.nodes)} were started, from 0")
         return self.nodes[number]
 
+    def _named(self, where: Where) -> Node:
+        if where != "master":
+            return self._node(where)
+        if self.master_node is None:
+            raise ValueError("no master was started by hand: start the job with master=True")
+        return self.master_node
+
     def _cable(self, where: Where) -> tuple[Lab, str]:
         if self.lab is None:
             raise ValueError("nodes on one host have no cables: start the job with hosts=True")
-        if where != "master":
-            return self.lab, self._node(where).name
-        if self.master_node is None:
-            raise ValueError("no master has a host of its own: start the job with master=True")
-        return self.lab, self.master_node.name
+        return self.lab, self._named(where).name
 
     # ------------------------------------------------------------ the end
 
     def sections(self, title: str) -> list[tuple[str, str]]:
         """What a failing test shows: how each node stands, and what it said last."""
         everybody = [*self.nodes, *([self.master_node] if self.master_node else [])]
-        shown = [(f"{title}: {n.name}, which {n.outcome()}", n.tail()) for n in everybody]
+        shown = [
+            (f"{title}: {n.name}, which {n.outcome()}", n.tail() or "(nothing yet)")
+            for n in everybody
+        ]
         steps = "\n".join(map(str, self.steps()[-10:]))
         return [*shown, (f"{title}: the last steps", steps)] if steps else shown
 
@@ -186,15 +210,24 @@ class Fleet:
     def _leftovers(self) -> list[str]:
         """What has outlived agents that ended, by themselves or by `kill_agent`."""
         told = []
-        done = self._over() and not any(node.killed or node.frozen for node in self.nodes)
+        masters = self._told_outcome()
         for node in self.nodes:
             if node.exit_code is None or node.frozen:
                 continue
-            left = node.pids(masters=done)  # a master outlives its agent while it serves others
+            left = node.pids(masters=masters)
             if left := sorted(processes.await_end(left, LEFTOVER_LIMIT)):
                 words = ", ".join(f"{pid} ({processes.command(pid)[:120]})" for pid in left)
                 told.append(f"{node.name} has ended, but left processes: {words}")
         return told
+
+    def _told_outcome(self) -> bool:
+        """Whether the job's master has no reason to live: it outlives its agent while it serves
+        others, but here all agents ended by themselves, or those that the test had not killed with
+        success, of which they tell the master."""
+        own_ends = [node.exit_code for node in self.nodes if not node.killed]
+        if not self._over() or not own_ends or any(node.frozen for node in self.nodes):
+            return False
+        return len(own_ends) == len(self.nodes) or set(own_ends) == {0}
 
     def _remove(self) -> None:
         try:

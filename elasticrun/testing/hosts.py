@@ -8,8 +8,9 @@ A pulled cable is a link that is down. All else (a pair that cannot see each oth
 but is not heard, loss, delay, flapping) is done by `line.py`, put between cable and switch the
 first time it is asked for: it needs no netfilter and no netem, which a kernel may not have.
 
-Names carry the process that made them, so labs of several processes stand side by side, and what a
-killed process left behind is swept by the next lab.
+Names carry the process that made them, so labs of several processes stand side by side. A keeper, a
+process that waits for the end of ours, removes what we leave behind if we are killed; what is left
+when both are killed is swept by the next lab.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from elasticrun.testing import processes
 from elasticrun.wire.published import start_time
@@ -41,6 +42,10 @@ KILL_LIMIT: Final = 10.0
 
 _LAB: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
 _COUNT = itertools.count()
+
+KEEPER: Final = (
+    "import sys; from elasticrun.testing.hosts import keep; keep(sys.argv[1], sys.stdin.buffer)"
+)
 
 ENTER: Final = (
     'mount --bind "$1" /etc/hosts && echo "$2" >/proc/sys/kernel/hostname && shift 2 && exec "$@"'
@@ -130,6 +135,11 @@ class Lab:
         self._scratch = scratch
         self._seed = seed
         self._relay: subprocess.Popen[bytes] | None = None
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, self._prefix],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C is for us
+        )
         self._table = scratch / "hosts"
         self.hosts: dict[str, Host] = {}
         try:
@@ -158,6 +168,11 @@ class Lab:
         rows = [f"{h.address} {h.name}" for h in self.hosts.values()]
         self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
         return host
+
+    @property
+    def keeper(self) -> int:
+        """The process that removes the lab when ours is killed."""
+        return self._keeper.pid
 
     def prefix(self, name: str) -> list[str]:
         """The words before a command that make it run on this host, as the process it then is."""
@@ -260,6 +275,16 @@ class Lab:
         _remove(f"{self._prefix}{host.number}" for host in self.hosts.values())
         _remove([self._switch])
         self.hosts.clear()
+        self._keeper.communicate()
+
+
+def keep(prefix: str, owner: BinaryIO) -> None:
+    """Wait for the end of `owner` and remove all namespaces whose names begin with `prefix`."""
+    owner.read()
+    for name in sorted(os.listdir(NETNS)):
+        if name.startswith(prefix):
+            with contextlib.suppress(LabError, OSError):  # a sweeper was faster
+                _remove([name])
 
 
 def sweep() -> None:

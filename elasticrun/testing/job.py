@@ -8,41 +8,22 @@ long it took.
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, overload
+from typing import Final
 
 from elasticrun.testing import page, processes
-from elasticrun.testing.fleet import LEFTOVER_LIMIT, Fleet, JobError, Where
+from elasticrun.testing.fleet import LEFTOVER_LIMIT, JobError, Where, mistake, variables
 from elasticrun.testing.plan import Plan
-from elasticrun.testing.steps import Step, overlap
-from elasticrun.testing.watch import Deadline
-from elasticrun.wire.messages import JobStatus
+from elasticrun.testing.waits import TIMEOUT, Result, Watched
 
-TIMEOUT: Final = 60.0
-"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
+__all__ = ["ElasticJob", "JobError", "Result", "start"]
 
-ASK_AGAIN: Final = 1.0
-"""The status is asked for when an agent or a master has said something, and at the latest after so
-many seconds, since not every change has a line."""
+KILL: Final = int(signal.SIGKILL)
 
-ASK_SPACING: Final = 0.05
-"""And no more often than this, however much ranks print."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """How a job ended, by node."""
-
-    exit_codes: tuple[int | None, ...]
-    """Of the agents, as subprocess has them."""
-    outcomes: tuple[str, ...]
-    """The same in words; a node that the test had killed is told from one that failed."""
-    ok: bool
-    """Every node that the test had not killed ended with 0."""
+__tracebackhide__ = mistake  # of the test: its own line is what is shown
 
 
 def start(
@@ -55,10 +36,11 @@ def start(
     nodes: int | None = None,
     max_restarts: int = 0,
     options: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, object] | None = None,
     hosts: bool = False,
     master: bool = False,
     master_options: Sequence[str] = (),
+    together: bool = False,
     timeout: float = TIMEOUT,
 ) -> ElasticJob:
     """Start `script` with its arguments under elasticrun; what the fixture `elastic_job` calls.
@@ -67,8 +49,9 @@ def start(
     further flags of the command line. `env`: further variables of the agents and their ranks.
     `hosts`: each node is a host of its own, with a cable (needs root; else the test is skipped).
     `master`: run `elasticrun master` by hand, with `master_options`, in the place of a master that
-    node 0 starts. Returns when the master serves, `timeout` seconds at most: the other nodes may be
-    on their way. ValueError for what can never run, JobError when it does not start.
+    node 0 starts. `together`: start all nodes at the same moment; else the others follow when the
+    master of node 0 serves. Returns when the master serves, `timeout` seconds at most: the other
+    nodes may be on their way. ValueError for what can never run, JobError when it does not start.
     """
     plan = Plan(
         script=str(script),
@@ -76,8 +59,8 @@ def start(
         nnodes=str(nnodes),
         nproc_per_node=str(nproc_per_node),
         max_restarts=max_restarts,
-        options=tuple(options),
-        env=dict(env or {}),
+        options=options,
+        env=variables(env),
     )
     plan.check()
     count = plan.min_nodes if nodes is None else nodes
@@ -85,11 +68,13 @@ def start(
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
     job = ElasticJob(plan, scratch, hosts=hosts)
     register(job)  # from here on the fixture ends it, whatever comes
-    job.begin(count, master=master, master_options=master_options, timeout=timeout)
+    job.begin(
+        count, master=master, master_options=master_options, together=together, timeout=timeout
+    )
     return job
 
 
-class ElasticJob(Fleet):
+class ElasticJob(Watched):
     """See the module's head."""
 
     # ------------------------------------------------------------ what befalls nodes
@@ -109,11 +94,11 @@ class ElasticJob(Fleet):
         """Send a signal to the agent's process, as a scheduler does."""
         return self._node(number).signal(signum)
 
-    def kill_rank(self, rank: int) -> float:
-        """SIGKILL the process of this rank of the present world."""
+    def kill_rank(self, rank: int, signum: int = KILL) -> float:
+        """SIGKILL the process of this rank of the present world, or send it another signal."""
         pid = self.rank_pid(rank)
         at = _now()
-        processes.signal_all(lambda: [pid], signal.SIGKILL)
+        processes.signal_all(lambda: [pid], signum)
         return at
 
     def rank_pid(self, rank: int) -> int:
@@ -202,142 +187,6 @@ class ElasticJob(Fleet):
         """End all of these."""
         self._cable(0 if self.nodes else "master")[0].mend()
         return _now()
-
-    # ------------------------------------------------------------ what is awaited
-
-    def one_world(self) -> None:
-        """Assert that no two worlds of this job have completed steps at a time."""
-        if wrong := overlap(self.steps()):
-            raise JobError(f"two worlds at a time: {wrong}")
-
-    @overload
-    def wait_for(
-        self, *, step: int, world_size: int | None = ..., since: float | None = ...,
-        timeout: float = ...,
-    ) -> Step: ...  # fmt: skip
-
-    @overload
-    def wait_for(
-        self, condition: Callable[[JobStatus], object] | None = ..., *,
-        world_size: int | None = ..., round: int | None = ..., phase: str | None = ...,
-        reason: str | None = ..., timeout: float = ...,
-    ) -> JobStatus: ...  # fmt: skip
-
-    def wait_for(
-        self,
-        condition: Callable[[JobStatus], object] | None = None,
-        *,
-        step: int | None = None,
-        world_size: int | None = None,
-        round: int | None = None,
-        phase: str | None = None,
-        reason: str | None = None,
-        since: float | None = None,
-        timeout: float = TIMEOUT,
-    ) -> Step | JobStatus:
-        """Wait until the job is as described; JobError when it is not within `timeout` seconds, or
-        when every agent has ended.
-
-        With `step`: until a rank of the newest world has completed that step or a later one, in a
-        world of `world_size` ranks where that is given, in a world that began `since` some moment
-        where that is given; returns the first such step. Else: until the master's status shows
-        this world size (running), this round or a later one, this phase, this text in the reason of
-        the job or of a node, and satisfies `condition`; returns that status.
-        """
-        if step is not None:
-            if condition or round or phase or reason:
-                raise ValueError("wait for a step or for a state of the job: not for both at once")
-            return self._wait_step(step, world_size, since, timeout)
-        if since is not None:
-            raise ValueError("since= needs step=: a status has no time")
-
-        def fits(status: JobStatus) -> bool:
-            return (
-                (world_size is None or (status.world_size, status.phase) == (world_size, "running"))
-                and (round is None or (status.round is not None and status.round.number >= round))
-                and (phase is None or status.phase == phase)
-                and (reason is None or any(reason in text for text in _reasons(status)))
-                and (condition is None or bool(condition(status)))
-            )
-
-        wanted = {"world_size": world_size, "round": round, "phase": phase, "reason": reason}
-        words = [f"{name}={value!r}" for name, value in wanted.items() if value is not None]
-        return self._wait_status(fits, ", ".join(words) or "the condition", timeout)
-
-    def _wait_step(
-        self, step: int, world_size: int | None, since: float | None, timeout: float
-    ) -> Step:
-        deadline = Deadline(timeout)
-        while True:
-            over = self._over()
-            if found := _first(self.steps(), step, world_size, since):
-                return found
-            if over or deadline.over():
-                size = "" if world_size is None else f" of a world of {world_size}"
-                last = self._log.steps[-1] if self._log.steps else "none"
-                raise self._failed(f"step {step}{size}", over, timeout, f"the last step: {last}")
-            self._stepped.wait(deadline.left())
-
-    def _wait_status(
-        self, fits: Callable[[JobStatus], bool], what: str, timeout: float
-    ) -> JobStatus:
-        deadline = Deadline(timeout)
-        last: JobStatus | str = "never asked"
-        while True:
-            over = self._over()
-            try:
-                last = self.status()
-                if fits(last):
-                    return last
-            except JobError as error:
-                last = str(error)
-            if over or deadline.over():
-                raise self._failed(what, over, timeout, f"the last status: {last}")
-            self._said.wait(min(ASK_AGAIN, deadline.left()))
-            time.sleep(ASK_SPACING)
-
-    def result(self, timeout: float = TIMEOUT) -> Result:
-        """Wait until every agent has ended. JobError when one has not within `timeout` seconds."""
-        deadline = Deadline(timeout)
-        while not self._over():
-            if deadline.over():
-                running = [n.name for n in self.nodes if n.exit_code is None]
-                raise self._failed(f"the end of {', '.join(running)}", False, timeout, "")
-            self._stepped.wait(deadline.left())
-        if self.master_node is not None and not self.master_node.killed:
-            processes.await_end([self.master_node.pid], deadline.left())
-        return Result(
-            exit_codes=tuple(node.exit_code for node in self.nodes),
-            outcomes=tuple(node.outcome() for node in self.nodes),
-            ok=all(node.killed or node.exit_code == 0 for node in self.nodes),
-        )
-
-    def _failed(self, what: str, over: bool, timeout: float, seen: str) -> JobError:
-        ends = ", ".join(f"{node.name} {node.outcome()}" for node in self.nodes)
-        when = "every agent ended" if over else f"it did not come within {timeout:g} s"
-        return JobError(f"waited for {what}, but {when} ({ends}); {seen}")
-
-
-def _first(
-    steps: Sequence[Step], step: int, world_size: int | None, since: float | None
-) -> Step | None:
-    """The earliest step that fits, of the newest world or of those that began `since`."""
-    began: dict[int, float] = {}
-    for record in steps:
-        began[record.round] = min(record.time, began.get(record.round, record.time))
-    newest = max(began, default=0)
-    fitting = [
-        record
-        for record in steps
-        if (record.round == newest if since is None else began[record.round] > since)
-        and record.step >= step
-        and world_size in (None, record.world_size)
-    ]
-    return min(fitting, key=lambda record: record.time, default=None)
-
-
-def _reasons(status: JobStatus) -> list[str]:
-    return [status.reason, status.outcome, *(node.reason for node in status.nodes)]
 
 
 def _now() -> float:

@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,16 @@ PORT: Final = 29400
 
 LOOPBACK: Final = "127.0.0.1"
 
+LOWEST_PORT: Final = 10_000
+"""Below are the services that have a port of their own."""
+
+PORT_TRIES: Final = 100
+"""Ports that are looked at before the kernel is asked for any."""
+
 _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
+
+
+__tracebackhide__ = methodcaller("errisinstance", ValueError)  # pytest shows the line of the test
 
 
 @dataclass
@@ -28,7 +38,7 @@ class Plan:
     nnodes: str
     nproc_per_node: str
     max_restarts: int
-    options: tuple[str, ...]
+    options: Sequence[str]
     env: dict[str, str]
     job_id: str = field(default_factory=lambda: f"test-{secrets.token_hex(6)}")
     _host: str = LOOPBACK
@@ -37,14 +47,26 @@ class Plan:
     @property
     def min_nodes(self) -> int:
         """The smaller number of `nnodes`."""
-        low = self.nnodes.partition(":")[0]
-        if not low.isdecimal() or int(low) < 1:
+        return self._nnodes()[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """The larger one."""
+        return self._nnodes()[1]
+
+    def _nnodes(self) -> tuple[int, int]:
+        low, colon, high = self.nnodes.partition(":")
+        high = high if colon else low
+        if not low.isdecimal() or not high.isdecimal() or int(low) < 1:
             raise ValueError(f"nnodes={self.nnodes!r}: give a number of nodes, or MIN:MAX")
-        return int(low)
+        return int(low), int(high)
 
     def check(self) -> None:
         """ValueError with a sentence for what can never run."""
-        _ = self.min_nodes
+        if isinstance(self.options, str):
+            raise ValueError(f"options={self.options!r}: give a list of flags")
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(f"nnodes={self.nnodes!r}: MIN is above MAX")
         program = any(option in _OTHER_PROGRAMS for option in self.options)
         if not program and not Path(self.script).is_file():
             raise ValueError(f"there is no script {self.script!r}")
@@ -54,14 +76,12 @@ class Plan:
         if host is not None:
             self._host, self._port = host.address, PORT
             return
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            self._host, self._port = LOOPBACK, int(probe.getsockname()[1])
+        self._host, self._port = LOOPBACK, _free_port()
 
     def master_command(self, options: Sequence[str]) -> list[str]:
         """The words after `elasticrun` that run the master by hand."""
         where = (f"--host={self._host}", f"--port={self._port}", f"--rdzv-id={self.job_id}")
-        return ["master", *where, *options]
+        return ["master", *where, *map(str, options)]
 
     def agent_command(
         self, node_id: str, options: Sequence[str], nproc_per_node: str | None
@@ -77,8 +97,28 @@ class Plan:
             f"--node-id={node_id}",
             f"--max-restarts={self.max_restarts}",
             *local,
-            *self.options,
-            *options,
+            *map(str, self.options),
+            *map(str, options),
             self.script,
             *self.args,
         ]
+
+
+def _free_port() -> int:
+    """A port of loopback that is free now, and that the kernel gives to nobody who connects to
+    something, so that it is still free when the master gets there."""
+    first = LOWEST_PORT
+    try:
+        given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        given = first  # not Linux: any port
+    for _ in range(PORT_TRIES if given > first else 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, first + secrets.randbelow(given - first)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])

@@ -50,6 +50,7 @@ def elastic_job(
     jobs: list[ElasticJob] = request.node.stash.setdefault(JOBS, [])
 
     def factory(script: Any, *args: Any, **options: Any) -> ElasticJob:
+        __tracebackhide__ = True  # a mistake is shown at the line of the test that made it
         scratch = tmp_path_factory.mktemp("elastic-job")
         try:
             job = start(script, *args, scratch=scratch, register=jobs.append, **options)

@@ -3,26 +3,31 @@
 A rank says that it has completed a step by one line of JSON, written by one `write` to the file
 that $ELASTICRUN_STEP_LOG names (opened for appending, so that lines of several ranks never mix):
 
-    {"rank": 0, "step": 17, "world_size": 4, "world": "10.0.0.1:43117/0", "pid": 471, "time": 81.2}
+    {"rank": 0, "step": 17, "world_size": 4, "world": "10.0.0.1:43117/0", "pid": 471, "time": 81.2,
+     "node": 1, "group_rank": 0, "restarts": 0}
 
 `step(17)` does that and needs nothing but the standard library; a script that must run where
-elasticrun is not installed writes the line itself. Without the variable it does nothing, so the
-call may stay in the script. `time` is CLOCK_MONOTONIC in seconds, which is one clock for all
-processes of a machine; `world` tells the worlds of a job apart: where their store is, and how often
-ranks had been restarted.
+elasticrun is not installed writes the line itself, and may leave the second row out. Without the
+variable it does nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds,
+which is one clock for all processes of a machine; `world` tells the worlds of a job apart: where
+their store is, and how often ranks had been restarted. `node` is $ELASTICRUN_STEP_NODE.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
 """Variable with the path of the step log; unset outside a test."""
+
+STEP_NODE: Final = "ELASTICRUN_STEP_NODE"
+"""Variable with the number of the node on which a rank runs, as the test counts them."""
 
 MAX_LINE: Final = 4096
 """Bytes of one line; a longer one is none of ours."""
@@ -34,13 +39,17 @@ def step(number: int) -> None:
     if not path:
         return
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     record = {
         "rank": int(os.environ.get("RANK", "0")),
         "step": number,
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "world": f"{where}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        "world": f"{where}/{restarts}",
         "pid": os.getpid(),
         "time": time.clock_gettime(time.CLOCK_MONOTONIC),
+        "node": int(os.environ.get(STEP_NODE, "-1")),
+        "group_rank": int(os.environ.get("GROUP_RANK", "-1")),
+        "restarts": restarts,
     }
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
@@ -54,8 +63,10 @@ class Step:
     """One step that one rank completed.
 
     `world` is the name under which the rank wrote it; `round` numbers the worlds of the job from 1
-    in the order of their first steps (a round that completed no step has no number here). `time`:
-    CLOCK_MONOTONIC, seconds."""
+    in the order in which they were first heard of (a round that completed no step has no number
+    here). `time`: CLOCK_MONOTONIC, seconds. `node`: its number in the test. `restarts`: how many
+    the job had been charged when this world began. The last three are -1 where a script that
+    writes its lines by itself does not say them."""
 
     rank: int
     step: int
@@ -64,6 +75,22 @@ class Step:
     world: str
     pid: int
     time: float
+    node: int = -1
+    group_rank: int = -1
+    restarts: int = -1
+
+
+@dataclass
+class _Ranks:
+    """Who of a world has been heard."""
+
+    number: int
+    world_size: int
+    ranks: set[int] = field(default_factory=set)
+
+    def takes(self, record: Step) -> bool:
+        """Whether a process that was not heard before may be one of these."""
+        return record.rank not in self.ranks and record.world_size == self.world_size
 
 
 class StepLog:
@@ -73,7 +100,8 @@ class StepLog:
         """Makes the file, which must not be there yet."""
         self.path = path
         self.steps: list[Step] = []
-        self._worlds: dict[str, int] = {}
+        self._rounds: dict[tuple[str, int], int] = {}
+        self._newest: dict[str, _Ranks] = {}
         self._rest = b""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
@@ -94,21 +122,37 @@ class StepLog:
             if len(line) > MAX_LINE:
                 raise ValueError("a long line")
             fields = json.loads(line)
-            world = str(fields["world"])
-            number = self._worlds.setdefault(world, len(self._worlds) + 1)
-            return Step(
-                rank=int(fields["rank"]),
-                step=int(fields["step"]),
-                world_size=int(fields["world_size"]),
-                round=number,
-                world=world,
-                pid=int(fields["pid"]),
-                time=float(fields["time"]),
+            return self._numbered(
+                Step(
+                    rank=int(fields["rank"]),
+                    step=int(fields["step"]),
+                    world_size=int(fields["world_size"]),
+                    round=0,
+                    world=str(fields["world"]),
+                    pid=int(fields["pid"]),
+                    time=float(fields["time"]),
+                    node=int(fields.get("node", -1)),
+                    group_rank=int(fields.get("group_rank", -1)),
+                    restarts=int(fields.get("restarts", -1)),
+                )
             )
         except (ValueError, TypeError, KeyError):
             raise ValueError(
                 f"the step log {self.path} has a line that is no step: {line[:200]!r}"
             ) from None
+
+    def _numbered(self, record: Step) -> Step:
+        """With the number of its world. Two worlds may have one name, since a port is used again
+        some day; but a process lives in one world, and a rank of a world is one process."""
+        life = (record.world, record.pid)
+        if life not in self._rounds:
+            newest = self._newest.get(record.world)
+            if newest is None or not newest.takes(record):
+                newest = _Ranks(len(set(self._rounds.values())) + 1, record.world_size)
+                self._newest[record.world] = newest
+            newest.ranks.add(record.rank)
+            self._rounds[life] = newest.number
+        return dataclasses.replace(record, round=self._rounds[life])
 
     def close(self) -> None:
         """Close the file, which stays."""
@@ -122,18 +166,18 @@ def overlap(steps: Iterable[Step]) -> str:
     the ranks wrote themselves are compared, not the order in which lines arrived. A step is
     completed when the first of its ranks says so: the others have taken part in its collective by
     then, and one that is stopped at that very moment says so when it goes on, however late."""
-    done: dict[tuple[str, int], Step] = {}
+    done: dict[tuple[tuple[str, int], int], Step] = {}
     for record in steps:
-        before = done.setdefault((record.world, record.step), record)
+        before = done.setdefault((_world(record), record.step), record)
         if record.time < before.time:
-            done[record.world, record.step] = record
-    seen: set[str] = set()
+            done[_world(record), record.step] = record
+    seen: set[tuple[str, int]] = set()
     newest: Step | None = None
     for record in sorted(done.values(), key=lambda s: s.time):
-        if newest is None or record.world not in seen:
-            seen.add(record.world)
+        if newest is None or _world(record) not in seen:
+            seen.add(_world(record))
             newest = record
-        elif record.world != newest.world:
+        elif _world(record) != _world(newest):
             late = record.time - newest.time
             return (
                 f"rank {record.rank} of {record.world_size} completed step {record.step} of the "
@@ -141,3 +185,8 @@ def overlap(steps: Iterable[Step]) -> str:
                 f"{newest.world_size} had begun the world at {newest.world}"
             )
     return ""
+
+
+def _world(record: Step) -> tuple[str, int]:
+    """Two worlds may have one name, at different times."""
+    return record.world, record.round

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from elasticrun.wire import codec
+from elasticrun.wire.grpc_words import in_words
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -294,7 +295,7 @@ def _link_error(broken: Any) -> LinkError:
 def _link_error_of(code: Any, details: str | None) -> LinkError:
     codes = grpc.StatusCode
     rejected = code in (codes.INVALID_ARGUMENT, codes.UNIMPLEMENTED)
-    text = " ".join((details or "").split())[:400] or code.name.lower().replace("_", " ")
+    text = in_words(code.name, details)
     if code is codes.INTERNAL and "from Core" in text:
         text = "the stream broke while it was written to"  # grpc's word for it says nothing
     if code is codes.UNIMPLEMENTED:

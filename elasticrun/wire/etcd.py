@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from elasticrun.wire.channel import grpc
 from elasticrun.wire.etcd_place import EtcdPlace
+from elasticrun.wire.grpc_words import in_words
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.pb import etcd_pb2 as pb
 
@@ -300,8 +301,7 @@ def _error(broken: Any, place: EtcdPlace) -> EtcdError:
     """Whether another try may help. A server that goes down or has lost its majority is silent."""
     code = broken.code()
     codes = grpc.StatusCode
-    text = " ".join((broken.details() or "").split()) or code.name.lower().replace("_", " ")
-    text = text.rpartition("remote host: ")[2][:200]  # gRPC tells the same thrice on the way there
+    text = in_words(code.name, broken.details())
     final = (
         codes.INVALID_ARGUMENT,
         codes.NOT_FOUND,

@@ -195,7 +195,6 @@ def prepare(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         network = network_file_system(path)
-        writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as wrong:
         raise Unusable(f"{path} cannot be used: {wrong.strerror or wrong}") from None
     if network:
@@ -203,5 +202,10 @@ def prepare(path: Path) -> None:
             f"{path} is on a network file system ({network}), on which the record could be torn; "
             "name a folder on a disk of this host"
         )
-    if not writable:
-        raise Unusable(f"{path} cannot be written to")
+    try:
+        probe = path / f"{PREFIX}{secrets.token_hex(8)}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    except OSError as wrong:
+        raise Unusable(f"{path} cannot be written to: {wrong.strerror or wrong}") from None
+    _check(path)

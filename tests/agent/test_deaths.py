@@ -108,7 +108,9 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
     again = world.hub.ranks(2, restart=1)
     assert helper(job, "forkserver").pid != server.pid
     finish(world, job, again)
-    assert "fork server" in job.stderr
+    assert "the fork server ended: it was killed" in job.stderr
+    again = "the ranks start again: round 2 with 2 ranks on 1 node, restart 1 of 1"
+    assert again in job.stderr
 
 
 def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -> None:
@@ -235,6 +237,15 @@ def web_server() -> Iterator[int]:
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
     thread.join()
+
+
+def test_a_static_master_that_is_to_be_elsewhere_is_told(world: World) -> None:
+    """Nobody gave node ranks: each node has rank 0 and would wait for the others for ever."""
+    words = ("--nnodes=2", "--master-addr=192.0.2.1", f"--master-port={free_port()}")
+    job = world.launch(ELASTICRUN, *words, PUPPET)
+    job.until_text("192.0.2.1 is no address of this host; give every node a --node-rank")
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 1
 
 
 def test_a_port_of_somebody_else_is_one_sentence(world: World, web_server: int) -> None:

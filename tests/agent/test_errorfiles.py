@@ -98,7 +98,7 @@ def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "not JSON"),
+        (b"", "empty, as on a disk that is full"),
         (b"\xff\xfe{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "no message"),

@@ -75,6 +75,14 @@ def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> Non
     aio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("state", "does"), [("alive", "running"), ("suspect", "running"), ("dead", "-"), ("left", "-")]
+)
+def test_nobody_knows_what_a_lost_node_does(state: str, does: str) -> None:
+    node = replace(page().nodes[0], state=state, activity="running")
+    assert verb._row(node)[2:4] == (state, does)
+
+
 def test_json_is_the_page(home: Path) -> None:
     async def run() -> None:
         async with serving() as served:

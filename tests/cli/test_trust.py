@@ -79,6 +79,8 @@ def test_tls_files(pem: Path) -> None:
         made(f"{SEVERAL} {flags(pem, 'cert')}")
     with pytest.raises(UsageError, match="--tls-ca=/none: there is no such file"):
         made(f"{SEVERAL} --tls-ca=/none")
+    with pytest.raises(UsageError, match="--tls-ca=/: it is no file"):
+        made(f"{SEVERAL} --tls-ca=/")
 
 
 ANYONE = "anyone on the network who reaches its master can join"

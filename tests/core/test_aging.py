@@ -12,6 +12,7 @@ MADE = facts(
     round=round_facts(silent=2.0),
     charges=(1.0, 50.0),
     left_out=(LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0)),
+    fickle=(LeftOut("c", (3.0, 1.0), 1, 100.0),),
     blamed=(Blamed("c", 2, 1, 7, 30.0),),
     starved=4.0,
 )
@@ -24,6 +25,7 @@ def test_ages_grow_and_remainders_shrink() -> None:
     assert older.charges == (11.0, 60.0)
     assert [entry.remaining for entry in older.left_out] == [90.0, 0.0]
     assert [entry.silences for entry in older.left_out] == [(13.0,), (13.0,)]
+    assert older.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
     assert [entry.remaining for entry in older.blamed] == [20.0]
 
 
@@ -39,6 +41,7 @@ def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
             round=MADE.round,
             charges=MADE.charges,
             left_out=MADE.left_out,
+            fickle=MADE.fickle,
             blamed=MADE.blamed,
         )
         == MADE

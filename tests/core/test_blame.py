@@ -65,6 +65,18 @@ def test_the_same_rank_elsewhere_acquits_it() -> None:
     assert blame.barred_until("b", 130.0) == 130.0
 
 
+def test_the_node_that_got_the_rank_is_not_left_out_in_its_turn() -> None:
+    """Leaving a node out charges no restart, so a script that always fails must not have the nodes
+    take turns. That the rank failed once elsewhere, some time ago, does not make it the script."""
+    blame = after(cause("b", 3), cause("b", 3))
+    blame.leave_out(cause("b", 3), 100.0)
+    for count in range(5):
+        assert not blame.culprit(cause("c", 3), 101.0 + count)
+        blame.settled(cause("c", 3))
+    again = after(cause("b", 3), cause("c", 3), cause("c", 3))
+    assert again.culprit(cause("c", 3), 100.0)
+
+
 def test_what_the_rounds_say_together() -> None:
     assert after().in_words(cause("b"), 2) == ""
     assert "node b: " not in after(cause("b")).in_words(cause("b"), 1), "there is only one"

@@ -74,6 +74,24 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     assert master.job.status().restart_count == 1
 
 
+def test_a_node_that_was_suspect_is_told_as_dead_once_it_is() -> None:
+    """The status shows the cause as it was settled, not as it was suspected."""
+    master = Master(replace(SPEC, min_nodes=1))
+    name = master.running()
+    master.feed(fx.Detached(2, clean=False))
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert master.job.status().last_failure == "node b is suspect"
+    master.come_back(1, name)
+    while master.job.status().phase != "running":
+        due = master.job.next_deadline()
+        assert due is not None
+        master.now = due
+        master.feed(fx.Tick())
+        assert master.now < 60.0
+    assert master.job.status().last_failure.startswith("node b is dead: its stream broke")
+    assert master.job.status().restart_count == 0
+
+
 def test_a_join_alone_is_no_word_about_the_ranks() -> None:
     """It may have been said before the Start was read; the round goes on."""
     master = Master()

@@ -127,7 +127,7 @@ def test_a_name_is_not_taken_from_the_living_but_from_the_lost() -> None:
     assert "held by another agent, on host-a" in refused.refusal
     crowd.breaks("a", 2.0)
     taken = crowd.attach("a", life="2", now=3.0)
-    assert (taken.refusal, taken.superseded) == ("", True)
+    assert (taken.refusal, taken.superseded, taken.silent_since) == ("", True, 2.0)
     again = crowd.attach("a", life="1", now=4.0)
     assert "a newer agent has taken the place" in again.refusal
 
@@ -173,6 +173,24 @@ def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
         now += 1.0
         crowd.attach("a", now=now)
     assert waits == [0.0, 120.0, 240.0, 480.0]
+
+
+def test_who_dies_again_while_it_waits_waits_on() -> None:
+    """A bar may be longer than deaths are remembered for: one death more does not end it."""
+    crowd = Crowd("a", "b")
+    now = 0.0
+    for _ in range(5):
+        crowd.breaks("a", now)
+        now += TIMEOUT
+        assert crowd.deaths(now) == ["a"]
+        crowd.m.heard(crowd.sessions["b"], now)
+        crowd.attach("a", now=now)
+    until = crowd.m.barred_until("a", now)
+    assert until == now + 960.0
+    crowd.breaks("a", now + 700.0)
+    assert "a" in crowd.deaths(now + 700.0 + TIMEOUT)
+    crowd.attach("a", now=now + 710.0)
+    assert crowd.m.barred_until("a", now + 710.0) == until
 
 
 def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:

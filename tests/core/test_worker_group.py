@@ -175,6 +175,14 @@ def test_our_own_signals_are_no_failures() -> None:
     assert agent.feed(fx.RankExited(1, 143, failed(1, 143))) == [fx.SweepRanks(10.0)]
 
 
+def test_a_sigkill_that_is_not_ours_is_a_failure_also_while_we_stop_the_ranks() -> None:
+    """We had sent SIGTERM only: whoever sent SIGKILL, it was no obedience."""
+    agent = Agent().running()
+    agent.order(m.Stop(ROUND, "why"))
+    killed = failed(0, -9, "signal")
+    assert agent.feed(fx.RankExited(0, -9, killed)) == [fx.Say(m.RanksFailed(ROUND, (killed,)))]
+
+
 @pytest.mark.parametrize(("delay", "kind"), [(4.9, "stopped"), (5.1, "signal")])
 def test_a_signal_that_the_agent_got_too_within_five_seconds(delay: float, kind: str) -> None:
     agent = Agent().running()

@@ -6,52 +6,33 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
-from tests.e2e.test_kills import agent_of
-from tests.harness import COMMANDS, ELASTICRUN, Launched, World, free_port
+from tests.counting import QUICK, Counting
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, World, free_port
 
 pytestmark = pytest.mark.slow
 
 
-@contextmanager
-def frozen(launched: Launched) -> Iterator[None]:
-    """Every process of a node but the job's master stands still, as behind a link that is cut."""
-    processes = [psutil.Process(launched.pid), *launched.below()]
-    mine = [p for p in processes if "elasticrun.master" not in " ".join(p.cmdline())]
-    for process in mine:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in mine:
-            process.resume()
-
-
-def test_a_frozen_node_costs_nothing_and_comes_back(world: World) -> None:
+def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     """COORDINATION 11 and 13: one of three falls silent, with `--max-restarts=0`: the others go
     on, nothing is charged. When it thaws its ranks of the old round end, and it joins anew."""
-    conf = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2"
-    jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), conf, "--grow=now")
-    peers = world.hub.ranks(3)
-    assert allreduce(world, peers) == [3, 3, 3]
-    with frozen(agent_of(peers[2], jobs)):
-        others = world.hub.ranks(2, world_size=2)
-        assert [p.restart for p in others] == [0, 0]
-        assert allreduce(world, others) == [2, 2]
-        assert not peers[2].gone
-    world.hub.lost([peers[2]])
-    known = {p.pid for p in [*peers, *others]}
-    again = world.hub.ranks(3, world_size=3, pid=lambda pid: pid not in known)
-    assert [p.restart for p in again] == [0, 0, 0]
-    assert allreduce(world, again) == [3, 3, 3]
-    finish(again)
-    assert [j.wait() for j in jobs] == [0, 0, 0]
+    counted = counting.start("2:3", QUICK, "--grow=now", nodes=3)
+    first = counting.first(3)
+    at = counted.freeze_node(first.nodes[2])
+    others = counted.wait_for_world(2, since=at)
+    assert others.restarts == 0
+    assert processes.state(first.pids[2]) == "T", "its rank of the old round is still there"
+    at = counted.thaw_node(first.nodes[2])
+    assert not processes.await_end([first.pids[2]], LIMIT)
+    again = counted.wait_for_world(3, since=at)
+    assert again.restarts == 0
+    assert not set(again.pids.values()) & {*first.pids.values(), *others.pids.values()}
+    counting.finish()
 
 
 def test_a_node_that_is_there_twice(world: World) -> None:
@@ -73,26 +54,21 @@ def test_a_node_that_is_there_twice(world: World) -> None:
     assert len(world.hub.peers) == 2  # no other round
 
 
-def test_a_master_by_hand_and_a_quiet_console(world: World) -> None:
+def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     """`elasticrun master` serves agents that host nothing, and ends with their job. While ranks
     train, nothing changes and nobody writes a line."""
-    port = free_port()
-    words = ("master", f"--port={port}", "--nnodes=2", "--rdzv-id=agents")
-    master = world.launch(ELASTICRUN, *words, env={"LOGLEVEL": "INFO"})
-    master.until_text(str(port))
-    jobs = agents(world, ELASTICRUN, 2, "2", port, "--rdzv-conf=is_host=0")
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
-    everybody = [master, *jobs]
-    master.until_text("round 1 begins")
-    before = [launched.stderr for launched in everybody]
-    for peer in peers:
-        peer.order("steps", count=300)  # 3 s at least, several beats
-    for peer in peers:
-        world.hub.word(peer, "done", what="steps")
-    assert [launched.stderr for launched in everybody] == before
-    finish(peers)
-    assert [launched.wait() for launched in everybody] == [0, 0, 0]
+    counted = counting.start(
+        "2", "--rdzv-conf=is_host=0", master=True, master_options=["--nnodes=2"],
+        env={"COUNTS_PAUSE": "0.01"},
+    )  # fmt: skip
+    first = counting.first(2)
+    counted.wait_for_output("master", "round 1 begins")
+    before = [counted.output(who) for who in ("master", 0, 1)]
+    counting.goes_on(first, 300)  # 3 s at least, several beats
+    assert [counted.output(who) for who in ("master", 0, 1)] == before
+    assert len(counting.finish()) == 1
+    assert counted.master_node is not None
+    assert counted.master_node.exit_code == 0
 
 
 def may_unshare() -> bool:

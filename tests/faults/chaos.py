@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from tests.counting import let_pass
 from tests.faults.steps import Life
-from tests.faults.team import Node, Team, descriptors, let_pass
+from tests.faults.team import Node, Team, descriptors
 from tests.harness import Launched
 
 NODES = 4

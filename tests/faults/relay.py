@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.faults.team import let_pass
+from tests.counting import let_pass
 from tests.harness import LIMIT
 
 CHUNK = 64 * 1024

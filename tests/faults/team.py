@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.faults.steps import Life, StepLog
 from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, Launched, Peer, World, free_port
 
 STEPPER = str(SCRIPTS / "stepper.py")
 STALLING = str(SCRIPTS / "stalling.py")
-QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2"
-"""Times for tests in which waiting is not what is tested."""
 
 
 @dataclass
@@ -253,19 +250,6 @@ def frozen(team: Team, node: Node) -> Iterator[float]:
         yield began
     finally:
         team.thaw(node)
-
-
-def let_pass(seconds: float) -> None:
-    """Nothing but time: for schedules of harm and for how long it lasts, never for an event."""
-    time.sleep(max(0.0, seconds))  # the moment is what is tested
-
-
-def tell(request: pytest.FixtureRequest, what: str, seconds: float) -> None:
-    """Print a figure and keep it in the report. A figure is not an assertion: what a machine that
-    does other things as well may take is no promise; benchmarks/ measures."""
-    name = request.node.name
-    request.node.user_properties.append((what, round(seconds, 3)))
-    print(f"[{name}] {what}: {seconds:.2f} s")
 
 
 def descriptors(pid: int) -> int:

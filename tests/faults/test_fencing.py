@@ -10,7 +10,8 @@ import socket
 
 import pytest
 
-from tests.faults.team import QUICK, Team, frozen
+from tests.counting import QUICK
+from tests.faults.team import Team, frozen
 from tests.harness import World, await_exit, is_alive
 
 pytestmark = pytest.mark.slow

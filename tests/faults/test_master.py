@@ -9,7 +9,8 @@ import signal
 
 import pytest
 
-from tests.faults.team import QUICK, Team, tell
+from tests.counting import QUICK, tell
+from tests.faults.team import Team
 from tests.harness import World, await_exit
 
 pytestmark = pytest.mark.slow

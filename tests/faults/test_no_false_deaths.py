@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.counting import let_pass
 from tests.faults.relay import Relay, relay_to
-from tests.faults.team import Team, descriptors, let_pass
+from tests.faults.team import Team, descriptors
 from tests.harness import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -2,190 +2,183 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import pytest
 
-from tests.faults.steps import Life
-from tests.faults.team import QUICK, Team, frozen, tell
-from tests.harness import World, await_exit
+from elasticrun.testing import processes
+from tests.counting import QUICK, Counting, keeps_ranks, tell
+from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_kill_9_of_an_agent_and_its_ranks(
-    world: World, request: pytest.FixtureRequest, lost: int
+    counting: Counting, request: pytest.FixtureRequest, lost: int
 ) -> None:
     """Each node in turn, the one that started the master too: the master outlives it. No restart
     is left, and none is needed (COORDINATION 11 and 12)."""
-    team = Team(world, "1:3")
-    first = team.start(3)
-    victim = team.nodes[lost]
-    assert team.nodes[0].hosts_master()
-    began = victim.kill()
-    second = team.log.world_of(2, after=first)
-    tell(request, "kill -9 to the survivors' first step", second.first - began)
-    assert second.restart == 0
-    assert set(second.nodes.values()) == {node.name for node in team.nodes} - {victim.name}
-    assert len(team.finish(but=(victim,))) == 2
+    job = counting.start("1:3", nodes=3)
+    counting.first(3)
+    assert any(map(processes.is_master, job.nodes[0].pids()))
+    at = job.kill_node(lost)
+    second = job.wait_for_world(2, since=at)
+    tell(request, "kill -9 to the survivors' first step", second.began - at)
+    assert second.restarts == 0
+    assert set(second.nodes.values()) == {0, 1, 2} - {lost}
+    assert len(counting.finish()) == 2
 
 
-def test_kill_9_of_an_agent_alone(world: World) -> None:
+def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
     """Its ranks are gone with it within moments, and they were the fence (law 9)."""
-    team = Team(world, "1:2")
-    first = team.start(2)
-    victim = team.nodes[1]
-    victim.agent.signal(signal.SIGKILL)
-    assert not await_exit([first.pids[1]], 10)
-    second = team.log.world_of(1, after=first)
-    assert second.restart == 0
-    team.finish(but=(victim,))
+    job = counting.start("1:2", nodes=2)
+    first = counting.first(2)
+    (rank,) = (rank for rank, node in first.nodes.items() if node == 1)
+    at = job.kill_agent(1)
+    assert not processes.await_end([first.pids[rank]], 10)
+    second = job.wait_for_world(1, since=at)
+    assert second.restarts == 0
+    counting.finish()
 
 
-def test_a_silent_node(world: World, request: pytest.FixtureRequest) -> None:
+def test_a_silent_node(counting: Counting, request: pytest.FixtureRequest) -> None:
     """Every process of a node stands still: no FIN, no answer, and the default times. The others
     go on without it. When it wakes, its ranks of the old round end, and it joins anew."""
-    team = Team(world, "2:3", "--grow=now")
-    first = team.start(3)
-    silent = team.node_of(first, 2)
-    with frozen(team, silent) as began:
-        second = team.log.world_of(2, after=first)
-        tell(request, "silence to the survivors' first step", second.first - began)
-        assert second.restart == 0
-        assert keeps_ranks(first, second)
-    assert not await_exit([first.pids[2]])
-    third = team.log.world_of(3, after=second)
-    assert third.restart == 0
+    job = counting.start("2:3", "--grow=now", nodes=3)
+    first = counting.first(3)
+    silent = first.nodes[2]
+    at = job.freeze_node(silent)
+    second = job.wait_for_world(2, since=at)
+    tell(request, "silence to the survivors' first step", second.began - at)
+    assert second.restarts == 0
+    assert keeps_ranks(first, second)
+    at = job.thaw_node(silent)
+    assert not processes.await_end([first.pids[2]], LIMIT)
+    third = job.wait_for_world(3, since=at)
+    assert third.restarts == 0
     assert keeps_ranks(second, third)
-    assert third.nodes[2] == silent.name
-    assert len(team.finish()) == 3
+    assert third.nodes[2] == silent
+    assert len(counting.finish()) == 3
 
 
-def test_an_agent_that_is_stopped_while_its_ranks_run(world: World) -> None:
+def test_an_agent_that_is_stopped_while_its_ranks_run(counting: Counting) -> None:
     """SIGSTOP of the agent alone: nobody hears it, so the node is lost, although its ranks
     compute on until their peers go. It comes back when it is woken."""
-    team = Team(world, "1:2", QUICK, "--grow=now")
-    first = team.start(2)
-    stopped = team.nodes[1]
-    team.freeze_agent(stopped)
-    second = team.log.world_of(1, after=first)
-    assert second.nodes[0] == team.nodes[0].name
-    assert second.restart == 0
-    stopped.agent.signal(signal.SIGCONT)
-    third = team.log.world_of(2, after=second)
+    job = counting.start("1:2", QUICK, "--grow=now", nodes=2)
+    counting.first(2)
+    at = job.freeze_node(1, agent_only=True)
+    second = job.wait_for_world(1, since=at)
+    assert second.nodes == {0: 0}
+    assert second.restarts == 0
+    third = job.wait_for_world(2, since=job.thaw_node(1))
     assert keeps_ranks(second, third)
-    team.finish()
+    counting.finish()
 
 
-def test_no_world_beside_ranks_that_nobody_can_stop(world: World) -> None:
+def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
     """COORDINATION 1 (c): the only node of the round has its agent stopped, and its rank computes
     on. Another node waits, with the reason, until the fork server has ended that rank by itself;
     that is before the wait is over."""
-    conf = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2,master_lost_timeout=3"
-    team = Team(world, "1:2", f"{conf},is_host=0", "--restart-grace=1", "--grow=now")
-    master = team.master(conf, "--restart-grace=1", "--grow=now")
-    alone = team.add()
-    first = team.log.world_of(1)
-    alone.agent.signal(signal.SIGSTOP)
-    other = team.add()
-    other.agent.until_text("no node of the last round can be heard")
-    assert not await_exit([first.pids[0]])
-    second = team.log.world_of(1, after=first)
-    assert second.nodes[0] == other.name
-    alone.agent.signal(signal.SIGCONT)
-    both = team.log.world_of(2, after=second)
-    assert both.restart == 0
-    team.finish()
-    assert master.wait() == 0
+    flags = (
+        "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2,master_lost_timeout=3",
+        "--restart-grace=1",
+        "--grow=now",
+    )
+    job = counting.start(
+        "1:2", *flags, nodes=1, master=True, master_options=("--nnodes=1:2", *flags)
+    )
+    first = counting.first(1)
+    at = job.freeze_node(0, agent_only=True)
+    job.add_node()
+    job.wait_for_output(1, "no node of the last round can be heard")
+    assert not processes.await_end([first.pids[0]], LIMIT)
+    second = job.wait_for_world(1, since=at)
+    assert second.nodes == {0: 1}
+    both = job.wait_for_world(2, since=job.thaw_node(0))
+    assert both.restarts == 0
+    counting.finish()
+    assert job.master_node is not None
+    assert job.master_node.exit_code == 0
 
 
-def test_below_min_ends_with_a_code_of_its_own(world: World) -> None:
+def test_below_min_ends_with_a_code_of_its_own(counting: Counting) -> None:
     """Survivors wait with the reason on screen until `join_timeout`, and end with a sentence."""
-    team = Team(world, "2:3", "--rdzv-conf=last_call_timeout=1,join_timeout=15")
-    team.start(2)
-    team.nodes[1].kill()
-    survivor = team.nodes[0].agent
-    survivor.until_text("waiting for nodes: 2 must join, because node n1 is dead")
-    assert survivor.wait() == 76
-    assert "fewer than 2 nodes for 15 s" in survivor.stderr
-    assert len(team.check()) == 1
+    job = counting.start("2:3", "--rdzv-conf=last_call_timeout=1,join_timeout=15", nodes=2)
+    counting.first(2)
+    job.kill_node(1)
+    job.wait_for_output(0, "waiting for nodes: 2 must join, because node node1 is dead")
+    assert job.result().exit_codes[0] == 76
+    assert "fewer than 2 nodes for 15 s" in job.output(0)
+    assert len(counting.check()) == 1
 
 
-def test_a_replacement_for_a_node_below_min(world: World) -> None:
+def test_a_replacement_for_a_node_below_min(counting: Counting) -> None:
     """The wait is on screen, and ends at once when another node comes."""
-    team = Team(world, "2", "--max-restarts=1", "--rdzv-conf=last_call_timeout=1")
-    first = team.start(2)
-    team.nodes[1].kill()
-    team.nodes[0].agent.until_text("waiting for nodes: 2 must join")
-    newcomer = team.add()
-    second = team.log.world_of(2, after=first)
-    assert second.nodes == {0: "n0", 1: newcomer.name}
-    assert second.restart == 0
-    team.finish(but=(team.nodes[1],))
+    job = counting.start("2", "--rdzv-conf=last_call_timeout=1", max_restarts=1)
+    counting.first(2)
+    at = job.kill_node(1)
+    job.wait_for_output(0, "waiting for nodes: 2 must join")
+    job.add_node()
+    second = job.wait_for_world(2, since=at)
+    assert second.nodes == {0: 0, 1: 2}
+    assert second.restarts == 0
+    counting.finish()
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_at_once(
-    world: World, request: pytest.FixtureRequest
+    counting: Counting, request: pytest.FixtureRequest
 ) -> None:
-    team = Team(world, "2", "--max-restarts=1")
-    first = team.start(2)
-    spare = team.add()
-    spare.agent.until_text("spare: the round is full, with 2 nodes")
-    began = team.nodes[1].kill()
-    second = team.log.world_of(2, after=first)
-    tell(request, "kill -9 to the first step with the spare", second.first - began)
-    assert second.nodes == {0: "n0", 1: spare.name}
-    assert second.restart == 0
-    team.finish(but=(team.nodes[1],))
+    job = counting.start("2", max_restarts=1)
+    first = counting.first(2)
+    assert first.nodes == {0: 0, 1: 1}
+    job.add_node()
+    job.wait_for_output(2, "spare: the round is full, with 2 nodes")
+    at = job.kill_node(1)
+    second = job.wait_for_world(2, since=at)
+    tell(request, "kill -9 to the first step with the spare", second.began - at)
+    assert second.nodes == {0: 0, 1: 2}
+    assert second.restarts == 0
+    counting.finish()
 
 
-def test_worlds_are_multiples_of_the_node_unit(world: World) -> None:
+def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     """One of four is lost, in units of two: two train and one is a spare, until a fourth comes."""
-    team = Team(world, "2:4", "--node-unit=2", "--grow=now")
-    first = team.start(4)
-    team.nodes[1].kill()
-    second = team.log.world_of(2, after=first)
-    assert second.restart == 0
-    (spare,) = {"n0", "n2", "n3"} - set(second.nodes.values())
-    next(node for node in team.nodes if node.name == spare).agent.until_text("spare: nodes are")
-    team.add()
-    third = team.log.world_of(4, after=second)
+    job = counting.start("2:4", "--node-unit=2", "--grow=now", nodes=4)
+    counting.first(4)
+    second = job.wait_for_world(2, since=job.kill_node(1))
+    assert second.restarts == 0
+    (spare,) = {0, 2, 3} - set(second.nodes.values())
+    job.wait_for_output(spare, "spare: nodes are")
+    job.add_node()
+    third = job.wait_for_world(4, since=second.began)
     assert keeps_ranks(second, third)
-    sizes = [life.size for life in team.finish(but=(team.nodes[1],))]
-    assert sizes == [4, 2, 4]
+    assert [world.world_size for world in counting.finish()] == [4, 2, 4]
 
 
-def test_node_ranks_that_the_user_gives_are_respected(world: World) -> None:
+def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> None:
     """Over a loss and a return as well."""
-    team = Team(world, "2:3", "--grow=now")
+    job = counting.start("2:3", "--grow=now", nodes=0, master=True)
     for rank in (2, 0, 1):
-        team.add(f"--node-rank={rank}")
-    first = team.log.world_of(3)
-    assert first.nodes == {0: "n1", 1: "n2", 2: "n0"}
-    team.nodes[2].kill()  # node rank 1
-    second = team.log.world_of(2, after=first)
-    assert second.nodes == {0: "n1", 1: "n0"}
-    team.add("--node-rank=1", name="n2")
-    third = team.log.world_of(3, after=second)
+        job.add_node(options=[f"--node-rank={rank}"])
+    first = counting.first(3)
+    assert first.nodes == {0: 1, 1: 2, 2: 0}
+    second = job.wait_for_world(2, since=job.kill_node(2))  # node rank 1
+    assert second.nodes == {0: 1, 1: 0}
+    job.restart_node(2)
+    third = job.wait_for_world(3, since=second.began)
     assert third.nodes == first.nodes
-    team.finish(but=(team.nodes[2],))
+    counting.finish()
 
 
-def test_a_fixed_job_without_restarts_ends_at_once(world: World) -> None:
+def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     """`--nnodes=3 --max-restarts=0`: as under torchrun, there is nothing to wait for."""
-    team = Team(world, "3", "--rdzv-conf=join_timeout=600")
-    team.start(3)
-    began = team.nodes[1].kill()
-    assert [team.nodes[0].agent.wait(), team.nodes[2].agent.wait()] == [1, 1]
+    job = counting.start("3", "--rdzv-conf=join_timeout=600")
+    counting.first(3)
+    began = time.monotonic()
+    job.kill_node(1)
+    result = job.result()
+    assert [result.exit_codes[0], result.exit_codes[2]] == [1, 1]
     assert time.monotonic() - began < 600  # it did not wait for a replacement
-    for node in (team.nodes[0], team.nodes[2]):
-        assert "n1" in node.agent.stderr
-
-
-def keeps_ranks(before: Life, after: Life) -> bool:
-    """Whether every node that is in both worlds has the same group rank in both, where the later
-    one has that rank at all."""
-    places = {name: rank for rank, name in before.nodes.items() if rank < len(after.nodes)}
-    return all(places.get(name, rank) == rank for rank, name in after.nodes.items())
+    for survivor in (0, 2):
+        assert "node1" in job.output(survivor)

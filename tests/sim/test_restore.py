@@ -114,7 +114,10 @@ def play(
 
         world.on_order = one_place
 
-    return run(read(f"# {scenario}\nworld beats=1\n{scenario.commands}\n"), prepare)
+    commands = scenario.commands
+    if not record:  # where half of a round is lost with it, the others wait until that has stopped
+        commands = commands.replace("\n", " master_lost_timeout=9 restart_grace=1\n", 1)
+    return run(read(f"# {scenario}\nworld beats=1\n{commands}\n"), prepare)
 
 
 def round_trip(facts: Facts) -> None:

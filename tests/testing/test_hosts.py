@@ -179,12 +179,14 @@ from elasticrun.testing.hosts import Lab
 lab = Lab(Path(sys.argv[1]))
 host = lab.add("left")
 sleeper = subprocess.Popen([*lab.prefix("left"), "sleep", "1000"], start_new_session=True)
-print(host.namespace, sleeper.pid, flush=True)
+print(host.namespace, sleeper.pid, lab.keeper, flush=True)
 sys.stdin.read()
 """
 
 
-def test_what_a_killed_process_has_left_is_swept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeper_too", [False, True], ids=["kept", "swept"])
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, keeper_too: bool) -> None:
+    """By its keeper, at once; where that was killed as well, by the next lab."""
     try:
         hosts.require()
     except Impossible as why:
@@ -196,12 +198,18 @@ def test_what_a_killed_process_has_left_is_swept(tmp_path: Path) -> None:
         text=True,
     )
     assert owner.stdout is not None
-    namespace, sleeper = owner.stdout.readline().split()
+    namespace, *pids = owner.stdout.readline().split()
+    sleeper, keeper = map(int, pids)
     hosts.sweep()
     assert (NETNS / namespace).exists(), "its owner lives"
+    if keeper_too:
+        os.kill(keeper, signal.SIGKILL)
     owner.send_signal(signal.SIGKILL)
     owner.wait(60)
-    hosts.sweep()
+    assert not processes.await_end([keeper], 60)
+    if keeper_too:
+        assert (NETNS / namespace).exists()
+        hosts.sweep()
     assert not (NETNS / namespace).exists()
-    assert not processes.await_end([int(sleeper)], 10)
+    assert not processes.await_end([sleeper], 10)
     owner.communicate(timeout=60)

@@ -25,6 +25,9 @@ QUICK = "--rdzv-conf=last_call_timeout=2,heartbeat_timeout=2"
     [
         ({"script": "nowhere.py"}, "there is no script 'nowhere.py'"),
         ({"nnodes": "two"}, "nnodes='two': give a number of nodes, or MIN:MAX"),
+        ({"nnodes": "2:x"}, "nnodes='2:x': give a number of nodes, or MIN:MAX"),
+        ({"nnodes": "4:2"}, "nnodes='4:2': MIN is above MAX"),
+        ({"options": "--grow=now"}, "options='--grow=now': give a list of flags"),
         ({"nodes": 0}, "nodes=0: a job without a master of its own begins with a node"),
     ],
 )
@@ -92,6 +95,7 @@ def _misuse(job: ElasticJob) -> None:
         (lambda: job.restart_node(0), "node 0 still runs: kill it before it is started again"),
         (lambda: job.wait_for(step=1, phase="x"), "wait for a step or for a state of the job"),
         (lambda: job.wait_for(world_size=1, since=1.0), "since= needs step="),
+        (lambda: job.output("master"), "no master was started by hand: start the job with"),
     ):
         with pytest.raises(ValueError) as wrong:
             call()
@@ -102,6 +106,10 @@ def _misuse(job: ElasticJob) -> None:
         JobError, match=r"did not come within 0\.1 s .*; the last status: JobStatus"
     ):
         job.wait_for(world_size=9, timeout=0.1)
+    with pytest.raises(JobError, match=r"a world of 9 ranks all of which completed step 4, but"):
+        job.wait_for_world(9, step=4, timeout=0.1)
+    with pytest.raises(JobError, match="waited for node1 to print 'no such word', but"):
+        job.wait_for_output(1, "no such word", timeout=0.1)
 
 
 @pytest.mark.slow
@@ -113,6 +121,8 @@ def test_a_master_by_hand_a_signal_and_the_end(elastic_job: Factory) -> None:
     with pytest.raises(JobError, match=r"waited for the end of node0, node1, but"):
         job.result(timeout=0.1)
     job.kill_agent(1)
+    with pytest.raises(JobError, match=r"'hello', but it ended .*; its last words:"):
+        job.wait_for_output(1, "hello")
     left = processes.await_end(job.nodes[1].pids(), 60)
     assert not left, "nothing outlives its agent"
     job.wait_for(world_size=1)

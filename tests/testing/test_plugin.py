@@ -80,6 +80,8 @@ def test_a_failing_test_shows_what_agents_and_ranks_said(inner: Inner) -> None:
     assert "elastic_job: node0, which failed with exit code 1" in said
     assert "a word of the rank" in said
     assert "exitcode  : 3" in said
+    assert ">       job.wait_for(step=1)" in said, "the test's own line is what is shown"
+    assert "elasticrun/testing" not in said, "and none of ours"
 
 
 @pytest.mark.slow
@@ -106,21 +108,26 @@ def test_a_leftover_is_an_error_of_the_fixture_and_goes(inner: Inner) -> None:
 
 
 @pytest.mark.slow
-def test_agents_die_with_a_pytest_that_is_killed(inner: Inner) -> None:
-    """The worst end of a test run leaves nothing."""
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 2)]
+)
+def test_nothing_outlives_a_pytest_that_is_ended(inner: Inner, signum: int, code: int) -> None:
+    """The worst end of a test run leaves nothing, and a Ctrl-C neither."""
     inner.write("idles.py", "import signal\nsignal.pause()\n")
     inner.write(
         "test_idles.py",
-        "import os\n"
+        "import os, signal\n"
         "def test_idles(elastic_job):\n"
         "    job = elastic_job('idles.py', nnodes=2)\n"
         "    job.wait_for(world_size=2)\n"
         "    print(*(pid for node in job.nodes for pid in node.pids()), flush=True)\n"
-        "    os.kill(os.getpid(), 9)\n",
+        "    if SIGNUM == signal.SIGINT:\n"  # which a shell's background job ignores
+        "        signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    os.kill(os.getpid(), SIGNUM)\n".replace("SIGNUM", str(int(signum))),
     )
     process = inner.start("-s", "-q")
     said, _ = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, said
+    assert process.returncode == code, said
     pids = [int(word) for word in said.split() if word.isdecimal()]
     assert len(pids) >= 6, said  # two agents, two fork servers, two ranks at least
     left = processes.await_end(pids, 60)
@@ -132,6 +139,7 @@ def test_agents_die_with_a_pytest_that_is_killed(inner: Inner) -> None:
 
 def test_the_example_is_the_one_that_the_documentation_shows() -> None:
     """docs/testing.md and README show these very lines, with a script of the team's own."""
-    page = Path(__file__).parent.parent.parent / "docs" / "testing.md"
+    root = Path(__file__).parent.parent.parent
     shown = EXAMPLE.replace(repr(str(TRAIN)), '"train.py"').strip()
-    assert shown in page.read_text()
+    for page in ("README.md", "docs/testing.md"):
+        assert shown in (root / page).read_text(), page

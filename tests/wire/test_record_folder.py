@@ -137,6 +137,9 @@ def test_a_named_folder_is_made_or_refused_in_a_sentence(
         prepare(tmp_path / "file")
     with pytest.raises(Unusable, match="cannot be used: "):
         prepare(tmp_path / "file" / "below")
+    with pytest.raises(Unusable, match="/proc cannot be written to: "):  # not even by root
+        prepare(Path("/proc"))
+    assert list((tmp_path / "a" / "b").iterdir()) == [], "what was tried is gone"
     _remote(monkeypatch, "a")
     with pytest.raises(Unusable, match=r"network file system .* name a folder on a disk of this"):
         prepare(tmp_path / "a" / "b")

@@ -1,0 +1,255 @@
+"""What a test sees of a job and waits for: its steps and worlds, its status, its words, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, overload
+
+from elasticrun.testing import processes
+from elasticrun.testing.fleet import Fleet, JobError, Where, mistake
+from elasticrun.testing.steps import Step, overlap
+from elasticrun.testing.watch import Deadline
+from elasticrun.testing.worlds import World, gap, story, worlds
+from elasticrun.wire.messages import JobStatus
+
+TIMEOUT: Final = 60.0
+"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
+
+ASK_AGAIN: Final = 1.0
+"""The status is asked for when an agent or a master has said something, and at the latest after so
+many seconds, since not every change has a line."""
+
+ASK_SPACING: Final = 0.05
+"""Seconds between two looks at what grows all the time, however much ranks print."""
+
+__tracebackhide__ = mistake  # pytest shows the line of the test
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """How a job ended, by node."""
+
+    exit_codes: tuple[int | None, ...]
+    """Of the agents, as subprocess has them."""
+    outcomes: tuple[str, ...]
+    """The same in words; a node that the test had killed is told from one that failed."""
+    ok: bool
+    """Every node that the test had not killed ended with 0."""
+
+
+class Watched(Fleet):
+    """A job, to those who look on. `since`, where a method has it: CLOCK_MONOTONIC, seconds, as all
+    that does something to a job returns it."""
+
+    # ------------------------------------------------------------ worlds
+
+    def one_world(self) -> None:
+        """Assert that no two worlds of this job have completed steps at a time."""
+        if wrong := overlap(self.steps()):
+            raise JobError(f"two worlds at a time: {wrong}")
+
+    def no_gap(self) -> None:
+        """Assert that every step, from the first to the one before the last, was completed by all
+        ranks of one world: the script took up its work where it had been saved."""
+        if wrong := gap(self.worlds()):
+            raise JobError(f"steps are missing: {wrong}")
+
+    def worlds(self) -> list[World]:
+        """The worlds that have completed a step so far, in the order of their first."""
+        return worlds(self.steps())
+
+    def wait_for_world(
+        self,
+        world_size: int | None = None,
+        *,
+        step: int | None = None,
+        round: int | None = None,
+        since: float | None = None,
+        timeout: float = TIMEOUT,
+    ) -> World:
+        """Wait for a world, every rank of which has completed a step (`step`: that or a later one).
+        JobError when there is none within `timeout` seconds, or when every agent has ended.
+
+        `world_size`: its ranks. `round`: that world (`World.round`) and no other. `since`: the
+        first such world of those that began after this moment. Without both: the newest world.
+        """
+        deadline = Deadline(timeout)
+        while True:
+            over = self._over()
+            found = self.worlds()
+            for world in _candidates(found, round, since):
+                if world_size in (None, world.world_size) and _has_done(world, step):
+                    return world
+            if over or deadline.over():
+                size = "" if world_size is None else f" of {world_size} ranks"
+                what = "a step" if step is None else f"step {step}"
+                raise self._failed(
+                    f"a world{size} all of which completed {what}", over, timeout, story(found)
+                )
+            self._stepped.wait(deadline.left())
+            time.sleep(min(ASK_SPACING, deadline.left()))
+
+    # ------------------------------------------------------------ words, steps, status
+
+    def wait_for_output(
+        self, number: Where, text: str | re.Pattern[str], *, timeout: float = TIMEOUT
+    ) -> str:
+        """Wait until a node's agent or ranks have printed `text` (a pattern is searched for); all
+        that they have printed then. JobError when they have not within `timeout` seconds, or when
+        the agent has ended."""
+        node = self._named(number)
+        deadline = Deadline(timeout)
+        while True:
+            over = node.exit_code is not None
+            said = node.output()
+            if text in said if isinstance(text, str) else text.search(said):
+                return said
+            if over or deadline.over():
+                words = text if isinstance(text, str) else text.pattern
+                tail = f"its last words:\n{node.tail()}"
+                raise self._failed(f"{node.name} to print {words!r}", over, timeout, tail)
+            self._said.wait(deadline.left())
+
+    @overload
+    def wait_for(
+        self, *, step: int, world_size: int | None = ..., since: float | None = ...,
+        timeout: float = ...,
+    ) -> Step: ...  # fmt: skip
+
+    @overload
+    def wait_for(
+        self, condition: Callable[[JobStatus], object] | None = ..., *,
+        world_size: int | None = ..., round: int | None = ..., phase: str | None = ...,
+        reason: str | None = ..., timeout: float = ...,
+    ) -> JobStatus: ...  # fmt: skip
+
+    def wait_for(
+        self,
+        condition: Callable[[JobStatus], object] | None = None,
+        *,
+        step: int | None = None,
+        world_size: int | None = None,
+        round: int | None = None,
+        phase: str | None = None,
+        reason: str | None = None,
+        since: float | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Step | JobStatus:
+        """Wait until the job is as described; JobError when it is not within `timeout` seconds, or
+        when every agent has ended.
+
+        With `step`: until a rank of the newest world has completed that step or a later one, in a
+        world of `world_size` ranks where that is given, in a world that began `since` some moment
+        where that is given; returns the first such step. Else: until the master's status shows
+        this world size (running), this round or a later one, this phase, this text in the reason of
+        the job or of a node, and satisfies `condition`; returns that status.
+        """
+        if step is not None:
+            if condition or round or phase or reason:
+                raise ValueError("wait for a step or for a state of the job: not for both at once")
+            return self._wait_step(step, world_size, since, timeout)
+        if since is not None:
+            raise ValueError("since= needs step=: a status has no time")
+
+        def fits(status: JobStatus) -> bool:
+            return (
+                (world_size is None or (status.world_size, status.phase) == (world_size, "running"))
+                and (round is None or (status.round is not None and status.round.number >= round))
+                and (phase is None or status.phase == phase)
+                and (reason is None or any(reason in text for text in _reasons(status)))
+                and (condition is None or bool(condition(status)))
+            )
+
+        wanted = {"world_size": world_size, "round": round, "phase": phase, "reason": reason}
+        words = [f"{name}={value!r}" for name, value in wanted.items() if value is not None]
+        return self._wait_status(fits, ", ".join(words) or "the condition", timeout)
+
+    def _wait_step(
+        self, step: int, world_size: int | None, since: float | None, timeout: float
+    ) -> Step:
+        deadline = Deadline(timeout)
+        while True:
+            over = self._over()
+            if found := _first(self.steps(), step, world_size, since):
+                return found
+            if over or deadline.over():
+                size = "" if world_size is None else f" of a world of {world_size}"
+                last = self._log.steps[-1] if self._log.steps else "none"
+                raise self._failed(f"step {step}{size}", over, timeout, f"the last step: {last}")
+            self._stepped.wait(deadline.left())
+
+    def _wait_status(
+        self, fits: Callable[[JobStatus], bool], what: str, timeout: float
+    ) -> JobStatus:
+        deadline = Deadline(timeout)
+        last: JobStatus | str = "never asked"
+        while True:
+            over = self._over()
+            try:
+                last = self.status()
+                if fits(last):
+                    return last
+            except JobError as error:
+                last = str(error)
+            if over or deadline.over():
+                raise self._failed(what, over, timeout, f"the last status: {last}")
+            self._said.wait(min(ASK_AGAIN, deadline.left()))
+            time.sleep(ASK_SPACING)
+
+    def result(self, timeout: float = TIMEOUT) -> Result:
+        """Wait until every agent has ended. JobError when one has not within `timeout` seconds."""
+        deadline = Deadline(timeout)
+        while not self._over():
+            if deadline.over():
+                running = [n.name for n in self.nodes if n.exit_code is None]
+                raise self._failed(f"the end of {', '.join(running)}", False, timeout, "")
+            self._stepped.wait(deadline.left())
+        if self.master_node is not None and not self.master_node.killed:
+            processes.await_end([self.master_node.pid], deadline.left())
+        return Result(
+            exit_codes=tuple(node.exit_code for node in self.nodes),
+            outcomes=tuple(node.outcome() for node in self.nodes),
+            ok=all(node.killed or node.exit_code == 0 for node in self.nodes),
+        )
+
+    def _failed(self, what: str, over: bool, timeout: float, seen: str) -> JobError:
+        ends = ", ".join(f"{node.name} {node.outcome()}" for node in self.nodes)
+        when = f"it did not come within {timeout:g} s"
+        if over:
+            when = "every agent ended" if self._over() else "it ended"
+        return JobError(f"waited for {what}, but {when} ({ends}); {seen}")
+
+
+def _first(
+    steps: Sequence[Step], step: int, world_size: int | None, since: float | None
+) -> Step | None:
+    """The earliest step that fits, of the newest world or of those that began `since`."""
+    began: dict[int, float] = {}
+    for record in steps:
+        began[record.round] = min(record.time, began.get(record.round, record.time))
+    newest = max(began, default=0)
+    fitting = [
+        record
+        for record in steps
+        if (record.round == newest if since is None else began[record.round] > since)
+        and record.step >= step
+        and world_size in (None, record.world_size)
+    ]
+    return min(fitting, key=lambda record: record.time, default=None)
+
+
+def _candidates(found: Sequence[World], round: int | None, since: float | None) -> Sequence[World]:
+    if round is not None:
+        return [world for world in found if world.round == round]
+    return found[-1:] if since is None else [world for world in found if world.began > since]
+
+
+def _has_done(world: World, step: int | None) -> bool:
+    return bool(world.whole) and (step is None or max(world.whole) >= step)
+
+
+def _reasons(status: JobStatus) -> list[str]:
+    return [status.reason, status.outcome, *(node.reason for node in status.nodes)]

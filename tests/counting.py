@@ -1,0 +1,102 @@
+"""Jobs that count their steps, for tests that do harm to them with `elasticrun.testing`.
+
+What a fault did is read from what the ranks did (`job.worlds()`), never from the words of agents or
+master alone.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.testing.job import ElasticJob
+from elasticrun.testing.worlds import World
+from tests.harness import SCRIPTS, shm_entries, shm_since
+
+QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2"
+"""Times for tests in which waiting is not what is tested."""
+
+
+class Counting:
+    """The job of one test; its nodes are numbered in the order of their starts."""
+
+    def __init__(self, elastic_job: Any, folder: Path) -> None:
+        self.job: ElasticJob | None = None
+        self._start = elastic_job
+        self._folder = folder
+        self._first: World | None = None
+        self._shm = shm_entries()
+
+    def start(self, nnodes: str, *options: str, **more: Any) -> ElasticJob:
+        """Start the job; `more` as for `elastic_job`."""
+        script = str(SCRIPTS / "counts.py")
+        job: ElasticJob = self._start(script, self._folder, nnodes=nnodes, options=options, **more)
+        self.job = job
+        return job
+
+    def first(self, world_size: int) -> World:
+        """Wait for the world with which the test begins. On a busy machine some nodes may have
+        begun without the others: that is not this world, and `finish` leaves it out."""
+        assert self.job is not None
+        self._first = self.job.wait_for_world(world_size)
+        return self._first
+
+    def goes_on(self, world: World, steps: int = 5) -> None:
+        """Wait until this very world has done so many more steps than now."""
+        assert self.job is not None
+        last = next(w.last for w in self.job.worlds() if w.round == world.round)
+        self.job.wait_for_world(round=world.round, step=last + steps)
+
+    def finish(self) -> list[World]:
+        """Let the script end: every node that the test has not killed ends with 0. The worlds, as
+        `check` has them."""
+        assert self.job is not None
+        (self._folder / "stop").touch()
+        result = self.job.result()
+        assert result.ok, result.outcomes
+        return self.check()
+
+    def check(self) -> list[World]:
+        """The invariants of every fault; the worlds from the one with which the test began to the
+        last."""
+        assert self.job is not None
+        self.job.one_world()
+        self.job.no_gap()
+        began = 0.0 if self._first is None else self._first.began
+        return [world for world in self.job.worlds() if world.began >= began]
+
+    def words(self) -> str:
+        """All that all nodes have said."""
+        assert self.job is not None
+        return "\n".join(node.output() for node in self.job.nodes)
+
+    def close(self) -> None:
+        """End the job before the fixture does, so that what it left can be seen."""
+        if self.job is not None:
+            complaint = self.job.close()
+            assert not complaint, complaint
+            left = shm_since(self._shm)
+            assert not left, f"left in /dev/shm: {left}"
+
+
+def keeps_ranks(before: World, after: World) -> bool:
+    """Whether every node that is in both worlds has the same group rank in both, where the later
+    one has that rank at all."""
+    places = {node: rank for rank, node in before.nodes.items() if rank < len(after.nodes)}
+    return all(places.get(node, rank) == rank for rank, node in after.nodes.items())
+
+
+def let_pass(seconds: float) -> None:
+    """Nothing but time: for schedules of harm and for how long it lasts, never for an event."""
+    time.sleep(max(0.0, seconds))  # the moment is what is tested
+
+
+def tell(request: pytest.FixtureRequest, what: str, seconds: float) -> None:
+    """Print a figure and keep it in the report. A figure is not an assertion: what a machine that
+    does other things as well may take is no promise; benchmarks/ measures."""
+    name = request.node.name
+    request.node.user_properties.append((what, round(seconds, 3)))
+    print(f"[{name}] {what}: {seconds:.2f} s")
