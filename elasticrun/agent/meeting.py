@@ -61,7 +61,8 @@ class Meeting:
     `fatal(sentence)` when it cannot be had.
 
     An agent that found the endpoint of its own host taken attaches to the master there. Should that
-    one end while nobody starts it again (the agent it belonged to is gone, COORDINATION 12), this
+    one end while nobody starts it again (the agent it belonged to is gone, COORDINATION 12), or
+    should it be no master at all (a connection of somebody's holds the port for a moment), this
     agent is the next that can: it tries to take the endpoint whenever no master has answered for
     HEIR_AFTER seconds."""
 
@@ -108,6 +109,7 @@ class Meeting:
             self._door = DoorHost(host.listen_door(place.door), self._reaper)
         if place.bind is None:
             self._met()
+            self._look_after(killed=True)  # of whoever holds our port nothing is known yet
             return
         await self._host(place.bind, early)
 
@@ -131,7 +133,7 @@ class Meeting:
 
         def both(event: AgentEvent) -> None:
             if isinstance(event, LinkLost):
-                self._no_master()
+                self._look_after(killed=False)
             elif isinstance(event, LinkBack):
                 self._forget_heir()
             elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
@@ -140,17 +142,17 @@ class Meeting:
 
         return both
 
-    def _no_master(self) -> None:
+    def _look_after(self, *, killed: bool) -> None:
         where = self._config.rendezvous
         mine = where.kind == "elastic" and where.is_host is None
         if mine and self._master is None and self._heir is None and not self._over:
-            self._heir = asyncio.create_task(self._succeed())
+            self._heir = asyncio.create_task(self._succeed(killed))
             tell_failure(self._heir, self._fatal, "looking after the job master")
 
-    async def _succeed(self) -> None:
+    async def _succeed(self, killed: bool) -> None:
         """Host the master, once its place on this host is free and nobody else has taken it. One
-        that ended by itself had seen the end of the job, which must not begin again."""
-        killed = False
+        that ended by itself had seen the end of the job, which must not begin again; `killed`: it
+        is known that none did."""
         while True:
             # At once, too: whoever lists the masters of this host removes what shows it.
             killed = killed or await in_thread(self._was_killed, name="resolve")

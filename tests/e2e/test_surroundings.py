@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import socket
+import struct
 import subprocess
 
 import pytest
@@ -63,6 +64,22 @@ def test_a_port_that_is_taken_by_a_stranger(world: World) -> None:
         assert launched.wait() not in (0, -6)
     assert one_sentence(launched.stderr)
     assert str(port) in launched.stderr
+
+
+def test_a_port_that_a_connection_holds_for_a_moment(world: World) -> None:
+    """It is nobody's master, and nobody else will start one: when it is free, this agent does."""
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        connection = socket.create_connection(somebody.getsockname())
+        with connection, somebody.accept()[0]:
+            port = connection.getsockname()[1]
+            launched = job(
+                world, ELASTICRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"
+            )
+            launched.until_text("no job master answers")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peers = world.hub.ranks(1)
+    finish(peers)
+    assert launched.wait() == 0
 
 
 def test_another_jobs_master(world: World) -> None:
