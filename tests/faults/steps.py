@@ -68,6 +68,10 @@ class Life:
         """Process by rank."""
         return {step.rank: step.pid for step in self.steps}
 
+    def pid_of(self, node: str) -> int:
+        """The first rank of this node. Which rank it has depends on who joined first."""
+        return next(step.pid for step in self.steps if step.node == node)
+
     @property
     def nodes(self) -> dict[int, str]:
         """Node id by group rank, where the test gave ids."""

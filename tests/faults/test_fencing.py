@@ -24,16 +24,17 @@ def test_the_store_of_an_old_round(world: World) -> None:
     first = team.start(3)
     old = first.steps[0].store
     host, _, port = old.rpartition(":")
-    with frozen(team, team.nodes[2]):
+    zombie = first.pids[2]  # not of the node that serves the store
+    with frozen(team, next(node for node in team.nodes if node.name == first.nodes[2])):
         second = team.log.world_of(2, after=first)
-        assert is_alive(first.pids[2])  # a zombie of the old round, and it has not been reaped
+        assert is_alive(zombie)  # a zombie of the old round, and it has not been reaped
         assert second.steps[0].store != old
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=10).close()
         with socket.socket() as other, pytest.raises(OSError) as refused:
             other.bind((host, int(port)))
         assert refused.value.errno == errno.EADDRINUSE
-    assert not await_exit([first.pids[2]])
+    assert not await_exit([zombie])
     team.finish()
 
 
@@ -48,7 +49,7 @@ def test_a_new_agent_of_the_same_node(world: World) -> None:
     second = team.log.world_of(2, after=first)
     assert second.nodes == first.nodes
     assert second.restart == 0
-    assert not await_exit([first.pids[1]])
+    assert not await_exit([first.pid_of("n1")])
     assert len(team.finish(but=(old,))) == 2
 
 
@@ -65,7 +66,7 @@ def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
         assert second.nodes == first.nodes
     assert old.agent.wait() == 78
     assert "a newer agent has taken the place of this one as node n1" in old.agent.stderr
-    assert not await_exit([first.pids[1]])
+    assert not await_exit([first.pid_of("n1")])
     team.log.goes_on(second)
     assert len(team.finish(but=(old,))) == 2
 
