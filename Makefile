@@ -56,7 +56,9 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/rendezvous_scale.py
 	$(BIN)/python benchmarks/idle_sessions.py
 	$(BIN)/python benchmarks/record.py
+	$(BIN)/python benchmarks/netcheck.py
 	$(BIN)/python benchmarks/sim_scale.py --png docs/sim-scale.png
+	$(BIN)/python benchmarks/netcheck_faults.py
 
 soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest -m soak --timeout 3600

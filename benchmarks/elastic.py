@@ -11,8 +11,6 @@ benchmarks/results/ with the date and the machine, or to FILE.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import elastic_rows as rows
+import report
 import rows as launcher_rows
-from launcher import RESULTS, machine
 from stage import ELASTICRUN, TORCHRUN, TookTooLong
 
 Take = Callable[[], list[float]]
@@ -240,9 +238,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows in seconds (PNG)")
     options = parser.parse_args()
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["machine"] = machine()
-    print(f"{about['date']}: {about['machine']}\n")
+    about = report.begin()
     print("| event → what | torchrun | elasticrun | wanted | |\n|---|---|---|---|---|")
     few = 1 if options.quick else 3
     plan = [*comings(few), *goings(few), *ranks(few), *masters(few), *stalls(options.quick)]
@@ -252,20 +248,16 @@ def main() -> int:
             row.theirs = "left out"
         row.measure()
         print(row.markdown(), flush=True)
-    target = options.json or RESULTS / f"elastic-{about['date'][:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
     table = [
         {"row": r.name, "unit": r.unit, "most": r.most, "met": r.verdict()}
         | {"said": r.said, **r.samples}
         for r in done
     ]
-    target.write_text(json.dumps({**about, "rows": table}, indent=1) + "\n")
-    print(f"\nwritten to {target}")
+    report.write("elastic", about, {"rows": table}, options.json)
     if options.plot:
         draw(done, about, options.plot)
     missed = [row.name for row in done if "missed" in row.verdict()]
-    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report.verdict(missed)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ nodes that the master suspected or gave up.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 import time
 from pathlib import Path
 
+import report
 from crowd import Crowd, Master, serving, wire
-from launcher import RESULTS, machine
 
 PER_SECOND = 250.0
 """Sessions that attach in a second: a dial costs both ends some milliseconds of two cores."""
@@ -105,9 +103,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=3, help="load processes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["machine"] = machine()
-    print(f"{about['date']}: {about['machine']}\n")
+    about = report.begin()
     found = measure(options.sessions, options.seconds, options.processes)
     print(f"{options.sessions} sessions, idle for {found['seconds']:.0f} s\n")
     print("| | measured | wanted | |\n|---|---|---|---|")
@@ -122,12 +118,8 @@ def main() -> int:
         if "missed" in verdict:
             missed.append(title)
         print(f"| {title} | {form.format(found[key])} | {bar} | {verdict} |")
-    target = options.json or RESULTS / f"idle-{about['date'][:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
-    print(f"\nwritten to {target}")
-    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    report.write("idle", about, found, options.json)
+    return report.verdict(missed)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,17 @@ and the bar. Results go to benchmarks/results/ with the date and the machine, or
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
-import psutil
+import report
 import rows
 from stage import ELASTICRUN, TORCHRUN, TookTooLong
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -155,24 +148,12 @@ def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def clean(report: dict[str, float]) -> bool:
+def clean(found: dict[str, float]) -> bool:
     """Whether every crash was followed by a life that worked, and nothing was left."""
     wrong = ("wasted", "hangs", "exit code", "processes left", "shm left", "files left")
-    grown = report["descriptors grown by"]
+    grown = found["descriptors grown by"]
     return (
-        report["worked"] == report["wanted"]
-        and grown <= 0
-        and not any(report[name] for name in wrong)
-    )
-
-
-def machine() -> str:
-    """One line about where this was measured."""
-    kernel = platform.release().partition("-")[0]
-    return (
-        f"{platform.system()} {kernel}, {os.cpu_count()} cores, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, "
-        f"torch {metadata.version('torch')}, load {os.getloadavg()[0]:.1f} at the start"
+        found["worked"] == found["wanted"] and grown <= 0 and not any(found[name] for name in wrong)
     )
 
 
@@ -185,9 +166,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["machine"] = machine()
-    print(f"{about['date']}: {about['machine']}\n")
+    about = report.begin()
     print("| from → to | torchrun | elasticrun | ratio | wanted | met |\n|---|---|---|---|---|---|")
     done = [
         measure(row, rounds, take)
@@ -196,20 +175,16 @@ def main() -> int:
     ]
     if options.only in ("", "cpu"):
         done += processor_rows(5.0 if options.quick else 30.0)
-    report = cycle_report(options.quick) if options.only in ("", "cycles") else {}
-    target = options.json or RESULTS / f"launcher-{about['date'][:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    cycles = cycle_report(options.quick) if options.only in ("", "cycles") else {}
     table = [
         {"row": r.name, "unit": r.unit, "wanted": str(r.bar), "met": r.verdict(), **r.samples}
         for r in done
     ]
-    target.write_text(json.dumps({**about, "rows": table, "cycles": report}, indent=1) + "\n")
-    print(f"\nwritten to {target}")
+    report.write("launcher", about, {"rows": table, "cycles": cycles}, options.json)
     missed = [row.name for row in done if row.verdict() not in ("yes", "")]
-    if report and not clean(report[ELASTICRUN]):
+    if cycles and not clean(cycles[ELASTICRUN]):
         missed.append("crash and restart")
-    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return report.verdict(missed)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ sockets of master and store (TCP payload both ways).
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import statistics
 import sys
@@ -23,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import report
 from crowd import HERE, Lines, cpu_of, serving, together, wire
-from launcher import RESULTS, machine
 from stage import TookTooLong, free_port
 
 DOCS = HERE.parent / "docs"
@@ -190,9 +188,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--plot", type=Path, default=DOCS / "rendezvous-scale.png")
     options = parser.parse_args()
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    about["machine"] = machine()
-    print(f"{about['date']}: {about['machine']}\n")
+    about = report.begin()
     print("| | nodes | " + " | ".join(title for _, title, _ in COLUMNS) + " |")
     print("|---|---" + "|---" * len(COLUMNS) + "|")
     found = measure(options.quick)
@@ -211,11 +207,9 @@ def main() -> int:
         last = f"{slopes['bytes']:.2f}" if "bytes" in slopes else "-"
         print(f"| {name} | " + " | ".join([*cells, last]) + " |")
     result: dict[str, Any] = {**about, **found, "exponents": exponents}
-    target = options.json or RESULTS / f"rendezvous-{about['date'][:19].replace(':', '')}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
+    report.write("rendezvous", about, {**found, "exponents": exponents}, options.json)
     draw(result, options.plot)
-    print(f"\nwritten to {target}, drawn in {options.plot}")
+    print(f"drawn in {options.plot}")
     largest = [p["server"] for p in found[OURS] if p["nodes"] == 1000]
     if not largest:
         return 0

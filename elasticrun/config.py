@@ -94,6 +94,68 @@ over much sooner (core/burst.py). Raise it for events whose losses come further 
 STORM_LONGEST: Final = 300.0
 """An event that does not end holds a round back for this long in all."""
 
+# ---------------------------------------------------------------- node health
+
+PROBE_LIMIT: Final = 60.0
+"""Seconds for one probe of the network check, after which it is killed and has failed; raise it
+where NCCL takes long to find its links (`--rdzv-conf probe_timeout=`)."""
+
+PROBE_ANSWER_SLACK: Final = 10.0
+"""How much longer than its limit the master waits for a node's answer until it counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLoad:
+    """How much one probe does on one kind of device; raise a number and the check takes longer and
+    measures better. What is timed comes to some 0.2 s, on a machine that is well."""
+
+    matrix: int  # edge of the square matrices
+    dtype: str  # torch's name of their type
+    matmuls: int  # timed in a row; their mean is what counts
+    size: int  # bytes of the all_reduce within a group of two or three nodes
+    transfers: int  # timed all_reduces, of each size
+    warmup: int  # matmuls and all_reduces before those that are timed
+    perf_sizes: tuple[int, ...]  # bytes of the all_reduces of --comm-perf-test
+
+
+MIB: Final = 1024 * 1024
+
+PROBE_LOAD_CPU: Final = ProbeLoad(
+    matrix=512,
+    dtype="float32",
+    matmuls=40,
+    size=MIB,
+    transfers=10,
+    warmup=3,
+    perf_sizes=(MIB, 4 * MIB, 16 * MIB),
+)
+"""A matmul takes 3 to 5 ms on one core: 40 are long enough that a throttled core cannot hide."""
+
+PROBE_LOAD_GPU: Final = ProbeLoad(
+    matrix=8192,
+    dtype="bfloat16",
+    matmuls=100,
+    size=64 * MIB,
+    transfers=20,
+    warmup=5,
+    perf_sizes=(64 * MIB, 256 * MIB, 1024 * MIB),
+)
+"""1.1 TFLOP a matmul, which fills any chip; 64 MiB is beyond what latency hides."""
+
+SLOW_RATIO: Final = 1.5
+"""A node is slow when it takes this multiple of the median of the others, and is an outlier by
+their median absolute deviation too; raise it where nodes differ by design."""
+
+SLOW_FOR: Final = 30.0
+"""While training, a node is suspected after it was slow for this long without a break."""
+
+STRAGGLERS_PER_HOUR: Final = 2
+"""At most so many nodes are excluded for being slow within an hour; raise it and a wrong measure
+can shrink the job faster."""
+
+EXCLUDE_FOR: Final = 3600.0
+"""How long an excluded node is refused; then it may come back and is probed anew."""
+
 # ---------------------------------------------------------------- stopping
 
 SHUTDOWN_TIMEOUT: Final = 30
@@ -136,9 +198,6 @@ ETCD_CALL_LIMIT: Final = 2.0
 
 # ---------------------------------------------------------------- bounds
 
-MAX_NODES: Final = 100_000
-"""A claim above this is a typing error."""
-
 MAX_SESSIONS: Final = 20_000
 """Streams one master serves; more are refused with a sentence."""
 
@@ -163,6 +222,10 @@ EXIT_PORT_TAKEN: Final = 79
 EXIT_NOT_LEADING: Final = 80
 """Another master leads this job, or this one cannot prove any more that it does (only a master
 whose leadership is in etcd ends with it; its agents go to the one that leads)."""
+EXIT_EXCLUDED: Final = 81
+"""This node is excluded from the job: it failed the network check, or it is too slow."""
+EXIT_UNFIT: Final = 82
+"""--precheck found something on this machine with which no rank should be started."""
 
 
 # ---------------------------------------------------------------- what the command line resolves to
@@ -246,6 +309,8 @@ class AgentConfig:
     token: str = field(default="", repr=False)  # the job's secret; "": none was given
     tls: Tls | None = None
     master_store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
+    precheck: int = 0  # 0: what is wrong with this machine is told; 1, 2: a failure ends the agent
+    accelerator: str = ""  # "": found by itself; nvidia, ascend, cpu
     called: bool = False  # from Python: the caller's exception tells of failures, not the agent
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Debian packages without which tests are skipped: a real etcd, and what makes network namespaces.
 set -euo pipefail
-declare -A package=([etcd]=etcd-server [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables)
+declare -A package=([etcd]=etcd-server [etcdctl]=etcd-client [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables)
 wanted=()
 for program in "${!package[@]}"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || wanted+=("${package[$program]}")

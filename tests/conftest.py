@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elasticrun.wire.serverstart import ignored_signals
 from tests.counting import Counting
 from tests.harness import World
+
+
+def pytest_configure() -> None:
+    """A run in the background (a shell's `&`, `nohup`) is born ignoring SIGINT or SIGHUP, and so
+    would be all that the tests start: what they send would be lost. With a handler that does
+    nothing we ignore them no less, but what is exec'd has the default again."""
+    for number in ignored_signals():
+        signal.signal(number, lambda *_: None)
 
 
 @pytest.hookimpl(hookwrapper=True)

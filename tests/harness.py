@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -29,6 +28,8 @@ from typing import Any
 
 import psutil
 from inotify_simple import INotify, flags
+
+from elasticrun.testing.processes import await_end
 
 LIMIT = 60.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -80,27 +81,7 @@ def free_port() -> int:
 
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
     """Wait until these processes (anybody's children) have exited; the pids that have not."""
-    open_fds: dict[int, int] = {}
-    poller = select.poll()
-    try:
-        for pid in set(pids):
-            with contextlib.suppress(ProcessLookupError):
-                open_fds[os.pidfd_open(pid)] = pid
-        for fd in open_fds:
-            poller.register(fd, select.POLLIN)
-        left = dict(open_fds)
-        end = time.monotonic() + limit
-        while left:
-            rest = end - time.monotonic()
-            for fd, _ in poller.poll(max(0.0, rest) * 1000):
-                poller.unregister(fd)
-                left.pop(fd)
-            if rest <= 0:
-                break
-        return set(left.values())
-    finally:
-        for fd in open_fds:
-            os.close(fd)
+    return await_end(pids, limit)
 
 
 def is_alive(pid: int) -> bool:

@@ -38,11 +38,13 @@ def rank_environment(
     local_rank: int,
     environ: Mapping[str, str],
     error_file: str,
+    progress: str = "",
 ) -> dict[str, str]:
     """Every variable that this rank gets over the launcher's own environment.
 
-    `environ` is the launcher's environment; `error_file` is "" where no file is written. Raises
-    BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks need."""
+    `environ` is the launcher's environment; `error_file` is "" where no file is written, `progress`
+    where nobody hears of its steps. Raises BadEnvironment when CUDA_VISIBLE_DEVICES names fewer
+    devices than virtual local ranks need."""
     master = master_endpoint(config, start)
     table = {
         env.RANK: str(start.first_rank + local_rank),
@@ -66,8 +68,24 @@ def rank_environment(
     }
     if config.set_omp_threads:
         table[env.OMP_NUM_THREADS] = "1"
+    if progress:
+        table[env.PROGRESS] = progress
     if config.virtual_local_rank:
         table[env.LOCAL_RANK] = "0"
+        table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
+    table.update(config.env)
+    return table
+
+
+def probe_environment(
+    config: AgentConfig, local_rank: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What a probe gets over the launcher's own environment: that of the rank in whose place it
+    computes, without what says which rank that is. Raises BadEnvironment as for a rank."""
+    table = {}
+    if config.set_omp_threads:
+        table[env.OMP_NUM_THREADS] = "1"
+    if config.virtual_local_rank:
         table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
     table.update(config.env)
     return table

@@ -27,7 +27,7 @@ from elasticrun.agent.helpers import (
     sweep_records,
 )
 from elasticrun.agent.identity import offered_address
-from elasticrun.agent.meeting import LEAVE_LIMIT, OVER_LIMIT, RESOLVE_AGAIN
+from elasticrun.agent.meeting_base import RESOLVE_AGAIN, MeetingBase
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, AgentConfig, Tls
@@ -54,7 +54,7 @@ CLOSE_LIMIT: Final = 1.0
 """Seconds to give the candidate key back at the end."""
 
 
-class EtcdMeeting:
+class EtcdMeeting(MeetingBase):
     """A `meeting.Meeting` by way of etcd. `deliver` gets the End of a job that is over already."""
 
     def __init__(
@@ -66,11 +66,7 @@ class EtcdMeeting:
         fatal: Callable[[str], None],
         deliver: Callable[[AgentEvent], None],
     ) -> None:
-        self._config = config
-        self._reaper = reaper
-        self._writer = writer
-        self._met = met
-        self._fatal = fatal
+        super().__init__(config, reaper, writer, met, fatal)
         self._deliver = deliver
         self._keys = Keys(config.spec.job_id)
         self._me = mint_incarnation()
@@ -85,14 +81,11 @@ class EtcdMeeting:
         self._following: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
         self._candidacy = 0  # a lease
-        self._master: MasterHost | None = None
         self._deposed: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._silent = False
         self.dial = Endpoint("", 0)
         """What the link dials: whoever led last."""
-        self.address = ""
-        """What other nodes dial to reach a store here, or a master; "" until settled."""
 
     # ------------------------------------------------------------ what the node calls
 
@@ -119,11 +112,6 @@ class EtcdMeeting:
             why = "names no job master" if self._silence is None else "does not answer"
             raise host.HostError(f"{place} {why}, for {limit:g} s") from None
 
-    def pids(self) -> set[int]:
-        """Helpers that a sweep must spare."""
-        pid = self._master.pid if self._master else None
-        return set() if pid is None else {pid}
-
     def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
         """What the link says needs no second ear: who leads is known from etcd."""
         return deliver
@@ -140,8 +128,7 @@ class EtcdMeeting:
         for timer in (self._deposed, self._silence):
             if timer is not None:
                 timer.cancel()
-        if self._master is not None:
-            await self._master.close(OVER_LIMIT if job_over else LEAVE_LIMIT)
+        await self._let_master_go(job_over=job_over)
         if self._chores:
             await asyncio.wait(self._chores, timeout=CLOSE_LIMIT)
         if self._client is not None:

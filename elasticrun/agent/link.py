@@ -88,6 +88,15 @@ class Link:
         if self._session is not None:
             self._session.say(report)
 
+    def offer(self, report: Report) -> bool:
+        """Send a report that matters only while it is new; whether it was sent."""
+        return self._session is not None and self._session.offer(report)
+
+    @property
+    def beat_interval(self) -> float:
+        """Seconds between two beats, as the master has asked for; 0.0 without a session."""
+        return self._session.beat_interval if self._session is not None else 0.0
+
     def nudge(self) -> None:
         """Dial now instead of at the end of the back-off: a master is known to be up. Where that is
         another than the one we dial or talk to, it is given up for this one."""

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from elasticrun import operator_log
+from elasticrun.agent.planted import misplanted
 from elasticrun.agent.processes import Reaper, become_subreaper
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner_process import SpawnerProcess, start_spawner
@@ -51,6 +52,8 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
     if threading.current_thread() is not threading.main_thread():
         return _said(Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0))
     if config.tls is not None and (wrong := unusable(config.tls)):
+        return _said(Exit(EXIT_USAGE, wrong, (), 0))
+    if wrong := misplanted():
         return _said(Exit(EXIT_USAGE, wrong, (), 0))
     # Death signals are caught here, and what is caught is back to its default in a new program:
     # under `nohup`, ranks of torchrun obey a SIGHUP, and so must these.

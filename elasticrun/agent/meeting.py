@@ -13,6 +13,7 @@ from elasticrun.agent import host
 from elasticrun.agent.door_host import DoorHost
 from elasticrun.agent.helpers import MasterHost, MasterProcess, new_record, sweep_records
 from elasticrun.agent.identity import offered_address
+from elasticrun.agent.meeting_base import LEAVE_LIMIT, RESOLVE_AGAIN, MeetingBase
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.config import AgentConfig
@@ -25,19 +26,9 @@ from elasticrun.wire.messages import End, Refused
 if TYPE_CHECKING:
     from elasticrun.agent.etcd_meeting import EtcdMeeting
 
-RESOLVE_AGAIN: Final = 1.0
-"""Seconds between tries to resolve the endpoint's name: pods get theirs late."""
-
-OVER_LIMIT: Final = 3.0
-"""Seconds for a hosted master to end when the job is over: then its port is free again when the
-command returns."""
-
 HEIR_AFTER: Final = 3.0
 """Seconds without a master after which an agent of its host starts one: the agent to which it
 belonged, if it lives, has done so long before."""
-
-LEAVE_LIMIT: Final = 1.0
-"""The same when only this node leaves: the master may live on for the others."""
 
 
 def meeting_of(
@@ -56,9 +47,8 @@ def meeting_of(
     return Meeting(config, reaper, writer, met, fatal)
 
 
-class Meeting:
-    """`met` is called when the master's place is known and whenever one serves there anew;
-    `fatal(sentence)` when it cannot be had.
+class Meeting(MeetingBase):
+    """By way of an endpoint that every node was given.
 
     An agent that found the endpoint of its own host taken attaches to the master there. Should that
     one end while nobody starts it again (the agent it belonged to is gone, COORDINATION 12), or
@@ -74,19 +64,10 @@ class Meeting:
         met: Callable[[], None],
         fatal: Callable[[str], None],
     ) -> None:
-        self._config = config
-        self._reaper = reaper
-        self._writer = writer
-        self._met = met
-        self._fatal = fatal
-        self._master: MasterHost | None = None
+        super().__init__(config, reaper, writer, met, fatal)
         self._door: DoorHost | None = None
         self._heir: asyncio.Task[None] | None = None
         self._over = False
-        self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
-        """What the link dials."""
-        self.address = ""
-        """What other nodes dial to reach a store here; "" until settled."""
 
     async def settle(self, early: MasterProcess | None) -> None:
         """Find the place, and start what is ours; `early` is a master that already runs. HostError
@@ -109,7 +90,8 @@ class Meeting:
             self._door = DoorHost(host.listen_door(place.door), self._reaper)
         if place.bind is None:
             self._met()
-            self._look_after(killed=True)  # of whoever holds our port nothing is known yet
+            # No master has answered us yet, so none that we know of has ended the job.
+            self._look_after(may_succeed=True)
             return
         await self._host(place.bind, early)
 
@@ -133,7 +115,7 @@ class Meeting:
 
         def both(event: AgentEvent) -> None:
             if isinstance(event, LinkLost):
-                self._look_after(killed=False)
+                self._look_after(may_succeed=False)
             elif isinstance(event, LinkBack):
                 self._forget_heir()
             elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
@@ -142,23 +124,23 @@ class Meeting:
 
         return both
 
-    def _look_after(self, *, killed: bool) -> None:
+    def _look_after(self, *, may_succeed: bool) -> None:
         where = self._config.rendezvous
         mine = where.kind == "elastic" and where.is_host is None
         if mine and self._master is None and self._heir is None and not self._over:
-            self._heir = asyncio.create_task(self._succeed(killed))
+            self._heir = asyncio.create_task(self._succeed(may_succeed))
             tell_failure(self._heir, self._fatal, "looking after the job master")
 
-    async def _succeed(self, killed: bool) -> None:
+    async def _succeed(self, may_succeed: bool) -> None:
         """Host the master, once its place on this host is free and nobody else has taken it. One
-        that ended by itself had seen the end of the job, which must not begin again; `killed`: it
-        is known that none did."""
+        that ended by itself had seen the end of the job, which must not begin again: so a free
+        place is taken only where one was killed, or with `may_succeed`: none has served us."""
         while True:
             # At once, too: whoever lists the masters of this host removes what shows it.
-            killed = killed or await in_thread(self._was_killed, name="resolve")
+            may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
             await asyncio.sleep(HEIR_AFTER * random.uniform(1.0, 1.5))
-            killed = killed or await in_thread(self._was_killed, name="resolve")
-            bind = await in_thread(self._free_place, name="resolve") if killed else None
+            may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
+            bind = await in_thread(self._free_place, name="resolve") if may_succeed else None
             if bind is not None and not self._over:
                 logger.warning("no job master is left at %s: this agent starts one", bind)
                 self._heir = None
@@ -186,8 +168,8 @@ class Meeting:
 
     def pids(self) -> set[int]:
         """Helpers that a sweep must spare."""
-        both = (self._master.pid if self._master else None, self._door.pid if self._door else None)
-        return {pid for pid in both if pid is not None}
+        pid = self._door.pid if self._door else None
+        return super().pids() | (set() if pid is None else {pid})
 
     def store(self, where: Endpoint | None) -> None:
         """The store behind the door; None between rounds."""
@@ -198,8 +180,7 @@ class Meeting:
         """Let the master go and shut the door."""
         self._over = True
         self._forget_heir()
-        if self._master is not None:
-            await self._master.close(OVER_LIMIT if job_over else LEAVE_LIMIT)
+        await self._let_master_go(job_over=job_over)
         if self._door is not None:
             await self._door.close(LEAVE_LIMIT)
 

@@ -7,19 +7,25 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Final
 
 from elasticrun import __version__
 from elasticrun.agent import identity, last_words
+from elasticrun.agent.checkup import Checkup
+from elasticrun.agent.clearing import clear_descendants, end_callers_ranks
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.host import HostError
+from elasticrun.agent.introduction import introduce
 from elasticrun.agent.link import Link
 from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.loop import AgentLoop
-from elasticrun.agent.marked import end_at_once
 from elasticrun.agent.meeting import meeting_of
+from elasticrun.agent.planted import planted_in
+from elasticrun.agent.probing import Probing
 from elasticrun.agent.processes import Reaper
+from elasticrun.agent.progress import Progress
 from elasticrun.agent.ranks import Ranks
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner import Spawners
@@ -28,13 +34,15 @@ from elasticrun.agent.stores import HOLD, Stores
 from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
 from elasticrun.agent.trust import trust_of
 from elasticrun.agent.waiting import LongWaits, starting
-from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.config import EXIT_FAILED, EXIT_UNFIT, AgentConfig
 from elasticrun.core.effects import (
     AgentEffect,
+    CallOffProbe,
     Exit,
     Note,
     PrepareStore,
     ReleaseStore,
+    RunProbe,
     Say,
     Signalled,
     SignalRanks,
@@ -45,12 +53,12 @@ from elasticrun.core.effects import (
 from elasticrun.core.group_states import State
 from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.operator_log import StderrWriter, logger
-from elasticrun.wire import env
 from elasticrun.wire.ids import mint_incarnation
 from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Start, Stopped
 from elasticrun.wire.spawner import (
     Exited,
     FromSpawner,
+    ProbeSaid,
     Spawned,
     SpawnFailed,
     StoreListening,
@@ -62,9 +70,6 @@ GOODBYE: Final = 2.0
 
 QUIT_LIMIT: Final = 5.0
 """Seconds for a spawner to kill and reap all it has; then the agent does."""
-
-NAME_LIMIT: Final = 2.0
-"""Seconds that a name server may take to say how this host is called."""
 
 LEVELS: Final = {"info": 20, "warning": 30, "error": 40}
 
@@ -82,7 +87,7 @@ class Node:
         writer: StderrWriter,
         ignored: tuple[int, ...],
     ) -> None:
-        self._config = config
+        self._config = config = replace(config, env=dict(config.env))  # ours, to add to
         self._inbox = inbox
         self._reaper = reaper
         self._first_spawner = spawner
@@ -101,6 +106,7 @@ class Node:
         self._hurry = asyncio.Event()
         self._events: EventLog | None = None
         self._long_waits = LongWaits()
+        self._checkup = Checkup(config)
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ the whole life
@@ -160,6 +166,11 @@ class Node:
             self._spawners, lambda: self._meeting.address, self._loop.deliver, hold=hold
         )
         self._output = RankOutput(config.logs, spec.job_id, config.role, config.nproc_per_node)
+        self._progress = Progress(
+            config.nproc_per_node,
+            lambda steps: self._link.offer(steps),
+            lambda: self._link.beat_interval,
+        )
         self._ranks = Ranks(
             config,
             self._spawners,
@@ -167,7 +178,9 @@ class Node:
             host=lambda: self._host,
             deliver=self._loop.deliver,
             fatal=self._fatal,
+            progress=self._progress.place,
         )
+        self._probing = Probing(config, self._spawners, self._loop.deliver)
         self._link = Link(
             lambda: self._meeting.dial,
             self._hello,
@@ -181,30 +194,19 @@ class Node:
     async def _set_out(self) -> None:
         """Who we are, where the master is; then dial."""
         config = self._config
+        self._checkup.begin()
         try:
             await in_thread(self._output.prepare, name="logs")
         except LogsUnusable as error:
             self._fatal(str(error))
             return
-        self._identity = await in_thread(
-            lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
-            name="identity",
-        )
-        if self._identity.note:
-            logger.warning("%s", self._identity.note)
-        try:
-            self._host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
-        except TimeoutError:
-            self._host = os.uname().nodename
-        self._events = EventLog(
-            config.event_log_handler,
-            self._writer.write,
-            run_id=config.spec.job_id,
-            role=config.role,
-            host=self._host,
-            backend=config.rendezvous.kind,
-            entry_point=config.entry.target,
-        )
+        introduction = await introduce(config, self._writer)
+        self._identity, self._host = introduction.identity, introduction.host
+        self._events = introduction.events
+        config.env.update(planted_in(self._identity.node))
+        if unfit := await self._checkup.unfit():
+            self._loop.end(Exit(EXIT_UNFIT, unfit, (), 0))
+            return
         try:
             await self._meeting.settle(self._first_master)
         except HostError as error:
@@ -227,6 +229,8 @@ class Node:
             await asyncio.wait_for(self._link.connected.wait(), limit)
         except TimeoutError:
             self._fatal(f"no job master answered at {self._meeting.dial} for {limit:g} s")
+        else:
+            self._checkup.welcomed(self._meeting.dial)
 
     # ------------------------------------------------------------ what comes in
 
@@ -243,11 +247,13 @@ class Node:
         if isinstance(message, Spawned):
             self._ranks.spawned(message)
         elif isinstance(message, Exited):
-            if not self._stores.gone(message):
+            if not self._stores.gone(message) and not self._probing.gone(message):
                 self._ranks.exited(message)
         elif isinstance(message, SpawnFailed):
-            if not self._stores.gone(message):
+            if not self._stores.gone(message) and not self._probing.gone(message):
                 self._ranks.spawn_failed(message)
+        elif isinstance(message, ProbeSaid):
+            self._probing.said(message)
         elif isinstance(message, StoreListening):
             self._stores.listening(message)
         elif isinstance(message, Swept):
@@ -255,6 +261,7 @@ class Node:
 
     def _spawner_lost(self, reason: str) -> None:
         self._ranks.all_lost()
+        self._probing.all_lost()
         self._stores.all_lost()
         self._loop.deliver(SpawnerLost(reason, time.time_ns() // 1000))
 
@@ -306,6 +313,10 @@ class Node:
                 self._store_wanted = True
         elif isinstance(effect, ReleaseStore):
             self._stores.release(effect.store)
+        elif isinstance(effect, RunProbe):
+            self._probing.run(effect.order)
+        elif isinstance(effect, CallOffProbe):
+            self._probing.call_off()
         elif isinstance(effect, Note):
             logger.log(LEVELS.get(effect.level, 20), "%s", effect.text)
         status = self._brain.status()
@@ -322,6 +333,7 @@ class Node:
         self._last_start = start
         self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
         self._meeting.store(start.store)
+        self._progress.begin(start)
         if self._events is not None:
             waited = now - self._waiting_since
             self._events.rendezvous(start, waited, time.time_ns() // 10**6)
@@ -342,19 +354,21 @@ class Node:
         """End every process below this one, tell the user, and give back what was taken."""
         self._ending = True
         self._long_waits.close()
+        self._checkup.close()
         for task in self._tasks:
             task.cancel()
         if outcome is not None:
-            await self._clear_descendants()
+            await clear_descendants(self._ranks, self._config.shutdown_timeout, self._hurry)
         goodbye = asyncio.create_task(self._link.close(GOODBYE))
         await self._spawners.close(QUIT_LIMIT)
         if self._spawners.lives_by_call:
-            with contextlib.suppress(TimeoutError):
-                await in_thread(self._end_callers_ranks, limit=QUIT_LIMIT, name="sweep")
+            await end_callers_ranks(self._config, self._ranks.pids.values(), QUIT_LIMIT)
         stuck = await self._reaper.sweep(keep=self._meeting.pids(), limit=QUIT_LIMIT)
         if stuck:
             logger.error("the kernel does not let these processes die: %s", stuck)
         self._ranks.close()
+        self._progress.end()
+        self._probing.close()
         self._stores.close()
         with contextlib.suppress(TimeoutError):
             await in_thread(lambda: self._output.close(QUIT_LIMIT), limit=4 * QUIT_LIMIT)
@@ -372,19 +386,3 @@ class Node:
             seconds = time.monotonic() - self._began
             ranks = dict(self._ranks.pids)
             await last_words.events(self._events, self._ranks.start, ranks, outcome, seconds)
-
-    def _end_callers_ranks(self) -> None:
-        """Ranks of a caller of elastic_launch are not below us, and the caller may be dead."""
-        mark = f"{env.CALLER}={self._config.env.get(env.CALLER, '')}".encode()
-        end_at_once(tuple(self._ranks.pids.values()), mark, QUIT_LIMIT)
-
-    async def _clear_descendants(self) -> None:
-        """What finished ranks have left in sessions of their own gets SIGTERM and some time."""
-        grace = self._config.shutdown_timeout
-        clearing = asyncio.create_task(self._ranks.clear(grace))
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait(
-            {clearing, hurry}, timeout=grace + 1.0, return_when=asyncio.FIRST_COMPLETED
-        )
-        clearing.cancel()
-        hurry.cancel()

@@ -74,13 +74,16 @@ class Ranks:
         host: Callable[[], str],
         deliver: Callable[[AgentEvent], None],
         fatal: Callable[[str], None],
+        progress: Callable[[int], str] = lambda local_rank: "",
     ) -> None:
+        """`progress`: where this local rank is to tell its steps."""
         self._config = config
         self._spawners = spawners
         self._output = output
         self._host = host
         self._deliver = deliver
         self._fatal = fatal
+        self._progress = progress
         self._life: _Life | None = None
         self._sweeping: frozenset[int] = frozenset()
         self._bindings: list[numa.Binding] | None = None
@@ -218,7 +221,9 @@ class Ranks:
     async def _start(self, life: _Life) -> None:
         try:
             environments = {
-                rank: rank_environment(self._config, life.start, rank, os.environ, "")
+                rank: rank_environment(
+                    self._config, life.start, rank, os.environ, "", self._progress(rank)
+                )
                 for rank in range(self._config.nproc_per_node)
             }
             bindings = await self._bind()

@@ -84,6 +84,14 @@ class Session:
         self._outbox.append(report)
         self._more.set()
 
+    def offer(self, report: Report) -> bool:
+        """Send a report that matters only while it is new, unless something waits to be sent;
+        whether it was."""
+        if self._outbox:
+            return False
+        self.say(report)
+        return True
+
     async def close(self, limit: float) -> None:
         """Send what is queued, leave in good order, then drop everything."""
         if self._tasks and not self.ended.done():

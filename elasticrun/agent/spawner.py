@@ -28,6 +28,7 @@ from elasticrun.wire.spawner import (
     Pet,
     Quit,
     SpawnerReady,
+    SpawnProbe,
     SpawnRank,
     SpawnStore,
     Stale,
@@ -176,7 +177,7 @@ class Spawners:
     def new_key(self) -> int:
         return next(self._keys)
 
-    def start(self, order: SpawnRank | SpawnStore) -> None:
+    def start(self, order: SpawnRank | SpawnStore | SpawnProbe) -> None:
         """Give an order that makes a process, to the newest spawner that is ready."""
         self._switch()
         self._current.keys.add(order.key)

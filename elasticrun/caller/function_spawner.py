@@ -24,6 +24,7 @@ from typing import Any, Final
 from elasticrun.agent.marked import Sweep, end_at_once, kill_group
 from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.life import Life
+from elasticrun.caller.probes import Probes
 from elasticrun.caller.rank_process import RankPlan, run_rank
 from elasticrun.caller.store_process import StoreProcess
 from elasticrun.config import STUCK_AFTER
@@ -54,6 +55,7 @@ class FunctionSpawner:
         self._frames = frames.FrameBuffer(spawner.ToSpawner)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Life] = {}
+        self._probes = Probes(self._selector, self._say)
         self._stores: dict[int, StoreProcess] = {}
         self._spare_store: StoreProcess | None = None
         self._last_lives: dict[int, Life] = {}
@@ -115,8 +117,7 @@ class FunctionSpawner:
         if self._petted_until is not None and now >= self._petted_until:
             self._petted_until = None
             logger.error("the agent does not answer: its ranks are ended")
-            for rank in self._ranks.values():
-                kill_group(self._pids[rank.key], signal.SIGKILL)
+            self._kill_all()
         if self._sweep is not None and now >= self._sweep[1].deadline:
             before = list(self._sweep[1].watch)
             stuck = self._sweep[1].overdue()
@@ -148,8 +149,12 @@ class FunctionSpawner:
             self._talking = False
             self._selector.unregister(self._channel)
             self._channel.close()
-            for key in self._ranks:
-                kill_group(self._pids[key], signal.SIGKILL)
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for key in self._ranks:
+            kill_group(self._pids[key], signal.SIGKILL)
+        self._probes.kill()
 
     def _say(self, message: spawner.FromSpawner) -> None:
         if not self._talking:
@@ -172,8 +177,12 @@ class FunctionSpawner:
                 self._start_rank(message)
             case spawner.SpawnStore(key, port):
                 self._start_store(key, port)
+            case spawner.SpawnProbe():
+                self._probes.start(message)
             case spawner.SendSignal(key, signum):
-                if key in self._ranks:
+                if self._probes.send_signal(key, signum):
+                    pass
+                elif key in self._ranks:
                     kill_group(self._pids[key], signum)
                 elif key in self._stores:
                     self._stores[key].send_signal(signum)
@@ -263,6 +272,7 @@ class FunctionSpawner:
         self._selector.close()
         for life in self._ranks.values():
             life.results.close()
+        self._probes.let_go()
         for store in (*self._stores.values(), self._spare_store):
             if store is not None:
                 store.let_go()
@@ -363,6 +373,7 @@ class FunctionSpawner:
             kill_group(self._pids[life.key], signal.SIGKILL)
             life.process.join(STUCK_AFTER)
             life.results.close()
+        self._probes.close()
         for store in (*self._stores.values(), self._spare_store):
             if store is not None:
                 store.close()

@@ -30,6 +30,7 @@ def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, 
         ("job id", spec.job_id),
         ("restarts", _restarts(config)),
         ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
+        ("node health", _health(config)),
         ("launch", config.launch + (", learning what to preload" if config.preload_learn else "")),
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
@@ -75,3 +76,17 @@ def _restarts(config: AgentConfig) -> str:
         return "none"
     within = f" within {spec.restart_window:g} s" if spec.restart_window else ""
     return f"{spec.max_restarts}{within}, at most {spec.restart_backoff:g} s apart"
+
+
+def _health(config: AgentConfig) -> str:
+    checks = config.spec.checks
+    probes = f"on {config.accelerator or 'what is found'}, {checks.probe_limit:g} s at most"
+    words = [f"network check ({probes})" if checks.network else "no network check"]
+    if checks.perf:
+        floor = f" (at least {checks.perf_floor:g} GB/s)" if checks.perf_floor else ""
+        words.append(f"performance test{floor}")
+    if checks.exclude_stragglers:
+        words.append(f"nodes slower than {checks.slow_ratio:g} times the median are excluded")
+    if config.precheck:
+        words.append("a failed check of this machine ends the agent")
+    return ", ".join(words)

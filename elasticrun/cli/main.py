@@ -108,6 +108,12 @@ def _status(words: Sequence[str]) -> int:
     return _printed(lambda: print_status(words))
 
 
+def _doctor(words: Sequence[str]) -> int:
+    from elasticrun.cli.doctor import main as print_findings
+
+    return _printed(lambda: print_findings(words))
+
+
 def _replay(words: Sequence[str]) -> int:
     from elasticrun.cli.replay import main as print_replay
 
@@ -128,6 +134,7 @@ def _printed(show: Callable[[], int]) -> int:
 VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "master": _master,
     "status": _status,
+    "doctor": _doctor,
     "replay": _replay,
 }
 """First words that are not a script."""

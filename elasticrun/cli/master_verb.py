@@ -25,6 +25,12 @@ JOB_FLAGS: Final = (
     "restart_backoff",
     "restart_grace",
     "grow",
+    "network_check",
+    "comm_perf_test",
+    "comm_perf_threshold",
+    "exclude_straggler",
+    "straggler_ratio",
+    "exclude_for",
 )
 """Flags that make the job's agreement; where none is given, the first agent's counts."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elasticrun import config
-from elasticrun.cli import table, trust, values
+from elasticrun.cli import health, table, trust, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN
@@ -44,6 +44,11 @@ _WITHOUT_EFFECT: Final = (
     "timeout",
 )
 
+_ONE_THREAD: Final = (
+    "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this machine; set it "
+    "yourself where another number is better"
+)
+
 
 def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
     """What the agent is to do; raises `UsageError` with one sentence where it cannot be done."""
@@ -55,17 +60,14 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         _only_torchrun_flags(asked, meeting.delegate)
     notes += meeting.notes
     notes += _conf_notes(conf, meeting.rendezvous.kind)
-    nproc = _ranks_per_node(asked, machine, notes)
+    nproc = ranks_per_node(asked, machine, notes)
     shutdown = shutdown_timeout(asked)
     spec = job_spec(asked, conf, meeting, shutdown)
     set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
-    if set_omp:
-        notes.append(
-            "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this "
-            "machine; set it yourself where another number is better"
-        )
+    notes += [_ONE_THREAD] if set_omp else []
     preload, learn = values.modules(asked.text("preload"))
     _choices(asked)
+    notes += health.notes(asked, spec.checks)
     notes += _nothing_yet(asked)
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
@@ -104,6 +106,8 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         token=token,
         tls=tls,
         master_store=asked.text("master_store"),
+        precheck=health.precheck(asked),
+        accelerator=health.accelerator(asked),
     )
 
 
@@ -153,10 +157,12 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         grow_cooldown=times["grow_cooldown"],
         restart_grace=shutdown if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
+        checks=health.checks(asked, conf, meeting.min_nodes),
     )
 
 
-def _ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
+def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
+    """What --nproc-per-node means on this machine; raises `UsageError`."""
     text = asked.text("nproc_per_node").strip()
     if asked.switch("auto_config") and not asked.explicitly("nproc_per_node"):
         found = machine.accelerators("gpu")
@@ -255,8 +261,6 @@ def _choices(asked: Asked) -> None:
         value = asked.value(flag.dest) if flag.dest not in ("print_completion", "version") else None
         if flag.choices and value is not None and value not in flag.choices:
             raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")
-    if asked.number("precheck") not in (0, 1, 2):
-        raise UsageError(f"--precheck={asked.value('precheck')}: use 0, 1 or 2", config.EXIT_USAGE)
 
 
 def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
@@ -266,9 +270,10 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
     if idle:
         notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
-    unknown = [key for key in conf if key not in {*_TIMES, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
+    times = (*_TIMES, *health.TIMES)
+    unknown = [key for key in conf if key not in {*times, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
     if unknown:
-        known = ", ".join([*_TIMES, "is_host", "node_unit"])
+        known = ", ".join([*times, "is_host", "node_unit"])
         notes.append(f"--rdzv-conf: {', '.join(unknown)} is not known and has no effect; "
                      f"the keys are {known}")  # fmt: skip
     return notes

@@ -67,9 +67,9 @@ def print_status(
     try:
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
             if endpoint:
-                questions = [_question(parse_endpoint(endpoint), token, files)]
+                questions = [question(parse_endpoint(endpoint), token, files)]
             elif store:
-                questions = [_question(runner.run(leading(*store, files)), token, files)]
+                questions = [question(runner.run(leading(*store, files)), token, files)]
             else:
                 questions = _here(token, files)
             pages, silent = _ask(questions, runner)
@@ -107,7 +107,7 @@ def _published() -> list[Published]:
         raise NoStatus(f"the run folder cannot be read: {wrong}") from None
 
 
-def _question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
+def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
     """With the job's token, or with what a master of our own on this port has left for us. It is no
     secret of another job's: a proof made with it is good for that master alone."""
     if token:
@@ -185,6 +185,8 @@ def _show(page: JobStatus) -> None:
         console.print(Text(line), soft_wrap=True)
     if page.nodes:
         console.print(_table(page))
+    for line in _excluded(page):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _lines(page: JobStatus) -> list[str]:
@@ -204,9 +206,20 @@ def _lines(page: JobStatus) -> list[str]:
         lines.append(f"waits: {page.reason}")
     if page.last_failure:
         lines.append(f"last failure: {page.last_failure}")
+    if page.check:
+        lines.append(page.check)
     if page.outcome:
         lines.append(f"outcome: {page.outcome}")
     return lines
+
+
+def _excluded(page: JobStatus) -> list[str]:
+    """The nodes that the job refuses, a sentence each."""
+    return [
+        f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, for "
+        f"{one.remaining:.0f} s more): {one.reason}"
+        for one in page.excluded
+    ]
 
 
 def _table(page: JobStatus) -> Table:
@@ -214,11 +227,13 @@ def _table(page: JobStatus) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("node", "host", "state", "does", "group rank", "ranks", "pids", "reason"):
+    titles = ["node", "host", "state", "does", "group rank", "ranks", "pids", "reason"]
+    healthy = any(node.health for node in page.nodes)  # else nobody has looked
+    for title in (*titles, "health") if healthy else titles:
         table.add_column(title, overflow="fold")
     for node in page.nodes:
         # Text, not markup: a name may hold square brackets.
-        table.add_row(*map(Text, _row(node)))
+        table.add_row(*map(Text, (*_row(node), node.health) if healthy else _row(node)))
     return table
 
 

@@ -19,6 +19,7 @@ GROUPS: Final = {
     "restart": "restarting and stopping",
     "output": "output",
     "place": "devices and cores",
+    "health": "node health",
     "own": "elasticrun itself",
     "dlrover": "accepted from dlrover-run",
 }
@@ -26,6 +27,7 @@ GROUPS: Final = {
 EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
   elasticrun status [ENDPOINT]  print the state of a job: its nodes, and what it waits for
+  elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
 
@@ -95,7 +97,8 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
     Flag(
         "--rdzv-conf", "Times of the rendezvous in seconds: join_timeout, last_call_timeout, "
-        "heartbeat_timeout, master_lost_timeout, grow_cooldown; is_host=0|1; node_unit=N.", "rdzv",
+        "heartbeat_timeout, master_lost_timeout, grow_cooldown, probe_timeout, straggler_time; "
+        "is_host=0|1; node_unit=N.", "rdzv",
         kind=str, default="", metavar="KEY=VALUE,...",
     ),
     Flag(
@@ -265,6 +268,43 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "--membind-policy", "Memory policy with --numa-affinity: bind, preferred, or none.",
         "place", kind=str, default="preferred", metavar="POLICY", origin=DLROVER,
     ),
+    # ------------------------------------------------------------ node health
+    Flag(
+        "--network-check", "Probe every node and its links before its first round; a node that "
+        "fails is excluded and ends with exit code 81.", "health", origin=DLROVER,
+    ),
+    Flag(
+        "--comm-perf-test", "Measure one all_reduce over all good nodes before training.",
+        "health", origin=DLROVER,
+    ),
+    Flag(
+        "--comm-perf-threshold", "Bus bandwidth in GB/s that --comm-perf-test must reach, or the "
+        "job ends; 0: none.", "health", kind=_finite, wants="a number of GB/s", default=0.0,
+        metavar="GB/S", origin=OURS,
+    ),
+    Flag(
+        "--precheck", "1: --network-check, and what elasticrun doctor calls failed ends this node "
+        "with exit code 82; 2: --comm-perf-test as well.", "health", kind=int, wants=_WHOLE,
+        default=0, metavar="{0,1,2}", origin=DLROVER,
+    ),
+    Flag(
+        "--exclude-straggler", "Exclude slow nodes, found by the network check or while training; "
+        "never below the smallest number of nodes.", "health", origin=DLROVER,
+    ),
+    Flag(
+        "--straggler-ratio", "A node is slow from this multiple of the others' median time on.",
+        "health", kind=_finite, wants="a number", default=config.SLOW_RATIO, metavar="RATIO",
+        origin=OURS,
+    ),
+    Flag(
+        "--exclude-for", "How long an excluded node is refused; then it is probed anew.", "health",
+        kind=seconds, wants=_SECONDS, default=config.EXCLUDE_FOR, metavar="SECONDS", origin=OURS,
+    ),
+    Flag(
+        "--accelerator", "What probes use: nvidia, ascend or cpu (or dlrover-run's nvidia.com/gpu, "
+        "ascend-npu); found by itself where none is given.", "health", kind=str, default="",
+        metavar="NAME", origin=DLROVER,
+    ),
     # ------------------------------------------------------------ elasticrun itself
     Flag(
         "--status-port", "Port of the job's status page; 0: one that is free.", "own", kind=int,
@@ -278,22 +318,9 @@ FLAGS: Final[tuple[Flag, ...]] = (
         kind=str, choices=("bash", "zsh", "tcsh"), env="", origin=NEWER,
     ),
     # ------------------------------------------------------------ accepted from dlrover-run
-    Flag("--network-check", "Check nodes and links before training (nothing yet).", "dlrover",
-         origin=DLROVER),
-    Flag("--comm-perf-test", "Measure collectives before training (nothing yet).", "dlrover",
-         origin=DLROVER),
-    Flag(
-        "--precheck", "1: --network-check, 2: --comm-perf-test as well (nothing yet).", "dlrover",
-        kind=int, wants=_WHOLE, default=0, metavar="{0,1,2}", origin=DLROVER,
-    ),
-    Flag("--exclude-straggler", "Leave slow nodes out (nothing yet).", "dlrover", origin=DLROVER),
     Flag("--save-at-breakpoint", "Save the state in memory after a failure (nothing yet).",
          "dlrover", origin=DLROVER),
     Flag("--auto-tunning", "Tune the data loader (nothing yet).", "dlrover", origin=DLROVER),
-    Flag(
-        "--accelerator", "Kind of accelerator (nothing yet; found by itself).", "dlrover",
-        kind=str, default="nvidia.com/gpu", metavar="NAME", origin=DLROVER,
-    ),
     Flag(
         "--training-port", "First port of Ascend's collectives (nothing yet).", "dlrover",
         kind=int, wants=_WHOLE, default=60000, metavar="PORT", origin=DLROVER,
@@ -304,15 +331,5 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
 )  # fmt: skip
 
-NOTHING_YET: Final = (
-    "network_check",
-    "comm_perf_test",
-    "precheck",
-    "exclude_straggler",
-    "save_at_breakpoint",
-    "auto_tunning",
-    "accelerator",
-    "training_port",
-    "ucp_device_type",
-)
+NOTHING_YET: Final = ("save_at_breakpoint", "auto_tunning", "training_port", "ucp_device_type")
 """Flags of dlrover-run that are accepted and have no effect in this version."""

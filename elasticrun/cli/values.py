@@ -10,7 +10,7 @@ import signal
 from typing import Final
 
 from elasticrun import config
-from elasticrun.wire.messages import MAX_NAME
+from elasticrun.wire.messages import MAX_NAME, MAX_NODES, MAX_SECONDS
 
 C10D_PORT: Final = 29400
 """Port of an endpoint that names none (torchrun's, for c10d)."""
@@ -47,8 +47,8 @@ def nodes(text: str) -> tuple[int, int]:
     if not 0 < low <= high:
         raise UsageError(f"--nnodes={text}: the smallest number of nodes must be at least 1, and "
                          "not above the largest")  # fmt: skip
-    if high > config.MAX_NODES:
-        raise UsageError(f"--nnodes={text}: more than {config.MAX_NODES} nodes are not supported")
+    if high > MAX_NODES:
+        raise UsageError(f"--nnodes={text}: more than {MAX_NODES} nodes are not supported")
     return low, high
 
 
@@ -120,6 +120,8 @@ def seconds(text: str, name: str, *, zero: bool = False) -> float:
         value = float("nan")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
         raise UsageError(f"{name}={text} is not a positive number of seconds")
+    if value > MAX_SECONDS:
+        raise UsageError(f"{name}={text}: the longest time there is here is {MAX_SECONDS:g} s")
     return value
 
 

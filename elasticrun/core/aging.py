@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticrun.core.facts import Facts, LeftOut, RoundFacts
+from elasticrun.wire.messages import ExcludedNode
 
 
 def aged(facts: Facts, seconds: float) -> Facts:
@@ -24,6 +25,7 @@ def aged(facts: Facts, seconds: float) -> Facts:
         left_out=tuple(_left_out(entry, seconds) for entry in facts.left_out),
         fickle=tuple(_left_out(entry, seconds) for entry in facts.fickle),
         blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
+        excluded=tuple(_excluded(entry, seconds) for entry in facts.excluded),
     )
 
 
@@ -37,3 +39,8 @@ def _left_out(entry: LeftOut, seconds: float) -> LeftOut:
         silences=tuple(age + seconds for age in entry.silences),
         remaining=max(0.0, entry.remaining - seconds),
     )
+
+
+def _excluded(entry: ExcludedNode, seconds: float) -> ExcludedNode:
+    remaining = max(0.0, entry.remaining - seconds)
+    return replace(entry, age=entry.age + seconds, remaining=remaining)

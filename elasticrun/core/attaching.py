@@ -10,8 +10,8 @@ from __future__ import annotations
 from elasticrun import __version__
 from elasticrun.config import EXIT_REFUSED
 from elasticrun.core import effects as fx
+from elasticrun.core.checking import Checking
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
-from elasticrun.core.job_base import JobBase
 from elasticrun.core.membership import Health
 from elasticrun.core.roster import differences
 from elasticrun.core.rounds import adopt, adopted_seat
@@ -19,11 +19,13 @@ from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 
 
-class Attaching(JobBase):
+class Attaching(Checking):
     """See the module's head."""
 
     def _attached(self, session: int, hello: m.Hello, now: float) -> None:
         node = hello.node
+        if self._refuse_excluded(session, hello, now):
+            return
         suspect = self._membership.is_suspect(node)
         admission = self._membership.attach(
             node=node, host=hello.host, incarnation=hello.incarnation, session=session, now=now
@@ -39,8 +41,12 @@ class Attaching(JobBase):
             self._rdzv.gone(node, "was replaced by a newer agent", last_word=now, reborn=True)
         elif admission.newer:
             self._rdzv.reborn(node)
+        if admission.newer:
+            self._unprobed(node, "was replaced by a newer agent", now)
+            self._doubt(node)
         if admission.forgotten:
             self._roster.forget(admission.forgotten)
+            self._doubt(admission.forgotten)
         self._roster.enter(hello)
         self._rdzv.back(node)
         unseen = self._rdzv.is_unseen(node)
@@ -59,6 +65,10 @@ class Attaching(JobBase):
         if hello.spec != self.spec:
             otherwise = ", ".join(differences(hello.spec, self.spec))
             self._note(f"node {node} was started otherwise: {otherwise}", "warning")
+        namesake = self._roster.namesake(hello)
+        if namesake:
+            both = f"nodes {namesake} and {node} are both on a host named {hello.host}"
+            self._note(f"{both}, with different addresses: name the hosts apart", "warning")
         if self._outcome is not None:
             self._tell(session, self._outcome)
             self._say_over(self._outcome)
@@ -68,6 +78,8 @@ class Attaching(JobBase):
             self._repeat_start(session, node, now)
         else:
             self._rdzv.returned(node, now, within=self.spec.last_call_timeout)
+        if self._outcome is None:
+            self._probe_again(session, node)
 
     def _welcome(self) -> m.Welcome:
         return m.Welcome(
@@ -130,6 +142,8 @@ class Attaching(JobBase):
     def _adopt_member(self, node: str, hello: m.Hello, report: m.RoundReport) -> None:
         assert self._round is not None
         self._round.seat(adopted_seat(hello, report))
+        if self._netcheck is not None:
+            self._netcheck.trust((node,))
         self._rdzv.adopt_member(node, hello.local_world_size, self._now)
         self._stale = self._stale or self._rdzv.is_whole
 
@@ -144,6 +158,7 @@ class Attaching(JobBase):
         member = self._membership.member(node)
         if member.health is Health.LEFT:
             self._rdzv.gone(node, member.reason, last_word=now)
+            self._unprobed(node, member.reason, now)
             self._stale = True
         elif self._outcome is None:
             self._note(f"node {node} is suspect: {member.reason}")
@@ -161,6 +176,7 @@ class Attaching(JobBase):
             last_heard = self._membership.member(death.node).last_heard
             self._end_stay(death.node, death.since, now)
             rdzv.gone(death.node, f"is dead: {death.reason}", last_word=last_heard)
+            self._unprobed(death.node, f"is dead: {death.reason}", now)
             self._stale = True
             if death.session is not None:
                 self._out.append(fx.Hangup(death.session))

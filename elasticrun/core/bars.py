@@ -1,10 +1,22 @@
-"""Nodes that are not let in for a while: until when, and why."""
+"""Nodes that are not let in for a while: how long, until when, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from elasticrun.core.deadlines import Deadlines
+
+BAR_UNIT = 120.0
+"""A node that is left out waits this many seconds at the door the first time, then twice as long,
+..."""
+
+BAR_LONGEST = 3600.0
+"""... but never longer than this."""
+
+
+def bar_length(times: int) -> float:
+    """Seconds that a node waits at the door when it is left out for the `times`-th time."""
+    return min(BAR_UNIT * 2.0 ** min(times - 1, 30), BAR_LONGEST)
 
 
 class Bars:

@@ -25,14 +25,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from elasticrun.config import EXCLUDE_FAILING_AFTER
+from elasticrun.core.bars import bar_length
 from elasticrun.core.facts import Blamed
 from elasticrun.core.wording import some
 
-BAR_UNIT = 120.0
-"""A node that is left out waits this long at the door the first time, then twice as long, ..."""
-
-BAR_LONGEST = 3600.0
-"""... but never longer than this; as long its record is remembered after it has come back."""
+PROBATION = 3600.0
+"""Seconds for which a node that was left out is remembered after it has come back."""
 
 MEMORY = 6 * 3600.0
 """Seconds between two causes beyond which they are no row: by then it was another world."""
@@ -79,7 +77,7 @@ class Blame:
         empty if it is not."""
         row = self._row(cause)
         record = self._records.get(cause.node)
-        probation = record is not None and now < record.until + BAR_LONGEST
+        probation = record is not None and now < record.until + PROBATION
         if len(row) < (1 if probation else self._after):
             return ""
         moved = len({one.first_rank for one in row if one.first_rank >= 0}) > 1
@@ -110,8 +108,8 @@ class Blame:
         """The node of `cause` is left out; for how many seconds."""
         self._trail.append(cause)
         old = self._records.pop(cause.node, None)
-        times = 1 + (old.times if old and now < old.until + BAR_LONGEST else 0)
-        wait = min(BAR_UNIT * 2.0 ** min(times - 1, 30), BAR_LONGEST)
+        times = 1 + (old.times if old and now < old.until + PROBATION else 0)
+        wait = bar_length(times)
         self._records[cause.node] = _Record(times, now + wait, cause.rank)
         if len(self._records) > MAX_RECORDS:
             self._records.pop(next(iter(self._records)))
@@ -151,7 +149,7 @@ class Blame:
         found = {
             node: Blamed(node, 0, one.times, one.rank, one.until - now)
             for node, one in self._records.items()
-            if now < one.until + BAR_LONGEST
+            if now < one.until + PROBATION
         }
         if self._trail:
             last = self._trail[-1]

@@ -64,6 +64,8 @@ class Crew:
         self._completed: dict[str, None] = {}  # members all of whose ranks ended with 0
         self._announced: dict[str, None] = {}  # attached, not joined
         self._barred = Bars()
+        self._kept: dict[str, str] = {}  # kept out until the network check passes them, and why
+        self._shortage = ""  # which node was excluded since the last round was formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
         self._call = LastCall(spec.last_call_timeout)
         self._door = Door(spec)
@@ -116,7 +118,7 @@ class Crew:
 
     def is_barred(self, node: str) -> bool:
         """Whether it waits at the door whatever room there is."""
-        return node in self._barred
+        return node in self._barred or node in self._kept
 
     @property
     def formed_at(self) -> float:
@@ -135,7 +137,7 @@ class Crew:
         if self.is_member(node):
             stage = self.stages[node]
             return "joining" if stage is Stage.STOPPED else stage.value
-        if node in self._barred:
+        if self.is_barred(node):
             return "at-the-door"
         return "joining" if node in self._announced else "stopping"
 
@@ -145,6 +147,8 @@ class Crew:
 
     def reason_of(self, node: str, now: float) -> str:
         """Why this one node waits, where that is an affair of its own; else empty."""
+        if node in self._kept:
+            return self._kept[node]
         if node in self._barred:
             return self._barred.sentence(node, now)
         if node in self._announced:
@@ -188,7 +192,7 @@ class Crew:
             self._awaited.disarm(node)  # it has come back, and will not be in the next round
             return
         self._awaited.disarm(node)
-        if node not in self.ready:
+        if node not in self.ready and node not in self._kept:
             self.ready[node] = None
             if not self.stages:
                 self._call.ready(now) if announced else self._call.arrival(now)
@@ -204,6 +208,7 @@ class Crew:
         if node in self._announced or node in self.ready:
             self._door.went(node)
         self._announced.pop(node, None)
+        self._kept.pop(node, None)
         self._barred.lift(node)
         self._recount = True
         if self.is_concerned(node):
@@ -234,6 +239,7 @@ class Crew:
         heard. `reborn`: a newer life of it is there, so its ranks are not."""
         self._announced.pop(node, None)
         self._unheard.pop(node, None)
+        self._kept.pop(node, None)
         self._barred.lift(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
@@ -256,10 +262,15 @@ class Crew:
         """Whether the next round could do without this member; O(n)."""
         if not self.is_member(node) or node in self._leaving:
             return False
+        return self.is_enough_without(node)
+
+    def is_enough_without(self, node: str) -> bool:
+        """Whether a round could form if this node, member or not, were not there; O(n)."""
         others = {one for one in self.stages if self.is_member(one)} - set(self._leaving)
         others.update(self.ready)
+        others -= {node, *self._kept}
         unit = self._spec.node_unit
-        return (len(others) - 1) // unit * unit >= self._spec.min_nodes
+        return len(others) // unit * unit >= self._spec.min_nodes
 
     def leave_out(self, node: str, until: float, why: str) -> None:
         """This member waits at the door until then. It is no loss that others would follow."""
@@ -269,6 +280,17 @@ class Crew:
         if node in self.ready:  # else it is barred when it joins
             del self.ready[node]
             self._barred.put(node, until, why)
+
+    def keep_out(self, node: str, why: str) -> None:
+        """This node may not be in a round before the network check has passed it."""
+        self._kept[node] = why
+        self._awaited.disarm(node)
+        self._announced.pop(node, None)
+        self.ready.pop(node, None)
+
+    def admit(self, node: str) -> bool:
+        """It need not be kept out any more, and may join; whether it was."""
+        return self._kept.pop(node, None) is not None
 
     def let_in(self, node: str, now: float) -> None:
         """A node that was left out need not wait any more."""
@@ -349,7 +371,7 @@ class Crew:
         self._awaited.clear()
         self._lost.clear()
         self._completed.clear()
-        self._broken = ""
+        self._broken = self._shortage = ""
         self._unseen_ranks = 0
         self._given_up_ranks = 0
         self._door.formed(now, announced=bool(self._announced))

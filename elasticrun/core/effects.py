@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from elasticrun.core.facts import Facts
 from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.messages import Failure, Hello, Order, Report, Start
+from elasticrun.wire.messages import Failure, Hello, Order, Probe, Probed, Report, Start
 
 # ---------------------------------------------------------------- both brains
 
@@ -182,6 +182,15 @@ class LinkBack:
     Say(...) of its present state. The shell has already sent Hello, with `attached()`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """What came of a RunProbe, also where its processes could not be started or had to be killed.
+    Every process of it has been reaped. Comes exactly once for each RunProbe, unless CallOffProbe
+    came first: then never."""
+
+    result: Probed
+
+
 AgentEvent = (
     Ordered
     | StoreReady
@@ -193,6 +202,7 @@ AgentEvent = (
     | Signalled
     | LinkLost
     | LinkBack
+    | ProbeEnded
     | Tick
 )
 
@@ -235,6 +245,18 @@ class ReleaseStore:
 
 
 @dataclass(frozen=True, slots=True)
+class RunProbe:
+    """Probe this machine as the order says; answer with ProbeEnded. Its limit is the shell's."""
+
+    order: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class CallOffProbe:
+    """Kill the processes of the probe that is under way; no ProbeEnded follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """Send this report to the master, when there is one."""
 
@@ -253,13 +275,23 @@ class Exit:
 
 
 AgentEffect = (
-    SpawnRanks | SignalRanks | SweepRanks | PrepareStore | ReleaseStore | Say | Note | Exit
+    SpawnRanks
+    | SignalRanks
+    | SweepRanks
+    | PrepareStore
+    | ReleaseStore
+    | RunProbe
+    | CallOffProbe
+    | Say
+    | Note
+    | Exit
 )
 
 __all__ = [
     "AgentEffect",
     "AgentEvent",
     "Attached",
+    "CallOffProbe",
     "Detached",
     "Endpoint",
     "Exit",
@@ -274,12 +306,14 @@ __all__ = [
     "Ordered",
     "Overslept",
     "PrepareStore",
+    "ProbeEnded",
     "RankExited",
     "RankSpawned",
     "RanksSwept",
     "Record",
     "ReleaseStore",
     "RoundName",
+    "RunProbe",
     "Say",
     "SignalRanks",
     "Signalled",

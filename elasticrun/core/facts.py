@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.messages import End, JobSpec
+from elasticrun.wire.messages import End, ExcludedNode, JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +93,5 @@ class Facts:
     outcome: End | None
     blamed: tuple[Blamed, ...] = ()
     fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
+    excluded: tuple[ExcludedNode, ...] = ()  # who is refused, and the hour's slow ones
     blind: bool = False  # no round, but another master served before, without leaving a record

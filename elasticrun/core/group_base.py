@@ -16,6 +16,8 @@ from elasticrun.wire.messages import (
     Finished,
     Join,
     Leaving,
+    Probe,
+    Probed,
     RanksFailed,
     Report,
     RoundReport,
@@ -54,6 +56,8 @@ class GroupBase:
         self._ranks = LocalRanks(nproc, host)
         self._stores = StoreShelf()
         self._outcome: Exit | None = None
+        self._probe_order: Probe | None = None  # under way
+        self._probed: Probed | None = None  # the last answer, until a round begins
         self._deadlines: Deadlines[str] = Deadlines()
         self._begun = False
         self._term = 0
@@ -117,6 +121,11 @@ class GroupBase:
             self._prepare()
         else:
             self._state = State.JOINED
+            self._offer()
+
+    def _offer(self) -> None:
+        """Say that this node is ready, with the store that it offers; nothing without one."""
+        if self._stores.offer is not None:
             self._say(Join(self._stores.offer))
 
     def _failures(self) -> tuple[Failure, ...]:
@@ -151,10 +160,12 @@ class GroupBase:
             self._say_stopping(now)
         elif self._state is State.FINISHED and self._start is not None:
             self._say(Finished(self._start.round))
-        elif self._state in (State.PREPARING, State.JOINED):
+        elif self._state in (State.PREPARING, State.JOINED, State.PROBING):
             self._say_stopped()
-            if self._state is State.JOINED and self._stores.offer is not None:
-                self._say(Join(self._stores.offer))
+            if self._state is not State.PREPARING:
+                self._offer()
+            if self._probed is not None:
+                self._say(self._probed)
 
     def _say_running(self) -> None:
         if self._start is not None:
@@ -178,17 +189,6 @@ class GroupBase:
 
     def _note(self, text: str, level: str = "info") -> None:
         self._out.append(Note(text, level))
-
-    def _link_gone(self, reason: str, now: float) -> None:
-        ending = self._state in (State.ENDING, State.CLEARING)  # then it needs no master any more
-        if not self._link_lost and not ending:
-            self._note(
-                f"no master answers ({reason}); this node goes on for "
-                f"{self._master_lost_timeout:g} s",
-                "warning",
-            )
-            self._deadlines.arm("master-lost", now + self._master_lost_timeout)
-        self._link_lost = f"no master answers: {reason}"
 
     def _signal(self, signum: int) -> None:
         targets = self._ranks.targets(signum)

@@ -13,6 +13,7 @@ class State(StrEnum):
 
     PREPARING = "preparing"  # no rank lives here; the store to offer is not ready yet
     JOINED = "joined"  # no rank lives here; the master knows, and has our store
+    PROBING = "probing"  # no rank lives here; this machine and its links are being probed
     STARTING = "starting"  # ranks were ordered, not all of them run yet
     RUNNING = "running"  # every rank was started, at least one still runs
     STOPPING = "stopping"  # ranks have been told to end; the next round follows

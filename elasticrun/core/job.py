@@ -15,6 +15,7 @@ from elasticrun.core.attaching import Attaching
 from elasticrun.core.blame import Cause
 from elasticrun.core.crew import Phase
 from elasticrun.core.failures import Bill
+from elasticrun.core.membership import Health
 from elasticrun.core.rendezvous import Decision, Verb
 from elasticrun.core.rounds import begin
 from elasticrun.core.wording import some
@@ -23,6 +24,8 @@ from elasticrun.wire.ids import RoundName
 
 MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
+
+_OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
 
 class Job(Attaching):
@@ -51,9 +54,11 @@ class Job(Attaching):
             self._membership.overslept(event.by, beat)
             self._rdzv.overslept(event.by + beat)
             self._settlement.window.overslept(event.by + beat)
+            self._unheard_for += event.by
             self._note(f"the master was away for {event.by:.1f} s; no silence counts", "warning")
         if self._outcome is None:
             self._bury(now)
+            self._pursue(now)
             self._advance(now)
             if isinstance(event, fx.Heard) and isinstance(event.report, m.Join):
                 self._tell_to_wait(self._membership.node_of(event.session))
@@ -74,16 +79,24 @@ class Job(Attaching):
 
     def _heard(self, node: str, report: m.Report, now: float) -> None:
         rdzv = self._rdzv
+        if self._membership.member(node).health is Health.LEFT and isinstance(
+            report, m.Join | m.Probed | m.Steps
+        ):
+            return  # an excluded node that has not read it yet
         if isinstance(report, m.Join):
             self._roster.joined(node, report.store)
-            self._joined(node, now)
+            if not self._is_probed_at_door(node, now):
+                self._joined(node, now)
+        elif isinstance(report, m.Probed):
+            self._probed(node, report, now)
         elif isinstance(report, m.Leaving):
             self._membership.left(node, report.reason)
             self._stays.over(node)
             rdzv.leaving(node, now, report.reason)
+            self._unprobed(node, f"left: {report.reason}", now)
             self._all_left = self._membership.present() == 0
             self._note(f"node {node} leaves: {report.reason}")
-        elif isinstance(report, m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished):
+        elif isinstance(report, _OF_A_ROUND):
             if self._round is None or report.round != self._round.name:
                 return  # of a round that is over
             if isinstance(report, m.Running):
@@ -95,16 +108,10 @@ class Job(Attaching):
                 rdzv.stopping(node, report.remaining, now)
             elif isinstance(report, m.Stopped):
                 rdzv.stopped(node, now)
+            elif isinstance(report, m.Steps):
+                self._stepped(node, report, now)
             else:
                 rdzv.finished(node)
-
-    def _joined(self, node: str, now: float) -> None:
-        until, why = max(
-            (self._membership.barred_until(node, now), "it fell silent too often"),
-            (self._settlement.blame.barred_until(node, now), "its ranks kept failing"),
-            (self._stays.barred_until(node, now), "its agent died soon after each start"),
-        )
-        self._rdzv.join(node, now, not_before=until, why=why)
 
     def _ranks_failed(self, node: str, report: m.RanksFailed, now: float) -> None:
         stopped = self._rdzv.is_stopping(node)
@@ -129,6 +136,10 @@ class Job(Attaching):
             if self._all_left and self._membership.present() == 0 and not self._rdzv.succeeded:
                 self._end(EXIT_FAILED, "every node has left")
                 return
+            unfit = self._perf_failure()
+            if unfit:
+                self._end(EXIT_FAILED, unfit)
+                return
             gate = self._settlement.judge(self._trouble(), self._rdzv.formed_at, now)
             if gate is not None and gate.end:
                 self._end(EXIT_FAILED, gate.end)
@@ -140,7 +151,13 @@ class Job(Attaching):
                 self._wait(decision, None if gate is None else gate.until)
                 return
             if decision.verb is Verb.FORM:
-                if not self._reconsider(now):
+                if self._reconsider(now):
+                    continue
+                held = self._hold_for_check(now)
+                if held is not None:
+                    self._wait(held, None)
+                    return
+                if not self._keep_out_the_doubted():
                     self._form(decision.nodes, now)
             elif decision.verb is Verb.REOPEN:
                 self._settlement.window.excuse(decision.reason)
@@ -179,6 +196,7 @@ class Job(Attaching):
             wait = blame.leave_out(cause, now)
             self._stale = True
             self._rdzv.leave_out(cause.node, now + wait, why)
+            self._doubt(cause.node)
             self._note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
             self._tell_to_wait(cause.node)
             return True
@@ -202,9 +220,9 @@ class Job(Attaching):
     def _tell_to_wait(self, only: str | None = None) -> None:
         """Tell ready nodes, or the one named, why they wait, each once per sentence."""
         if only is not None and self._rdzv.is_barred(only) and self._outcome is None:
-            session = self._membership.session_of(only)
-            if session is not None:
-                self._tell(session, m.Wait(self._rdzv.reason_of(only, self._now)))
+            session, why = self._membership.session_of(only), self._rdzv.reason_of(only, self._now)
+            if session is not None and self._roster[only].told != why:
+                self._tell(session, m.Wait(why))
         if not self._reason or self._outcome is not None:
             return
         sessions = []
@@ -223,6 +241,7 @@ class Job(Attaching):
         assert self._round is not None
         self._round.why_stopped = reason
         members = self._rdzv.reopen(now)
+        self._call_in_the_doubted(now)
         self._note(f"round {self._round.name.number} is over: {reason}")
         self._record()
         self._broadcast(members, m.Stop(self._round.name, reason))
@@ -253,6 +272,7 @@ class Job(Attaching):
             start = round_.start(node)
             assert start is not None
             self._broadcast((node,), start)
+        self._probe_the_left_out(now)
 
     def _end(self, exit_code: int, reason: str) -> None:
         failures = () if exit_code == EXIT_OK else self._settlement.failures

@@ -1,26 +1,32 @@
 """What the master's brain knows, the picture it gives of it, its record, and how it speaks.
 
-What it makes of it is in `attaching` (streams) and `job` (reports and decisions).
+What it makes of it is in `checking` (the health of nodes), `attaching` (streams) and `job` (reports
+and decisions).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core import effects as fx
 from elasticrun.core.crew import Phase
+from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts
 from elasticrun.core.job_status import nothing_yet, picture
 from elasticrun.core.membership import Membership
+from elasticrun.core.netcheck import NetCheck
 from elasticrun.core.recording import facts_of, load
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round
 from elasticrun.core.settlement import Settlement
 from elasticrun.core.stays import Stays
+from elasticrun.core.stragglers import Stragglers
 from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
+from elasticrun.wire.ids import RoundName
 
 RECORD_EVERY = 10.0
 """While the job waits for something, what remains of the wait is recorded so often (seconds), so
@@ -62,6 +68,21 @@ class JobBase:
         self._stale = False  # a fact has changed that no order waits for
         self._roster = Roster()
         self._stays = Stays()
+        self._exclusions = Exclusions()
+        self._netcheck: NetCheck | None = None  # where the job has asked for it
+        self._stragglers: Stragglers | None = None  # where a script reports its steps
+        self._at_door: dict[str, None] = {}  # nodes that are probed at the door
+        self._probe_orders: dict[str, m.Probe] = {}  # the last one of each node
+        self._answered_at_door: list[str] = []  # of these, until it is known what it came to
+        self._stirred = False  # something has happened to the check in this step
+        self._unresolved: dict[str, str] = {}  # nobody can tell whether they are at fault, and why
+        self._suspicions: dict[str, str] = {}  # nodes that are slow and stay, with the evidence
+        self._examined: RoundName | None = None  # whose failure's node has been doubted
+        self._watched: RoundName | None = None  # whose steps are compared
+        self._is_checking = False  # a check was begun whose end was not told of
+        self._is_perf_told = False
+        self._summary = ""  # of the last check
+        self._unheard_for = 0.0  # seconds in which the master did not listen
         self._out: list[fx.JobEffect] = []
         self._membership: Membership
         self._rdzv: Rendezvous
@@ -85,7 +106,12 @@ class JobBase:
             return None if self._facts is None else 0.0
         if self._outcome is not None:
             return None
-        deadlines = (self._membership.next_deadline(), self._until, self._record_due())
+        deadlines = (
+            self._membership.next_deadline(),
+            self._until,
+            self._record_due(),
+            self._check_due(),
+        )
         return min((when for when in deadlines if when is not None), default=None)
 
     def status(self) -> m.JobStatus:
@@ -104,7 +130,18 @@ class JobBase:
             ends=None if self._hold_reason else self._ends,
             last_failure=self._last_failure,
             outcome=self._outcome.reason if self._outcome else "",
+            health=self._health,
+            excluded=self._exclusions.page(self._now),
+            check=self._netcheck.summary() if self._netcheck else "",
         )
+
+    def _health(self, node: str) -> str:
+        parts = (
+            self._suspicions.get(node, ""),
+            self._netcheck.health(node) if self._netcheck else "",
+            self._stragglers.health(node) if self._stragglers else "",
+        )
+        return "; ".join(part for part in parts if part)
 
     # ------------------------------------------------------------ beginning
 
@@ -126,10 +163,20 @@ class JobBase:
                 roster=self._roster,
                 settlement=self._settlement,
                 stays=self._stays,
+                exclusions=self._exclusions,
                 now=now,
             )
             self._note(_in_words(facts))
+        self._begin_check(spec.checks)
         self._record()
+
+    def _begin_check(self, checks: m.CheckSpec) -> None:
+        if self._round is not None:  # the perf test was before the first round
+            checks = replace(checks, perf=False)
+        if checks.network or checks.perf:
+            self._netcheck = NetCheck(checks, self._mint)
+            if self._round is not None:
+                self._netcheck.trust(tuple(self._round.members))
 
     # ------------------------------------------------------------ the record
 
@@ -149,6 +196,7 @@ class JobBase:
                     roster=self._roster,
                     settlement=self._settlement,
                     stays=self._stays,
+                    exclusions=self._exclusions,
                     outcome=self._outcome,
                     now=self._now,
                 )
@@ -171,6 +219,17 @@ class JobBase:
         due = self._record_due()
         if due is not None and self._now >= due:
             self._record()
+
+    # ------------------------------------------------------------ the clock of the check
+
+    def _check_time(self, now: float) -> float:
+        """Seconds in which the master listened."""
+        return now - self._unheard_for
+
+    def _check_due(self) -> float | None:
+        """When an answer to a probe is overdue, by the clock of the brain."""
+        due = self._netcheck.next_deadline() if self._netcheck is not None else None
+        return None if due is None else due + self._unheard_for
 
     # ------------------------------------------------------------ small change
 

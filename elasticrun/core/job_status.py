@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elasticrun.core.budget import Budget
 from elasticrun.core.crew import Phase
 from elasticrun.core.membership import Health, Member, Membership
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round
-from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
+from elasticrun.wire.messages import ExcludedNode, JobSpec, JobStatus, NodeStatus
 
 
 def nothing_yet(spec: JobSpec | None) -> JobStatus:
@@ -43,8 +45,12 @@ def picture(
     ends: float | None,
     last_failure: str,
     outcome: str,
+    health: Callable[[str], str],
+    excluded: tuple[ExcludedNode, ...],
+    check: str,
 ) -> JobStatus:
-    """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
+    """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest;
+    `health`: node -> what its probes and steps have shown."""
     phase = rdzv.phase.value
     if outcome:
         phase = "ended"
@@ -75,15 +81,23 @@ def picture(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         nodes=tuple(
-            _node(member, why(member), rdzv, roster, round_) for member in membership.nodes()
+            _node(member, why(member), rdzv, roster, round_, health(member.node))
+            for member in membership.nodes()
         ),
         last_failure=last_failure,
         outcome=outcome,
+        excluded=excluded,
+        check=check,
     )
 
 
 def _node(
-    member: Member, reason: str, rdzv: Rendezvous, roster: Roster, round_: Round | None
+    member: Member,
+    reason: str,
+    rdzv: Rendezvous,
+    roster: Roster,
+    round_: Round | None,
+    health: str,
 ) -> NodeStatus:
     entry = roster.get(member.node)  # None: of a restored round, and not heard yet
     here = rdzv.is_member(member.node)
@@ -100,4 +114,5 @@ def _node(
         first_rank=seat.first_rank if seat else -1,
         local_world_size=entry.hello.local_world_size if entry else ranks,
         pids=entry.pids if entry and here else (),
+        health=health,
     )

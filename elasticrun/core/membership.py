@@ -8,8 +8,7 @@ agrees, at once if a newer incarnation of it attaches, and otherwise when it has
 `heartbeat_timeout`; that includes the silence for which pings broke the stream.
 
 Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
-more than half of a round's nodes fall silent together the verdict waits for MASS_SILENCE_HOLD,
-because then it is the master that has been cut off.
+more than half of a round's nodes fall silent together the verdict waits (`mass_silence`).
 
 A node's name is its node id; an incarnation is one life of its agent. A superseded incarnation is
 refused for ever. One that was only taken for dead may come back: it is treated as a newcomer, and
@@ -25,14 +24,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elasticrun.config import (
-    MASS_SILENCE_HOLD,
-    MAX_SESSIONS,
-    REATTACH_GRACE,
-    SLUGGISH_DEAD,
-    SUSPECT_CONFIRM,
-)
+from elasticrun.config import MAX_SESSIONS, REATTACH_GRACE, SLUGGISH_DEAD, SUSPECT_CONFIRM
 from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.mass_silence import MassSilence
 from elasticrun.core.pace import BEATS_PER_SECOND, beat_interval
 from elasticrun.core.silences import Silences
 
@@ -105,7 +99,7 @@ class Membership:
         self._suspects: dict[str, None] = {}
         self._present: dict[str, None] = {}  # alive or suspect
         self._deadlines: Deadlines[str] = Deadlines()
-        self._hold_until: float | None = None
+        self._mass_silence = MassSilence()
         self._past: dict[str, Silences] = {}  # from the record: nodes that have not attached yet
 
     # ------------------------------------------------------------ questions
@@ -154,12 +148,7 @@ class Membership:
 
     def hold_reason(self) -> str:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
-        if self._hold_until is None:
-            return ""
-        return (
-            "more than half of the nodes fell silent together, so it is the master that may be cut "
-            f"off; nobody is given up for {MASS_SILENCE_HOLD:g} s"
-        )
+        return self._mass_silence.reason()
 
     def barred_until(self, node: str, now: float) -> float:
         """Until when a node that keeps falling silent waits at the door; `now` if it need not."""
@@ -228,8 +217,7 @@ class Membership:
             self._sessions[member.session] = member
         self._present[member.node] = None
         self._suspects.pop(member.node, None)
-        if not self._suspects:
-            self._hold_until = None
+        self._mass_silence.settled(member.node)
         self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
 
     def heard(self, session: int, now: float) -> str | None:
@@ -240,6 +228,7 @@ class Membership:
         member.last_heard = now
         if member.health is Health.ALIVE:
             self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
+        self._mass_silence.settled(member.node)
         return member.node
 
     def detached(
@@ -280,12 +269,12 @@ class Membership:
         self._suspects.pop(node, None)
         self._present.pop(node, None)
         self._deadlines.disarm(node)
+        self._mass_silence.settled(node)
 
     def overslept(self, by: float, beat: float) -> None:
         """The listener was away for `by` seconds: no silence counts before one beat more."""
         self._deadlines.shift(by + beat)
-        if self._hold_until is not None:
-            self._hold_until += by + beat
+        self._mass_silence.overslept(by + beat)
 
     def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
         """The nodes whose time is up. `concerned` tells the members of the round, `size` how many
@@ -294,24 +283,15 @@ class Membership:
         if not due:
             return []
         silent = [node for node in due if not self._members[node].corroborated]
-        if silent and self._master_cut_off(silent, concerned, size, now):
-            assert self._hold_until is not None
-            for node in silent:
-                self._deadlines.arm(node, self._hold_until)
-            due = [node for node in due if self._members[node].corroborated]
+        if silent:
+            waiting = [n for n in self._suspects if not self._members[n].corroborated]
+            together = {node for node in (*silent, *waiting) if concerned(node)}
+            until = self._mass_silence.holds_until(together, size, now)
+            if until is not None:
+                for node in silent:
+                    self._deadlines.arm(node, until)
+                due = [node for node in due if self._members[node].corroborated]
         return [self._die(node, now) for node in due]
-
-    def _master_cut_off(
-        self, due: list[str], concerned: Callable[[str], bool], size: int, now: float
-    ) -> bool:
-        waiting = [n for n in self._suspects if not self._members[n].corroborated]
-        silent = {node for node in (*due, *waiting) if concerned(node)}
-        if size < 3 or 2 * len(silent) <= size:
-            self._hold_until = None
-            return False
-        if self._hold_until is None:
-            self._hold_until = now + MASS_SILENCE_HOLD
-        return now < self._hold_until
 
     def _die(self, node: str, now: float) -> Death:
         member = self._members[node]
@@ -333,8 +313,7 @@ class Membership:
             self._sessions.pop(session, None)
         self._suspects.pop(node, None)
         self._present.pop(node, None)
-        if not self._suspects:
-            self._hold_until = None
+        self._mass_silence.settled(node)
         return Death(node, reason, session, since)
 
     # ------------------------------------------------------------ the record of another master

@@ -6,6 +6,7 @@ round they run, what failed, what has stopped. Beats and joins are no facts.
 
 from __future__ import annotations
 
+from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts, RoundFacts
 from elasticrun.core.membership import Health, Membership
 from elasticrun.core.rendezvous import Rendezvous
@@ -32,6 +33,7 @@ def facts_of(
     roster: Roster,
     settlement: Settlement,
     stays: Stays,
+    exclusions: Exclusions,
     outcome: End | None,
     now: float,
 ) -> Facts:
@@ -58,6 +60,7 @@ def facts_of(
         outcome=outcome,
         blind=rdzv.is_blind,
         blamed=settlement.blame.record(now),
+        excluded=exclusions.record(now),
     )
 
 
@@ -90,6 +93,7 @@ def load(
     roster: Roster,
     settlement: Settlement,
     stays: Stays,
+    exclusions: Exclusions,
     now: float,
 ) -> Round | None:
     """Give every machine what it knew; the round of the record, None if none was formed."""
@@ -98,6 +102,7 @@ def load(
     settlement.blame.restore(facts.blamed, now)
     membership.remember({one.node: recalled(one, now) for one in facts.left_out})
     stays.restore(facts.fickle, now)
+    exclusions.restore(facts.excluded, now)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:

@@ -126,6 +126,16 @@ class Rendezvous(Succession):
             return replace(decision, wake=wake)
         return decision
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Nodes that wait at the door until their time is over."""
+        return tuple(self._barred)
+
+    def excluded(self, node: str, now: float, reason: str) -> None:
+        """It is told to go, and will not come back for long."""
+        self._shortage = f"node {node} is excluded: {reason}"
+        self.leaving(node, now, f"it is excluded: {reason}")
+
     def _note_losses(self, now: float) -> None:
         for node in self._struck:
             self._storm.seen(node, now)
@@ -134,7 +144,7 @@ class Rendezvous(Succession):
     def _within_reach(self) -> int:
         """Nodes that could be in the next round; O(n), asked only when one was lost for good."""
         there = {node for node in self.stages if self.is_member(node)} - set(self._leaving)
-        return len(there.union(self.ready, self._announced, self._barred))
+        return len(there.union(self.ready, self._announced, self._barred, self._kept))
 
     def _success(self, now: float) -> Decision | None:
         if not self._completed or len(self._completed) + len(self._vanished) < len(self.stages):
@@ -280,12 +290,13 @@ class Rendezvous(Succession):
             self._starved_since = now
         until = max(self._starved_since + self._spec.join_timeout, self._grace_until)
         needed = self._needed()
+        why = self.loss or self._shortage or next(iter(self._kept.values()), "")
         if now >= until:
             reason = f"fewer than {some(needed, 'node')} for {self._spec.join_timeout:g} s"
-            reason += f" ({self.loss})" if self.loss else ""
+            reason += f" ({why})" if why else ""
             return Decision(Verb.GIVE_UP, reason, exit_code=EXIT_BELOW_MIN)
         reason = f"waiting for nodes: {needed} must join"
-        reason += f", because {self.loss}" if self.loss else ""
+        reason += f", because {why}" if why else ""
         return Decision(Verb.WAIT, reason, until)
 
     def _usable(self, nodes: int) -> int:

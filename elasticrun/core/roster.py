@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
-from elasticrun.core.placement import Candidate
+from elasticrun.core.placement import Candidate, is_loopback
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.messages import Hello, JobSpec
+from elasticrun.wire.messages import CheckSpec, Hello, JobSpec
+
+_Pair = tuple[str, Any, Any]
+
+MAX_HOST_ADDRESSES = 4
+"""Addresses that are remembered of one host name; by then the operator has been told thrice."""
 
 
 @dataclass(slots=True)
@@ -27,6 +33,7 @@ class Roster:
         self._entries: dict[str, Entry] = {}
         self._order: dict[str, int] = {}  # of first join over all lives, by node
         self._joined = 0
+        self._hosts: dict[str, dict[str, str]] = {}  # host name -> address -> node
 
     def __getitem__(self, node: str) -> Entry:
         return self._entries[node]
@@ -47,10 +54,25 @@ class Roster:
         entry = self._entries[hello.node] = Entry(hello)
         return entry
 
+    def namesake(self, hello: Hello) -> str:
+        """A node that calls its host by the same name and has another address; empty if there is
+        none, or if it was named before."""
+        host, address = hello.host, hello.address
+        if not host or is_loopback(address):
+            return ""
+        known = self._hosts.setdefault(host, {})
+        if address in known or len(known) >= MAX_HOST_ADDRESSES:
+            return ""
+        other = next((node for node in known.values() if node != hello.node), "")
+        known[address] = hello.node
+        return other
+
     def forget(self, node: str) -> None:
         """The node has gone and its room is needed."""
-        self._entries.pop(node, None)
+        entry = self._entries.pop(node, None)
         self._order.pop(node, None)
+        if entry is not None:
+            self._hosts.pop(entry.hello.host, None)
 
     def remember(self, order: Iterable[str]) -> None:
         """The nodes that joined under another master, in the order of first join."""
@@ -103,5 +125,14 @@ class Roster:
 
 def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
     """Where an agent was started with other numbers than the job has."""
-    pairs = ((f.name, getattr(theirs, f.name), getattr(ours, f.name)) for f in fields(JobSpec))
-    return [f"{name}={its} (the job: {own})" for name, its, own in pairs if its != own]
+    return [
+        f"{name}={its} (the job: {own})"
+        for mine, yours in ((theirs, ours), (theirs.checks, ours.checks))
+        for name, its, own in _pairs(mine, yours)
+        if its != own and name != "checks"
+    ]
+
+
+def _pairs(theirs: JobSpec | CheckSpec, ours: JobSpec | CheckSpec) -> Iterator[_Pair]:
+    for field in fields(theirs):
+        yield field.name, getattr(theirs, field.name), getattr(ours, field.name)

@@ -7,15 +7,11 @@ import math
 from collections.abc import Iterable
 
 from elasticrun.config import EXCLUDE_SILENT_AFTER
+from elasticrun.core.bars import bar_length
 from elasticrun.core.facts import LeftOut
 
 MEMORY = 600.0
 """Such deaths are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
-
-BAR_UNIT = 120.0
-"""A node that dies so too often waits this long at the door, then twice as long, ..."""
-
-BAR_LONGEST = 3600.0
 
 
 class Silences:
@@ -42,8 +38,7 @@ class Silences:
         self.times.append(now)
         if len(self.times) >= self._after:
             self.bars += 1
-            wait = min(BAR_UNIT * 2.0 ** min(self.bars - 1, 30), BAR_LONGEST)
-            self.barred_until = max(self.barred_until, now + wait)
+            self.barred_until = max(self.barred_until, now + bar_length(self.bars))
 
     def matter(self, now: float) -> bool:
         """Whether they can still be held against the node."""

@@ -103,6 +103,12 @@ def order_in_words(order: m.Order) -> str:
             return f"Welcome: term {order.term}, a beat every {order.beat_interval:g} s"
         case m.Echo():
             return f"Echo {order.number}"
+        case m.Probe():
+            return (
+                f"Probe {order.check}{' (perf)' if order.perf else ''}: node {order.group_rank} of "
+                f"{order.group_world_size}, ranks from {order.first_rank} of {order.world_size}, "
+                f"store {order.store}, limit {order.limit:g} s"
+            )
         case _:
             return type(order).__name__
 
@@ -128,6 +134,14 @@ def report_in_words(report: m.Report) -> str:
             return f"Leaving: {report.reason}"
         case m.Beat():
             return f"Beat {report.number}"
+        case m.Probed():
+            found = "ok" if report.ok else f"failed in {report.phase.value}: {report.reason}"
+            return f"Probed {report.check}: {found}"
+        case m.Steps():
+            return (
+                f"Steps {report.round.number}: {report.step}, {report.seconds:.3g} s each, "
+                f"{report.own:.3g} s its own"
+            )
         case _:
             return type(report).__name__
 
@@ -144,6 +158,8 @@ def facts_in_words(facts: Facts) -> str:
         words.insert(0, f"round {last.name}{over}, {ranks}")
     if facts.left_out:
         words.append(f"{len(facts.left_out)} left out")
+    if facts.excluded:
+        words.append(f"{len(facts.excluded)} excluded")
     if facts.starved:
         words.append(f"below its smallest size for {facts.starved:.1f} s")
     if facts.outcome is not None:

@@ -2,8 +2,9 @@
 
 A life of a node is PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and again
 PREPARING or JOINED; or FINISHED; and at the end, by way of ENDING and CLEARING where ranks still
-live, OVER. `TABLE` below says which event means what in which state. An event that is not listed
-for a state cannot happen there, and raises.
+live, OVER. From PREPARING and JOINED it may go to PROBING and back (`probing_rules`). `TABLE` below
+says which event means what in which state. An event that is not listed for a state cannot happen
+there, and raises.
 
 What it promises
 * No rank of a round is asked for before every process of the round before has been swept, and the
@@ -35,10 +36,12 @@ from elasticrun.config import (
 )
 from elasticrun.core import effects as fx
 from elasticrun.core.failures import cause_first
-from elasticrun.core.group_base import GroupBase, newer
+from elasticrun.core.group_base import newer
 from elasticrun.core.group_states import State, UnexpectedEvent
 from elasticrun.core.group_table import Rules, draw_table, tabulate
+from elasticrun.core.link_rules import LinkRules
 from elasticrun.core.local_ranks import SIGKILL
+from elasticrun.core.probing_rules import ProbingRules
 from elasticrun.wire import messages as m
 
 SIGTERM = 15
@@ -48,7 +51,7 @@ SWEEP_GRACE = 5.0
 4.7 s to flush (DROP-IN 10). Never more than the grace of the ranks themselves."""
 
 
-class WorkerGroup(GroupBase):
+class WorkerGroup(LinkRules, ProbingRules):
     """The local ranks of one node; see the module's head. What it knows is kept by `GroupBase`."""
 
     # ------------------------------------------------------------ the shape of a brain
@@ -77,6 +80,8 @@ class WorkerGroup(GroupBase):
         self._out += self._stores.ready(event.store)
         if self._state is State.PREPARING:
             self._rejoin()
+        elif self._state is State.PROBING:
+            self._offer()
 
     def _store_lost(self, event: fx.StoreLost, now: float) -> None:
         if event.store == self._stores.hosted:
@@ -95,30 +100,12 @@ class WorkerGroup(GroupBase):
 
     # ------------------------------------------------------------ orders
 
-    def _welcome(self, order: m.Welcome, now: float) -> None:
-        if order.term < self._term:
-            self._obeying = False
-            reason = f"the master that answers is of term {order.term}, older than {self._term}"
-            self._note(f"{reason}: it is not obeyed", "warning")
-            self._link_gone(reason, now)
-            return
-        self._term = order.term
-        self._obeying = True
-        if self._link_lost:
-            self._note("the master answers again", "warning")
-        self._link_lost = ""
-        self._deadlines.disarm("master-lost")
-        self._master_lost_timeout = order.master_lost_timeout
-
-    def _wait(self, order: m.Wait, now: float) -> None:
-        if order.reason != self._reason:
-            self._reason = order.reason
-            self._note(order.reason)
-
     def _started(self, order: m.Start, now: float) -> None:
-        """JOINED or PREPARING: take the place that the master gives."""
+        """JOINED, PREPARING or PROBING: take the place that the master gives."""
         if self._start is not None and not newer(order.round, self._start.round):
             return  # an order that crossed our m.Stopped
+        self._call_off_probe()
+        self._probed = None
         self._out += self._stores.release()
         self._start = order
         self._ranks.failures.clear()
@@ -263,7 +250,9 @@ class WorkerGroup(GroupBase):
         self._deadlines.disarm("stuck")
         if self._state is State.FINISHED:
             self._prepare()
-        elif self._state in (State.PREPARING, State.JOINED):
+        elif self._state in _CALM:
+            if self._state is State.PROBING:
+                self._probe_lost(event.reason)
             self._rejoin()
         else:
             if self._ranks.lose_spawner(event):
@@ -295,6 +284,7 @@ class WorkerGroup(GroupBase):
         """End the agent with `outcome`, as soon as no rank lives here."""
         if self._state in (State.ENDING, State.CLEARING):
             return  # the first reason stands
+        self._call_off_probe()
         self._outcome = outcome
         self._reason = outcome.reason
         if self._state is State.SWEEPING:
@@ -304,15 +294,6 @@ class WorkerGroup(GroupBase):
             self._begin_stop(State.ENDING, signum, grace, now)
         else:
             self._exit(outcome)
-
-    # ------------------------------------------------------------ the link to the master
-
-    def _link_lost_event(self, event: fx.LinkLost, now: float) -> None:
-        self._link_gone(event.reason, now)
-
-    def _link_back(self, event: fx.LinkBack, now: float) -> None:
-        """Say where this node is. That a master is there to stay shows in its m.Welcome."""
-        self._say_all(now)
 
     # ------------------------------------------------------------ deadlines
 
@@ -354,10 +335,12 @@ class WorkerGroup(GroupBase):
 # -------------------------------------------------------------------- the table
 
 _IDLE = (State.PREPARING, State.JOINED)
+_CALM = (*_IDLE, State.PROBING)
 _LIVE = (State.STARTING, State.RUNNING)
 _DYING = (State.STOPPING, State.ENDING)
 _SWEPT = (State.SWEEPING, State.CLEARING)
 _HERE = tuple(state for state in State if state is not State.OVER)
+_BUSY = tuple(state for state in _HERE if state not in _CALM)
 
 G = WorkerGroup
 _BEFORE: Rules = (
@@ -371,8 +354,8 @@ _BEFORE: Rules = (
     (_HERE, (m.End,), G._end),
     (_HERE, (m.Refused,), G._refused),
     (_HERE, (m.Wait,), G._wait),
-    (_IDLE, (m.Start,), G._started),
-    (_IDLE, (m.Stop,), G._ignore),
+    (_CALM, (m.Start,), G._started),
+    (_CALM, (m.Stop,), G._ignore),
     (_LIVE, (m.Start,), G._restarted),
     (_LIVE, (m.Stop,), G._stop),
     ((State.STARTING,), (fx.RankSpawned,), G._spawned),
@@ -383,6 +366,11 @@ _BEFORE: Rules = (
     ((State.FINISHED,), (m.Start,), G._ignore),
     (_SWEPT, (fx.RanksSwept,), G._swept),
     ((State.FINISHED,), (m.Stop,), G._stop_finished),
+    (_IDLE, (m.Probe,), G._probe),
+    ((State.PROBING,), (m.Probe,), G._probe_newer),
+    ((State.PROBING,), (fx.ProbeEnded,), G._probe_ended),
+    (_IDLE, (fx.ProbeEnded,), G._ignore),
+    (_BUSY, (m.Probe, fx.ProbeEnded), G._ignore),
 )  # fmt: skip
 RULES: Rules = (
     *_BEFORE,

@@ -24,7 +24,7 @@ from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.reread import EnvironmentCheck
 from elasticrun.wire.env import OMP_NUM_THREADS
-from elasticrun.wire.spawner import SpawnRank
+from elasticrun.wire.spawner import SpawnProbe, SpawnRank
 
 CANNOT_START = 125
 """Exit code of a child that could not become a rank; the page says why."""
@@ -53,7 +53,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     _settle(birth, order, page)
     _dispositions(birth, for_python=True)
     environ = environment(birth.baseline, order)
-    _set_environ(environ)
+    set_environ(environ)
     stdio.renew()
     check = EnvironmentCheck(stash.reads, _text(birth.baseline.environ), _text(stash.environ))
     first_mask = birth.baseline.affinity
@@ -92,8 +92,8 @@ def fail(page: Page, reason: str) -> NoReturn:
     os._exit(CANNOT_START)
 
 
-def environment(baseline: Baseline, order: SpawnRank) -> dict[bytes, bytes]:
-    """The rank's variables: the server's first ones, less `unset`, with `env`, in that order."""
+def environment(baseline: Baseline, order: SpawnRank | SpawnProbe) -> dict[bytes, bytes]:
+    """The child's variables: the server's first ones, less `unset`, with `env`, in that order."""
     environ = dict(baseline.environ)
     for name in order.unset:
         environ.pop(os.fsencode(name), None)
@@ -133,7 +133,8 @@ def _dispositions(birth: Birth, *, for_python: bool) -> None:
             _signal.signal(number, action)
 
 
-def _set_environ(environ: Mapping[bytes, bytes]) -> None:
+def set_environ(environ: Mapping[bytes, bytes]) -> None:
+    """Make these the variables of this process, for Python and for C alike."""
     held: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
     for name in held.keys() - environ.keys():
         os.unsetenv(name)

@@ -21,6 +21,7 @@ from elasticrun.wire.spawner import (
     Pet,
     Quit,
     SendSignal,
+    SpawnProbe,
     SpawnRank,
     SpawnStore,
     Sweep,
@@ -83,7 +84,7 @@ class Server:
             self._talk.flush()
             for order in self._talk.read():
                 self._obey(order)
-        self._nursery.read_stores(ready)
+        self._nursery.read_helpers(ready)
         self._reap()
         self._nursery.tick(time.monotonic())
         self._check_pet(bool(ready))
@@ -134,6 +135,8 @@ class Server:
                 self._nursery.spawn_rank(order)
             case SpawnStore():
                 self._nursery.spawn_store(order)
+            case SpawnProbe():
+                self._nursery.spawn_probe(order)
             case SendSignal():
                 self._nursery.send_signal(order.key, order.signal)
             case CloseStore():

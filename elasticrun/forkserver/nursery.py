@@ -1,4 +1,4 @@
-"""Ranks and store hosts: how they are born, what they say while they live, how they end."""
+"""Ranks, store hosts and probes: how they are born, what they say while they live, how they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from elasticrun.forkserver import child, linux, store_host, trust
+from elasticrun.forkserver import child, linux, probes, store_host, trust
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
@@ -24,6 +24,7 @@ from elasticrun.wire.spawner import (
     Notice,
     Spawned,
     SpawnFailed,
+    SpawnProbe,
     SpawnRank,
     SpawnStore,
     Stale,
@@ -46,6 +47,7 @@ class _Child:
     page: Page | None = None  # a rank's
     port: int = 0  # a store host's
     ready: int = -1  # its pipe, until it has said that it listens
+    telling: probes.Telling | None = None  # a probe's
     failed: str = ""
 
 
@@ -135,16 +137,10 @@ class Nursery:
 
     def _become_store(self, port: int, writing: int) -> NoReturn:
         try:
-            linux.die_with_parent(signal.SIGKILL)
-            if os.getppid() != self._prepared.birth.server:
-                os._exit(1)
-            os.setsid()
+            self._become_helper(b"elasticrun-stor")
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(null, 1)
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            linux.set_name(b"elasticrun-stor")
             if self._prepared.can_fork_stores:
                 store_host.host(port, writing)
             os.set_inheritable(writing, True)
@@ -154,6 +150,53 @@ class Nursery:
         finally:
             os._exit(1)
 
+    def spawn_probe(self, order: SpawnProbe) -> None:
+        """Fork or exec a probe; ProbeSaid comes for each phase and for its result, then Exited."""
+        try:
+            telling = probes.Telling(order.key)
+        except OSError as error:
+            self._tell(SpawnFailed(order.key, f"no probe could be started: {error.strerror}"))
+            return
+        try:
+            with _signals_held():
+                pid = os.fork()
+                if pid == 0:
+                    self._leave()
+                    telling.close()
+                    self._become_probe(order, telling)
+        except OSError as error:
+            telling.close()
+            self._tell(SpawnFailed(order.key, f"no probe could be started: {error.strerror}"))
+            return
+        finally:
+            telling.born()
+        self._children[pid] = _Child(order.key, pid, telling=telling)
+        self._groups[order.key] = pid
+        self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
+
+    def _become_probe(self, order: SpawnProbe, telling: probes.Telling) -> NoReturn:
+        try:
+            self._become_helper(b"elasticrun-prob")
+            environ = child.environment(self._prepared.birth.baseline, order)
+            if not self._prepared.can_fork_stores:
+                probes.exec_instead(order, telling.words, telling.prints, environ)
+            child.set_environ(environ)
+            probes.fork_probe(order, telling.words, telling.prints)
+        except OSError as error:
+            os.write(telling.prints, str(error).encode(errors="replace"))
+        finally:
+            os._exit(1)
+
+    def _become_helper(self, name: bytes) -> None:
+        """In a fresh fork: a process of ours that is shielded, and ends with the server."""
+        linux.die_with_parent(signal.SIGKILL)
+        if os.getppid() != self._prepared.birth.server:
+            os._exit(1)
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        linux.set_name(name)
+
     def _leave(self) -> None:
         """In a fresh fork: drop what is the server's or another child's."""
         self._in_child()
@@ -162,6 +205,8 @@ class Nursery:
                 os.close(other.ready)
             if other.page is not None:
                 other.page.close()
+            if other.telling is not None:
+                other.telling.close()
 
     # ------------------------------------------------------------ life
 
@@ -187,18 +232,30 @@ class Nursery:
                 os.kill(pid, signum)
 
     def kill_ranks(self) -> None:
+        """And probes, whose partners are not to wait for a node that nobody hears of."""
         for each in list(self._children.values()):
-            if each.page is not None:
+            if each.page is not None or each.telling is not None:
                 self.send_signal(each.key, signal.SIGKILL)
 
     def waiting_for(self) -> list[int]:
-        """Pipes of store hosts that have not said yet that they listen."""
-        return [each.ready for each in self._children.values() if each.ready >= 0]
+        """Pipes of probes, and of store hosts that have not said yet that they listen."""
+        pipes = [each.ready for each in self._children.values() if each.ready >= 0]
+        for each in self._children.values():
+            if each.telling is not None:
+                pipes += each.telling.descriptors()
+        return pipes
 
-    def read_stores(self, ready: Iterable[int]) -> None:
+    def read_helpers(self, ready: Iterable[int]) -> None:
         for each in self._children.values():
             if each.ready >= 0 and each.ready in ready:
                 self._hear_store(each)
+            if each.telling is not None:
+                for descriptor in set(each.telling.descriptors()).intersection(ready):
+                    self._relay(each.telling.read(descriptor))
+
+    def _relay(self, said: Iterable[FromSpawner]) -> None:
+        for message in said:
+            self._tell(message)
 
     def _hear_store(self, store: _Child) -> None:
         line = os.read(store.ready, 4096).decode("utf-8", "replace").strip()
@@ -253,6 +310,8 @@ class Nursery:
         if each.page is not None:
             self._read_page(each)
             each.page.close()
+        if each.telling is not None:
+            self._relay(each.telling.last_words(code))
         if each.failed:
             self._groups.pop(each.key, None)
             what = each.failed if each.page is not None else f"no store: {each.failed}"

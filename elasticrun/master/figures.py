@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import RanksFailed, Report
+from elasticrun.wire.messages import Probed, RanksFailed, Report
 
 
 class Figures:
@@ -22,6 +22,8 @@ class Figures:
         """Ranks that failed, each once per round, however often its node says so."""
         self.rounds = 0
         """Rounds this master has started."""
+        self.probes = 0
+        """Answers to probes, one a node and pass of the network check."""
 
     def started(self, name: RoundName) -> None:
         """A Start of this round goes out."""
@@ -31,6 +33,8 @@ class Figures:
 
     def heard(self, report: Report) -> None:
         """A report reached the brain."""
+        if isinstance(report, Probed):
+            self.probes += 1
         if not isinstance(report, RanksFailed):
             return
         if report.round != self._failed_in:

@@ -300,7 +300,8 @@ class Loop:
         if self._store is not None and not self._store.leads():
             return  # asked at the last moment: we may have been stopped since we decided
         if isinstance(order, Welcome) and not order.status_url:
-            order = replace(order, status_url=self.status_url)
+            clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
+            order = replace(order, status_url=self.status_url, clock_us=clock_us)
         elif isinstance(order, Start):
             self.figures.started(order.round)
         try:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun import operator_log
+from elasticrun import config_json, operator_log
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_NOT_LEADING,
@@ -142,6 +142,7 @@ class Master:
         server = make_server(
             lambda context: ear.attend(context),
             lambda context: ear.status(context),
+            lambda context: ear.reach(context),
             most=MAX_CALLS,
             options=server_options(
                 config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
@@ -321,7 +322,7 @@ def config_from_json(text: str) -> MasterConfig:
     try:
         fields = json.loads(text)
         if fields.get("spec") is not None:
-            fields["spec"] = JobSpec(**fields["spec"])
+            fields["spec"] = config_json.typed(fields["spec"], JobSpec)
         if fields.get("tls") is not None:
             fields["tls"] = Tls(**fields["tls"])
         return MasterConfig(**fields)

@@ -64,6 +64,7 @@ class JobCollector(Collector):
             "world_size": ("Ranks of the current round.", status.world_size),
             "restarts_left": ("Restarts left in the budget.", status.restarts_left),
             "max_restarts": ("Restarts the budget began with.", status.max_restarts),
+            "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"elasticrun_{name}", text, value)
@@ -71,6 +72,7 @@ class JobCollector(Collector):
             "restarts": ("Restarts charged to the budget.", status.restart_count),
             "rounds_started": ("Rounds started by this master.", figures.rounds),
             "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
+            "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"elasticrun_{name}", text, value)

@@ -23,6 +23,7 @@ from elasticrun.master.doorstep import MAX_UNPROVED, PROVE_LIMIT, Doorstep, Late
 from elasticrun.master.listening import Listening
 from elasticrun.master.loop import Loop
 from elasticrun.master.mailbox import Mailbox
+from elasticrun.master.reaching import MAX_REACHING, reach
 from elasticrun.wire import codec
 from elasticrun.wire.channel import grpc
 from elasticrun.wire.messages import (
@@ -33,6 +34,7 @@ from elasticrun.wire.messages import (
     JobStatus,
     Knock,
     Proof,
+    ReachMe,
     Refused,
     Report,
     Role,
@@ -94,7 +96,7 @@ class Allowance:
 
 
 class Ear:
-    """Handlers of the two gRPC methods, and the count of who is attached."""
+    """Handlers of the gRPC methods, and the count of who is attached."""
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class Ear:
         self._listening = Listening()
         self._sessions = itertools.count(1)
         self._page: tuple[JobStatus, bytes] | None = None
+        self._reaching = 0
         self.attached = 0
         """Streams that have said Hello and still stand."""
         self.nodes: set[str] = set()
@@ -135,11 +138,15 @@ class Ear:
         """Streams that are on their way in."""
         return len(self._doorstep)
 
-    # ------------------------------------------------------------ the two methods
+    # ------------------------------------------------------------ the methods
 
     async def status(self, context: Any) -> None:
         """One reader, from its knock to the page."""
         await self._received(context, Role.READER, codec.answer_to_wire, self._show)
+
+    async def reach(self, context: Any) -> None:
+        """One reader that wants to be dialled."""
+        await self._received(context, Role.READER, codec.answer_to_wire, self._dial)
 
     async def attend(self, context: Any) -> None:
         """One agent's stream, from its first byte to its end."""
@@ -172,16 +179,11 @@ class Ear:
         try:
             async with self._doorstep.step():
                 while not keeper.is_in:
-                    answer = keeper.hear(await _first(context, keeper))
+                    answer = keeper.hear(await _first(context, keeper.awaits))
                     if answer is not None:
                         await context.write(encode(answer))
         except Late as late:
-            if late.crowded:
-                # No refusal: whoever dials again is no stranger.
-                reason = "too many others are on their way in"
-                raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
-            reason = f"no {keeper.awaits} came in time"
-            raise Wrong(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
+            raise _too_late(late, keeper.awaits) from None
         except OutOfTurn as wrong:
             raise Wrong(str(wrong)) from None
 
@@ -196,6 +198,25 @@ class Ear:
             except codec.WireError as wrong:
                 raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
+
+    async def _dial(self, context: Any, keeper: Doorkeeper) -> None:
+        """Hear where the reader wants to be dialled, and tell what came of it."""
+        try:
+            async with self._doorstep.step():  # who says no more takes a place there and none here
+                asked = await _first(context, "ReachMe")
+        except Late as late:
+            raise _too_late(late, "ReachMe") from None
+        if not isinstance(asked, ReachMe):
+            raise Wrong(f"{type(asked).__name__} came in the place of ReachMe")
+        if self._reaching >= MAX_REACHING:
+            reason = f"this master dials {MAX_REACHING} others already"
+            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        self._reaching += 1
+        try:
+            reached = await reach(context.peer(), asked)
+        finally:
+            self._reaching -= 1
+        await context.write(codec.answer_to_wire(reached))
 
     # ------------------------------------------------------------ an agent
 
@@ -271,11 +292,19 @@ class Ear:
         return last
 
 
-async def _first(context: Any, keeper: Doorkeeper) -> Report:
+def _too_late(late: Late, awaited: str) -> Wrong:
+    if late.crowded:
+        # No refusal: whoever dials again is no stranger.
+        reason = "too many others are on their way in"
+        return Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return Wrong(f"no {awaited} came in time", grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+async def _first(context: Any, awaited: str) -> Report:
     """The next message of an introduction. Wrong; Denied for another protocol."""
     data = await context.read()
     if data is grpc.aio.EOF:
-        raise Wrong(f"the stream ended before its {keeper.awaits}")
+        raise Wrong(f"the stream ended before its {awaited}")
     try:
         return codec.report_from_wire(data)
     except codec.ProtocolMismatch as other:

@@ -6,6 +6,7 @@ After every event:
 * of the restart budget no more is spent than there was, at most one restart a round, and none for
   anything but a rank or a fork server that failed by itself: the loss of a node is free;
 * every node that waits has a reason, and the master a deadline by which the wait ends;
+* with the network check: no node that is excluded is taken in;
 * a record says what it was made of when it is read, and a master that has it forgets no charge.
 Masters die between any two of their acts, and are followed by others with their record, with an
 older one, or without.
@@ -25,7 +26,10 @@ from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import Beat, JobSpec, Start
+from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
+
+EXCLUDED_FOR = 10.0
+"""Seconds for which a node is excluded here."""
 
 PEACE = 120.0
 """Seconds without faults at the end, in which the job must come to rest: longer than every
@@ -47,8 +51,10 @@ class Findings:
 class Chaos:
     """One seed's world."""
 
-    def __init__(self, seed: int, *, duration: float = 60.0) -> None:
+    def __init__(self, seed: int, *, duration: float = 60.0, checks: bool = False) -> None:
+        """`checks`: nodes are probed, report their steps, and turn bad, slow and well again."""
         self.seed = seed
+        self.checks = checks
         self.rng = random.Random(seed)
         self.duration = duration
         self.spec = self._draw_spec()
@@ -59,6 +65,7 @@ class Chaos:
             record_delay=self._record_delay,
             tells_silence=seed % 2 == 0,  # a real master may not know it
             beats=True,
+            steps=checks,
         )
         self.slow_disk = self.rng.choice([0.0, 0.005, 0.5])
         self.world.says_twice = lambda: self.rng.random() < 0.05
@@ -80,6 +87,17 @@ class Chaos:
 
     def _draw_spec(self) -> JobSpec:
         rng = self.rng
+        checks = CheckSpec()
+        if self.checks:
+            stragglers = rng.random() < 0.5
+            checks = CheckSpec(
+                network=True,
+                perf=rng.random() < 0.3,
+                exclude_stragglers=stragglers,
+                slow_for=2.0,
+                probe_limit=rng.choice([1.0, 5.0]),
+                exclude_for=EXCLUDED_FOR,
+            )
         unit = rng.choice([1, 1, 1, 2])
         low = rng.randint(1, 3) * unit
         high = low + rng.randint(0, 3) * unit
@@ -96,6 +114,7 @@ class Chaos:
             grow_cooldown=20.0,
             restart_grace=rng.choice([0.0, 1.0, 5.0]),
             master_lost_timeout=20.0,
+            checks=checks,
         )
 
     def _delay(self) -> float:
@@ -156,7 +175,7 @@ class Chaos:
         if not nodes or world.over is not None:
             return
         node = rng.choice(nodes)
-        kind = rng.choice(STRIKES)
+        kind = rng.choice(STRIKES + BLIGHTS if self.checks else STRIKES)
         world.trace("*", f"{kind} {node.name}")
         if kind in ("kill", "vanish"):
             node.kill() if kind == "kill" else node.vanish()
@@ -191,8 +210,18 @@ class Chaos:
                 world.kill_master()
             else:
                 world.doom = Doom(number=world.acts + rng.randint(1, 12), after=rng.random() < 0.5)
+        elif kind in BLIGHTS:
+            self._blight(kind, node)
         elif kind == "newcomer":
             self._schedule_start(f"x{rng.randint(0, 3)}", 0.0)
+
+    def _blight(self, kind: str, node: Node) -> None:
+        bench = self.world.bench
+        if kind == "slow":
+            bench.slow[node.name] = 3.0
+        else:
+            other = self.rng.choice(list(self.world.nodes))
+            bench.plant(node.name, kind, other if kind == "link" and other != node.name else "")
 
     def _rank_fails(self, node: Node) -> None:
         living = [rank for rank in node.ranks.values() if rank.alive]
@@ -244,6 +273,7 @@ class Chaos:
         """No fault any more; whoever is missing comes back."""
         self.world.trace("*", "peace")
         self.world.doom = None
+        self.world.bench.heal()
         for node in list(self.world.nodes.values()):
             node.cut = False
             if node.frozen:
@@ -251,6 +281,8 @@ class Chaos:
         self._new_master()
         for index in range(self.spec.max_nodes):
             self._schedule_start(f"n{index}", 1.0)
+            if self.checks:  # who was excluded may come back then
+                self._schedule_start(f"n{index}", EXCLUDED_FOR + 5.0)
 
     # ------------------------------------------------------------ what must hold
 
@@ -293,6 +325,10 @@ class Chaos:
             )
             if waits and not node.reason and not status.reason:
                 self._fault(f"{node.node} waits without a reason")
+        refused = {one.node for one in status.excluded}
+        for node in status.nodes:
+            if node.node in refused and node.state == "alive":
+                self._fault(f"{node.node} is excluded and was taken in")
         if status.nodes and status.phase != "running" and master.job.next_deadline() is None:
             self._fault(f"no deadline while {status.phase}: {status.reason}")
 
@@ -334,6 +370,7 @@ class Chaos:
             self._fault(f"at rest {len(world.worlds.stepping)} rounds step")
 
 
+BLIGHTS = ("compute", "comm", "hang", "link", "slow", "none", "none", "none")
 STRIKES = (
     "kill", "kill", "vanish", "rank", "rank", "rank", "cut", "break", "fuse", "fuse", "freeze",
     "spawner", "store", "signal", "stall", "master", "master", "newcomer", "repeat",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from elasticrun.core.effects import (
     AgentEffect,
     AgentEvent,
+    CallOffProbe,
     Exit,
     LinkBack,
     LinkLost,
@@ -23,6 +24,7 @@ from elasticrun.core.effects import (
     RankExited,
     RankSpawned,
     RanksSwept,
+    RunProbe,
     Say,
     Signalled,
     SignalRanks,
@@ -36,6 +38,7 @@ from elasticrun.core.effects import (
 from elasticrun.core.failures import classify
 from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.sim.network import Stream
+from elasticrun.sim.probes import ProbeShell, report_steps
 from elasticrun.sim.ranks import Rank
 from elasticrun.sim.words import in_short
 from elasticrun.wire.ids import Endpoint
@@ -99,6 +102,7 @@ class Node:
         self._tick_at: float | None = None
         self._dialling = False
         self._last_wait = ""
+        self._probe = ProbeShell(world, self)
         self.group = WorkerGroup(
             nproc=setup.nproc,
             restart_grace=setup.spec.restart_grace,
@@ -109,6 +113,8 @@ class Node:
         )
         self._schedule_tick()
         self.dial()
+        if world.steps:
+            report_steps(world, self)
 
     # ------------------------------------------------------------ the loop
 
@@ -151,8 +157,9 @@ class Node:
             for local_rank in effect.local_ranks:
                 self._signal(self.ranks[local_rank], effect.signum)
         elif isinstance(effect, SweepRanks):
-            spawner = self._spawner
-            after(0.001, lambda: self._swept(spawner))
+            after(0.001, partial(self._swept, self._spawner))
+        elif isinstance(effect, RunProbe | CallOffProbe):
+            self._probe.perform(effect)
         elif isinstance(effect, Exit):
             self._exit(effect)
 
@@ -337,6 +344,7 @@ class Node:
         self._spawner += 1
         self._stores = 0
         self._kill_ranks()
+        self._probe.lose_spawner()
         self.feed(SpawnerLost("killed by signal 9"))
 
     def _kill_ranks(self) -> None:

@@ -12,6 +12,10 @@ Masters: `master kill`, `master crash after=record` (or before=; record, start, 
 at the next such act), `master start TERM` (it knows nothing), `master start TERM record`, or
 `record=N`: one as old as round N.
 
+Node health: `check network=1 slow_for=5` (a line like `job`) sets how the job looks after it;
+`fault b compute` (or comm, hang, none; `fault b link c`) and `slow b 3` plant what `sim.probes`
+knows; `world steps=1` has nodes report their steps.
+
 `python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
@@ -22,6 +26,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from elasticrun.config import (
     GROW_COOLDOWN,
@@ -102,10 +107,18 @@ def _read_line(script: Script, words: list[str], line: str) -> None:
         for name, value in _pairs(words[2:]).items():
             kind = type(getattr(DEFAULT_SPEC, name))
             script.spec = replace(script.spec, **{name: kind(value)})
+    elif words[0] == "check":
+        pairs = _pairs(words[1:]).items()
+        checks = {name: _like(getattr(script.spec.checks, name), value) for name, value in pairs}
+        script.spec = replace(script.spec, checks=replace(script.spec.checks, **checks))
     elif words[0] == "world":
         script.world.update(_pairs(words[1:]))
     else:
         script.steps.append((float(words[0]), words[1:], line))
+
+
+def _like(old: Any, value: str) -> Any:
+    return value == "1" if isinstance(old, bool) else float(value)
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
@@ -120,6 +133,7 @@ def run(script: Script, prepare: Callable[[World], None] | None = None) -> World
         ping_timeout=float(script.world.get("ping_timeout", "5")),
         beats=script.world.get("beats", "0") == "1",
         tells_silence=script.world.get("silence", "0") == "1",
+        steps=script.world.get("steps", "0") == "1",
     )
     world.records = []
     if prepare is not None:
@@ -258,6 +272,17 @@ def _facts(world: World, words: list[str]) -> Facts | None:
     return next(facts for facts in world.records or () if facts.number == number)
 
 
+def _fault(world: World, spec: JobSpec, words: list[str]) -> None:
+    try:
+        world.bench.plant(words[0], words[1], *words[2:])
+    except ValueError as fault:
+        raise ScriptError(str(fault)) from None
+
+
+def _slow(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.bench.slow[words[0]] = float(words[1])
+
+
 def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     if world.master is None:
         return
@@ -265,7 +290,11 @@ def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     world.trace("status", f"{status.phase}, {status.reason or 'nothing is awaited'}")
     for node in status.nodes:
         why = f": {node.reason}" if node.reason else ""
-        world.trace("status", f"{node.node} {node.state} {node.activity}{why}")
+        health = f" [{node.health}]" if node.health else ""
+        world.trace("status", f"{node.node} {node.state} {node.activity}{why}{health}")
+    for one in status.excluded:
+        left = f"{one.age:.0f} s ago, {one.remaining:.0f} s more"
+        world.trace("status", f"{one.node} on {one.host} excluded ({one.kind}, {left})")
 
 
 Verb = Callable[[World, JobSpec, list[str]], None]
@@ -295,6 +324,8 @@ VERBS: dict[str, Verb] = {
     "signal": _signal,
     "signal-ranks": _signal_ranks,
     "stuck": _stuck,
+    "fault": _fault,
+    "slow": _slow,
     "left-over": _left_over,
     "master": _master,
     "status": _status,

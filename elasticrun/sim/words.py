@@ -9,11 +9,14 @@ from elasticrun.wire.messages import (
     Join,
     Leaving,
     Order,
+    Probe,
+    Probed,
     RanksFailed,
     Refused,
     Report,
     Running,
     Start,
+    Steps,
     Stop,
     Stopped,
     Stopping,
@@ -41,6 +44,17 @@ def in_short(message: Report | Order) -> str:
         return f"{type(message).__name__} {message.round.number}"
     if isinstance(message, Join):
         return "Join"
+    if isinstance(message, Probe):
+        where = f"{message.group_rank}/{message.group_world_size}"
+        alone = f"with {message.partners}" if message.partners else "alone"
+        kind = "Probe (perf)" if message.perf else "Probe"
+        return f"{kind} {alone}: group {where}, store {message.store.host}"
+    if isinstance(message, Probed):
+        whose = "own, " if message.own else "excused, " if message.excused else ""
+        said = f"{whose}{message.phase.value}: {message.reason}"
+        return "Probed: ok" if message.ok else f"Probed: failed ({said})"
+    if isinstance(message, Steps):
+        return f"Steps {message.round.number}: {message.own:g} of {message.seconds:g} s"
     if isinstance(message, Wait | Refused | Leaving):
         return f"{type(message).__name__}: {message.reason}"
     if isinstance(message, Hello | Welcome | Beat):

@@ -17,6 +17,7 @@ from elasticrun.sim.clock import Clock
 from elasticrun.sim.master import Master, act_name
 from elasticrun.sim.network import Stream
 from elasticrun.sim.node import Node, NodeSetup
+from elasticrun.sim.probes import Bench
 from elasticrun.sim.ranks import Rank, Worlds
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, Order
@@ -53,13 +54,15 @@ class World:
         record_delay: Callable[[], float] = lambda: 0.0,
         beats: bool = False,
         beat_interval: float = 1.0,
+        steps: bool = False,
         traced: bool = True,
     ) -> None:
         """`peer_delay`: after how long ranks notice that a peer has died (None: never). `beats`:
         whether agents beat; without beats a long silence of a healthy node would kill it, so
         scripts of more than a minute need them; `beat_interval`: the shortest time between two.
         `ping_timeout`: how long a cut stream stands; `tells_silence`: whether the master is told
-        that it was silent for so long. `traced`: whether `lines` are written."""
+        that it was silent for so long. `steps`: whether nodes report their
+        steps. `traced`: whether `lines` are written."""
         self.clock = Clock()
         self.worlds = Worlds()
         self.nodes: dict[str, Node] = {}
@@ -84,6 +87,8 @@ class World:
         self.says_twice: Callable[[], bool] = lambda: False  # an agent that repeats a report
         self.beats = beats
         self.beat_interval = beat_interval
+        self.steps = steps
+        self.bench = Bench()
         self.traced = traced
         self._breaking: set[RoundName] = set()
         self._sessions = itertools.count(1)

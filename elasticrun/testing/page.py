@@ -21,7 +21,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import JobStatus, NodeStatus
+from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 from elasticrun.wire.published import Published, published
 
 ANSWER_LIMIT: Final = 2.0
@@ -70,6 +70,9 @@ def parse(page: dict[str, Any]) -> JobStatus:
         "nodes": tuple(
             NodeStatus(**{**_known(NodeStatus, node), "pids": tuple(node["pids"])})
             for node in page["nodes"]
+        ),
+        "excluded": tuple(
+            ExcludedNode(**_known(ExcludedNode, node)) for node in page.get("excluded", ())
         ),
     }
     return JobStatus(**_known(JobStatus, told))

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -159,21 +159,26 @@ class StepLog:
         self._file.close()
 
 
-def overlap(steps: Iterable[Step]) -> str:
+def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
     """Where two worlds of one job ran at a time: the first such pair in a sentence, or "".
 
     After the first step of one round no step of an earlier round may be completed. The times that
     the ranks wrote themselves are compared, not the order in which lines arrived. A step is
     completed when the first of its ranks says so: the others have taken part in its collective by
-    then, and one that is stopped at that very moment says so when it goes on, however late."""
+    then, and one that is stopped at that very moment says so when it goes on, however late.
+    `held`: the processes that were stopped, where the test knows them all; a rank that is none of
+    them has no excuse for a late line."""
     done: dict[tuple[tuple[str, int], int], Step] = {}
+    prompt: list[Step] = []
     for record in steps:
+        if held is not None and record.pid not in held:
+            prompt.append(record)
         before = done.setdefault((_world(record), record.step), record)
         if record.time < before.time:
             done[_world(record), record.step] = record
     seen: set[tuple[str, int]] = set()
     newest: Step | None = None
-    for record in sorted(done.values(), key=lambda s: s.time):
+    for record in sorted([*done.values(), *prompt], key=lambda s: s.time):
         if newest is None or _world(record) not in seen:
             seen.add(_world(record))
             newest = record

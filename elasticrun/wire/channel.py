@@ -4,7 +4,7 @@ gRPC's defaults are made for data centres behind load balancers. Each option bel
 that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
 
 An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
-job's token and says hello. `elasticrun status`: `get_status`. The master: `make_server`, `listen`.
+job's token and says hello. A reader: `get_status`, `ask`. The master: `make_server`, `listen`.
 Bytes are turned into messages here or, in the master, by the handler itself, so that a message
 which is not understood becomes a sentence for its sender and never an exception inside gRPC.
 """
@@ -252,17 +252,37 @@ async def get_status(
     """Ask the master at `endpoint` for its page; `token` is a reader's (`proof.reader_token`).
 
     LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
-    options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     guest = Guest(token, version)
+    answer = await ask(GET_STATUS, guest, None, endpoint, timeout, tls=tls, name=name)
+    if isinstance(answer, JobStatus):
+        return answer
+    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
+
+
+async def ask(
+    method: str,
+    guest: Guest,
+    asked: Report | None,
+    endpoint: Endpoint,
+    timeout: float,
+    *,
+    tls: Pem | None = None,
+    name: str = "",
+) -> Any:
+    """What a reader is answered once both sides have proved the token; `asked`: what it says after
+    its proof, if anything. LinkError, also for a refusal."""
+    options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
-        call = channel.stream_stream(GET_STATUS)(timeout=timeout, wait_for_ready=False)
+        call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
         try:
             await call.write(codec.report_to_wire(guest.knock))
             answer = await _answer(call)
-            if isinstance(answer, JobStatus):
+            if not isinstance(answer, Challenge | Refused):
                 raise Denied("it shows a page and proves nothing")
             if isinstance(answer, Challenge):
                 await call.write(codec.report_to_wire(guest.answer(answer)))
+                if asked is not None:
+                    await call.write(codec.report_to_wire(asked))
                 answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken) from None
@@ -274,10 +294,10 @@ async def get_status(
             raise Unproved(str(denied), rejected=True) from None
         finally:
             call.cancel()
-    if isinstance(answer, JobStatus):
-        return answer
-    said = answer.reason if isinstance(answer, Refused) else "a second challenge"
-    raise LinkError(said, rejected=True)
+    if isinstance(answer, Refused | Challenge):
+        said = answer.reason if isinstance(answer, Refused) else "a second challenge"
+        raise LinkError(said, rejected=True)
+    return answer
 
 
 async def _answer(call: Any) -> Any:
@@ -324,25 +344,25 @@ GetStatus = Callable[[Any], Awaitable[None]]
 def make_server(
     attend: Attend,
     status: GetStatus,
+    reach: GetStatus | None = None,
     *,
     most: int,
     options: Mapping[str, int] = SERVER_OPTIONS,
 ) -> Any:
-    """A grpc.aio server with the two methods of JobMaster; `most` calls are served at a time."""
-
-    async def on_attend(_requests: Any, context: Any) -> None:
-        await attend(context)
-
-    async def on_status(_requests: Any, context: Any) -> None:
-        await status(context)
+    """A grpc.aio server with the methods of JobMaster; `most` calls are served at a time."""
 
     made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
-    handlers = {
-        "Attend": grpc.stream_stream_rpc_method_handler(on_attend),
-        "GetStatus": grpc.stream_stream_rpc_method_handler(on_status),
-    }
+    methods = {"Attend": attend, "GetStatus": status, "Reach": reach}
+    handlers = {name: _handler(serve) for name, serve in methods.items() if serve is not None}
     made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     return made
+
+
+def _handler(serve: Attend | GetStatus) -> Any:
+    async def on_stream(_requests: Any, context: Any) -> None:
+        await serve(context)
+
+    return grpc.stream_stream_rpc_method_handler(on_stream)
 
 
 def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:

@@ -14,7 +14,8 @@ from typing import Any, Final, cast
 from google.protobuf.message import DecodeError, EncodeError
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.fields import WireError, cut, load, store
+from elasticrun.wire.field_kinds import WireError, cut
+from elasticrun.wire.fields import load, store
 from elasticrun.wire.pb import job_pb2 as pb
 
 __all__ = [
@@ -53,6 +54,9 @@ _REPORTS: Final[dict[str, type[Any]]] = {
     "finished": m.Finished,
     "leaving": m.Leaving,
     "beat": m.Beat,
+    "probed": m.Probed,
+    "steps": m.Steps,
+    "reach_me": m.ReachMe,
 }
 _ORDERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,
@@ -63,11 +67,13 @@ _ORDERS: Final[dict[str, type[Any]]] = {
     "stop": m.Stop,
     "end": m.End,
     "echo": m.Echo,
+    "probe": m.Probe,
 }
 _ANSWERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,
     "refused": m.Refused,
     "page": m.JobStatus,
+    "reached": m.Reached,
 }
 _VERSIONED: Final = frozenset({"knock", "challenge", "hello", "welcome"})
 _KIND: Final = {of: kind for kinds in (_REPORTS, _ORDERS, _ANSWERS) for kind, of in kinds.items()}

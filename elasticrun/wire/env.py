@@ -97,3 +97,20 @@ a trace goes with the record when the job ends."""
 
 CALLER: Final = "ELASTICRUN_CALLER"
 """In ranks whose program is a function: by this mark their caller knows what they left behind."""
+
+FAULT: Final = "ELASTICRUN_FAULT"
+"""Faults to plant for tests, with the nodes that shall have them; read by the agent
+(`wire/faults.py`)."""
+
+NODE_FAULT: Final = "ELASTICRUN_NODE_FAULT"
+"""In ranks of a node with planted faults: which they are. Not set otherwise."""
+
+PROGRESS: Final = "ELASTICRUN_PROGRESS"
+"""In ranks: where `elasticrun.training.progress` tells their steps (`wire/progress.py`)."""
+
+# ---------------------------------------------------------------- torch's own recorder
+
+FLIGHT_RECORDER_SIZE: Final = "TORCH_FR_BUFFER_SIZE"
+NCCL_TRACE_SIZE: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""The older name of the same."""
+NCCL_ENABLE_TIMING: Final = "TORCH_NCCL_ENABLE_TIMING"

@@ -7,139 +7,25 @@ out passes the same checks, after texts have been cut to their bound.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticrun.wire import messages as m
+from elasticrun.wire.field_kinds import (
+    INT32,
+    INT64,
+    Amount,
+    Bytes,
+    Flag,
+    Int,
+    Name,
+    Seconds,
+    Text,
+    WireError,
+    Word,
+)
 from elasticrun.wire.ids import Endpoint, RoundName
-
-INT32: Final = 2**31 - 1
-INT64: Final = 2**63 - 1
-
-
-class WireError(ValueError):
-    """A message that is not one of ours or breaks a bound; the text is a sentence for people."""
-
-
-# ---------------------------------------------------------------- kinds of fields
-
-
-@dataclass(frozen=True, slots=True)
-class _Int:
-    low: int
-    high: int
-
-    def load(self, where: str, message: Any, name: str) -> int:
-        return self.check(where, getattr(message, name))
-
-    def store(self, where: str, message: Any, name: str, value: int) -> None:
-        setattr(message, name, self.check(where, value))
-
-    def check(self, where: str, value: int) -> int:
-        if not self.low <= value <= self.high:
-            raise WireError(f"{where} is {value}, not between {self.low} and {self.high}")
-        return int(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flag:
-    def load(self, where: str, message: Any, name: str) -> bool:
-        return bool(getattr(message, name))
-
-    def store(self, where: str, message: Any, name: str, value: bool) -> None:
-        setattr(message, name, bool(value))
-
-
-@dataclass(frozen=True, slots=True)
-class _Seconds:
-    def load(self, where: str, message: Any, name: str) -> float:
-        return self.check(where, getattr(message, name))
-
-    def store(self, where: str, message: Any, name: str, value: float) -> None:
-        setattr(message, name, self.check(where, value))
-
-    def check(self, where: str, value: float) -> float:
-        if not (math.isfinite(value) and 0 <= value <= m.MAX_SECONDS):
-            raise WireError(f"{where} is {value} s, not between 0 and {m.MAX_SECONDS:.0f} s")
-        return float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """Free text for people: the sender cuts it, the receiver refuses what is longer."""
-
-    tail: bool = False  # keep the end: a traceback says last what went wrong
-
-    def load(self, where: str, message: Any, name: str) -> str:
-        value = str(getattr(message, name))
-        if len(value) > m.MAX_TEXT:
-            raise WireError(f"{where} has {len(value)} characters, more than {m.MAX_TEXT}")
-        return value
-
-    def store(self, where: str, message: Any, name: str, value: str) -> None:
-        setattr(message, name, cut(value, m.MAX_TEXT, tail=self.tail))
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name: one printable line that is never cut, because a cut name is another name."""
-
-    empty: bool = False
-
-    def load(self, where: str, message: Any, name: str) -> str:
-        return self.check(where, getattr(message, name))
-
-    def store(self, where: str, message: Any, name: str, value: str) -> None:
-        setattr(message, name, self.check(where, value))
-
-    def check(self, where: str, value: str) -> str:
-        if not value and not self.empty:
-            raise WireError(f"{where} is empty")
-        if len(value) > m.MAX_NAME:
-            raise WireError(f"{where} has {len(value)} characters, more than {m.MAX_NAME}")
-        if not value.isprintable():
-            raise WireError(f"{where} holds a character that cannot be printed")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """One of a few words; `make` turns it into its enum."""
-
-    words: tuple[str, ...]
-    make: Callable[[str], str] = str
-
-    def load(self, where: str, message: Any, name: str) -> str:
-        return self.make(self.check(where, getattr(message, name)))
-
-    def store(self, where: str, message: Any, name: str, value: str) -> None:
-        setattr(message, name, self.check(where, str(value)))
-
-    def check(self, where: str, value: str) -> str:
-        if value not in self.words:
-            raise WireError(f"{where} is {value[:80]!r}, not one of {', '.join(self.words)}")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """A nonce or a proof: of exactly this length, or (`empty`) none at all."""
-
-    length: int
-    empty: bool = False
-
-    def load(self, where: str, message: Any, name: str) -> bytes:
-        return self.check(where, getattr(message, name))
-
-    def store(self, where: str, message: Any, name: str, value: bytes) -> None:
-        setattr(message, name, self.check(where, value))
-
-    def check(self, where: str, value: bytes) -> bytes:
-        if len(value) != self.length and (value or not self.empty):
-            raise WireError(f"{where} has {len(value)} bytes, not {self.length}")
-        return bytes(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +78,22 @@ class _Many:
             raise WireError(f"{where} lists {count}, more than {self.most}")
 
 
-_Field = _Int | _Flag | _Seconds | _Text | _Name | _Word | _Bytes | _Part | _Many
+_Field = Int | Flag | Seconds | Amount | Text | Name | Word | Bytes | _Part | _Many
 
-_PID = _Int(-1, INT32)
-_NAME = _Name()
-_MAYBE = _Name(empty=True)
-_TEXT = _Text()
-_COUNT = _Int(0, INT32)
-_RANK = _Int(0, m.MAX_RANKS)
-_RANK_OR_NONE = _Int(-1, m.MAX_RANKS)
-_WORLD = _Int(1, m.MAX_RANKS)
-_NODES = _Int(1, m.MAX_NODES)
-_LOCAL = _Int(1, m.MAX_LOCAL_RANKS)
-_EXIT = _Int(0, 255)
-_SECONDS = _Seconds()
-_NONCE = _Bytes(m.NONCE_BYTES)
-_PROOF = _Bytes(m.PROOF_BYTES, empty=True)
+_PID = Int(-1, INT32)
+_NAME = Name()
+_MAYBE = Name(empty=True)
+_TEXT = Text()
+_COUNT = Int(0, INT32)
+_RANK = Int(0, m.MAX_RANKS)
+_RANK_OR_NONE = Int(-1, m.MAX_RANKS)
+_WORLD = Int(1, m.MAX_RANKS)
+_NODES = Int(1, m.MAX_NODES)
+_LOCAL = Int(1, m.MAX_LOCAL_RANKS)
+_EXIT = Int(0, 255)
+_SECONDS = Seconds()
+_NONCE = Bytes(m.NONCE_BYTES)
+_PROOF = Bytes(m.PROOF_BYTES, empty=True)
 _ROUND = _Part(RoundName)
 _ENDPOINT = _Part(Endpoint)
 _FAILURES = _Many(m.MAX_FAILURES, m.Failure)
@@ -223,18 +109,18 @@ _PLACE: Final[dict[str, _Field]] = {
 }
 
 _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
-    RoundName: {"term": _Int(0, INT64), "number": _Int(1, INT64), "nonce": _NAME},
-    Endpoint: {"host": _NAME, "port": _Int(1, 65535)},
+    RoundName: {"term": Int(0, INT64), "number": Int(1, INT64), "nonce": _NAME},
+    Endpoint: {"host": _NAME, "port": Int(1, 65535)},
     m.Failure: {
         "host": _MAYBE,
         "rank": _RANK_OR_NONE,
-        "local_rank": _Int(-1, m.MAX_LOCAL_RANKS),
+        "local_rank": Int(-1, m.MAX_LOCAL_RANKS),
         "pid": _PID,
-        "exitcode": _Int(-INT32, INT32),
-        "time_us": _Int(0, INT64),
-        "kind": _Word(tuple(m.FailureKind), m.FailureKind),
+        "exitcode": Int(-INT32, INT32),
+        "time_us": Int(0, INT64),
+        "kind": Word(tuple(m.FailureKind), m.FailureKind),
         "message": _TEXT,
-        "traceback": _Text(tail=True),
+        "traceback": Text(tail=True),
         "error_file": _TEXT,
     },
     m.JobSpec: {
@@ -248,26 +134,37 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "join_timeout": _SECONDS,
         "last_call_timeout": _SECONDS,
         "heartbeat_timeout": _SECONDS,
-        "grow": _Word(("auto", "now")),
+        "grow": Word(("auto", "now")),
         "grow_cooldown": _SECONDS,
         "restart_grace": _SECONDS,
         "master_lost_timeout": _SECONDS,
+        "checks": _Part(m.CheckSpec),
+    },
+    m.CheckSpec: {
+        "network": Flag(),
+        "perf": Flag(),
+        "perf_floor": Amount(),
+        "exclude_stragglers": Flag(),
+        "slow_ratio": Amount(),
+        "slow_for": _SECONDS,
+        "probe_limit": _SECONDS,
+        "exclude_for": _SECONDS,
     },
     m.RoundReport: _PLACE,
     m.Knock: {
         "protocol": _COUNT,
         "version": _NAME,
         "job_id": _MAYBE,
-        "role": _Word(tuple(m.Role), m.Role),
+        "role": Word(tuple(m.Role), m.Role),
         "node": _MAYBE,
         "incarnation": _MAYBE,
         "nonce": _NONCE,
-        "proves": _Flag(),
+        "proves": Flag(),
     },
     m.Challenge: {
         "protocol": _COUNT,
         "version": _NAME,
-        "term": _Int(0, INT64),
+        "term": Int(0, INT64),
         "nonce": _NONCE,
         "proof": _PROOF,
     },
@@ -280,12 +177,12 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "host": _MAYBE,
         "address": _NAME,
         "pid": _PID,
-        "node_rank": _Int(-1, m.MAX_NODES - 1),
+        "node_rank": Int(-1, m.MAX_NODES - 1),
         "local_world_size": _LOCAL,
         "role": _MAYBE,
         "spec": _Part(m.JobSpec),
         "attached": _Part(m.RoundReport, optional=True),
-        "last_term": _Int(0, INT64),
+        "last_term": Int(0, INT64),
     },
     m.Join: {"store": _ENDPOINT},
     m.Running: {"round": _ROUND, "pids": _Many(m.MAX_LOCAL_RANKS)},
@@ -293,23 +190,58 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     m.Stopping: {"round": _ROUND, "remaining": _SECONDS},
     m.Stopped: {"round": _ROUND},
     m.Finished: {"round": _ROUND},
-    m.Leaving: {"reason": _TEXT, "signal": _Int(0, 64)},
-    m.Beat: {"number": _Int(0, INT64)},
+    m.Leaving: {"reason": _TEXT, "signal": Int(0, 64)},
+    m.Beat: {"number": Int(0, INT64)},
+    m.Transfer: {"size": Int(0, INT64), "seconds": _SECONDS},
+    m.Probed: {
+        "check": _NAME,
+        "ok": Flag(),
+        "phase": Word(tuple(m.ProbePhase), m.ProbePhase),
+        "own": Flag(),
+        "excused": Flag(),
+        "reason": _TEXT,
+        "compute": _SECONDS,
+        "flops": Amount(),
+        "transfers": _Many(m.MAX_TRANSFERS, m.Transfer),
+        "seconds": _SECONDS,
+        "timed": _SECONDS,
+    },
+    m.Steps: {
+        "round": _ROUND,
+        "step": Int(0, INT64),
+        "steps": Int(1, INT32),
+        "seconds": _SECONDS,
+        "own": _SECONDS,
+        "waited": _SECONDS,
+    },
+    m.ReachMe: {"port": Int(1024, 65535), "nonce": _NONCE},
     m.Welcome: {
         "protocol": _COUNT,
         "version": _NAME,
         "job_id": _MAYBE,
-        "term": _Int(0, INT64),
+        "term": Int(0, INT64),
         "beat_interval": _SECONDS,
         "master_lost_timeout": _SECONDS,
         "status_url": _MAYBE,
+        "clock_us": Int(0, INT64),
     },
     m.Refused: {"reason": _TEXT, "exit_code": _EXIT},
     m.Wait: {"reason": _TEXT},
-    m.Start: {**_PLACE, "role_first_rank": _RANK, "role_world_size": _WORLD, "host_store": _Flag()},
+    m.Start: {**_PLACE, "role_first_rank": _RANK, "role_world_size": _WORLD, "host_store": Flag()},
     m.Stop: {"round": _ROUND, "reason": _TEXT},
     m.End: {"exit_code": _EXIT, "reason": _TEXT, "failures": _FAILURES},
-    m.Echo: {"number": _Int(0, INT64), "beat_interval": _SECONDS},
+    m.Echo: {"number": Int(0, INT64), "beat_interval": _SECONDS},
+    m.Probe: {
+        "check": _NAME,
+        "perf": Flag(),
+        "partners": _TEXT,
+        "group_rank": _RANK,
+        "group_world_size": _NODES,
+        "first_rank": _RANK,
+        "world_size": _WORLD,
+        "store": _ENDPOINT,
+        "limit": _SECONDS,
+    },
     m.NodeStatus: {
         "node": _NAME,
         "host": _MAYBE,
@@ -319,8 +251,25 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "reason": _TEXT,
         "group_rank": _RANK_OR_NONE,
         "first_rank": _RANK_OR_NONE,
-        "local_world_size": _Int(0, m.MAX_LOCAL_RANKS),
+        "local_world_size": Int(0, m.MAX_LOCAL_RANKS),
         "pids": _Many(m.MAX_LOCAL_RANKS),
+        "health": _TEXT,
+    },
+    m.ExcludedNode: {
+        "node": _NAME,
+        "host": _MAYBE,
+        "kind": Word(("failed", "slow")),
+        "reason": _TEXT,
+        "age": _SECONDS,
+        "remaining": _SECONDS,
+    },
+    m.Reached: {
+        "ok": Flag(),
+        "reason": _TEXT,
+        "address": _MAYBE,
+        "mtu": Int(0, INT32),
+        "clock_us": Int(0, INT64),
+        "host": _MAYBE,
     },
     m.JobStatus: {
         "job_id": _MAYBE,
@@ -331,20 +280,15 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "restart_count": _COUNT,
         "restarts_left": _COUNT,
         "max_restarts": _COUNT,
-        "min_nodes": _Int(0, m.MAX_NODES),
-        "max_nodes": _Int(0, m.MAX_NODES),
+        "min_nodes": Int(0, m.MAX_NODES),
+        "max_nodes": Int(0, m.MAX_NODES),
         "nodes": _Many(m.MAX_NODES, m.NodeStatus),
         "last_failure": _TEXT,
         "outcome": _TEXT,
+        "excluded": _Many(m.MAX_EXCLUDED, m.ExcludedNode),
+        "check": _TEXT,
     },
 }
-
-
-def cut(text: str, most: int, *, tail: bool = False) -> str:
-    """At most `most` characters, none of which UTF-8 cannot carry (half a surrogate pair)."""
-    if len(text) > most:
-        text = "…" + text[1 - most :] if tail else text[: most - 1] + "…"
-    return text.encode("utf-8", "replace").decode()
 
 
 # ---------------------------------------------------------------- messages
@@ -370,7 +314,7 @@ def _agree(value: Any, where: str) -> None:
     match value:
         case m.JobSpec() if value.min_nodes > value.max_nodes:
             raise WireError(f"{where}: min_nodes {value.min_nodes} > max_nodes {value.max_nodes}")
-        case m.Start() | m.RoundReport():
+        case m.Start() | m.RoundReport() | m.Probe():
             if value.group_rank >= value.group_world_size or value.first_rank >= value.world_size:
                 raise WireError(
                     f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "

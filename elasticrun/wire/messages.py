@@ -8,12 +8,25 @@ receiver would compare with its own clock (`Failure.time_us` is shown to people 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elasticrun.wire.health import (
+    MAX_EXCLUDED as MAX_EXCLUDED,
+    MAX_TRANSFERS as MAX_TRANSFERS,
+    CheckSpec as CheckSpec,
+    ExcludedNode as ExcludedNode,
+    Probe as Probe,
+    Probed as Probed,
+    ProbePhase as ProbePhase,
+    Reached as Reached,
+    ReachMe as ReachMe,
+    Steps as Steps,
+    Transfer as Transfer,
+)
 from elasticrun.wire.ids import Endpoint, RoundName
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -97,6 +110,7 @@ class JobSpec:
     grow_cooldown: float
     restart_grace: float  # how long a rank may take to die when its group is restarted
     master_lost_timeout: float
+    checks: CheckSpec = field(default_factory=CheckSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +262,9 @@ Report = (
     | Finished
     | Leaving
     | Beat
+    | Probed
+    | Steps
+    | ReachMe
 )
 
 
@@ -265,6 +282,7 @@ class Welcome:
     beat_interval: float
     master_lost_timeout: float
     status_url: str  # "" until the page is up
+    clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for people only
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +341,7 @@ class Echo:
     beat_interval: float = 0.0  # how often to beat from now on; 0: as before
 
 
-Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo
+Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe
 
 
 # ---------------------------------------------------------------- Status
@@ -343,6 +361,7 @@ class NodeStatus:
     first_rank: int
     local_world_size: int
     pids: tuple[int, ...]
+    health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +381,10 @@ class JobStatus:
     nodes: tuple[NodeStatus, ...]
     last_failure: str
     outcome: str
+    excluded: tuple[ExcludedNode, ...] = ()
+    check: str = ""  # what the last network check found, in a sentence; "" if there was none
 
 
-StatusAnswer = Challenge | Refused | JobStatus
-"""What a reader is sent: a challenge to its knock, and the page or a refusal to its proof."""
+StatusAnswer = Challenge | Refused | JobStatus | Reached
+"""What a reader is sent: a challenge to its knock; to its proof the page, what its ReachMe led to,
+or a refusal."""

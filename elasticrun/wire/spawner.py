@@ -75,6 +75,45 @@ class SpawnStore:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """What one probe process does: a timed matmul, then a timed all_reduce with its group.
+
+    The group meets at `store` under the prefix `check`; ranks say there whether their own part
+    went well before any collective, so that one that failed does not leave the others hanging."""
+
+    check: str
+    local_rank: int
+    rank: int  # in the group
+    world_size: int
+    node_ranks: int  # how many of these are on this node
+    store_host: str
+    store_port: int
+    host_store: bool  # unused by most backends; the store already listens
+    device: str  # torch's word: cpu, cuda, npu
+    device_index: int
+    backend: str  # gloo, nccl, hccl
+    matrix: int  # edge of the square matrices, 0: no matmul
+    dtype: str  # torch's name of their type
+    matmuls: int  # that are timed, after `warmup`
+    sizes: tuple[int, ...]  # bytes of each all_reduce that is timed
+    transfers: int  # all_reduces of each size that are timed, after `warmup`
+    warmup: int
+    limit: float  # seconds; also the process group's own
+    fault: str = ""  # planted, see wire/faults.py; "" is none
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnProbe:
+    """Start one probe. It says its phases and its result (ProbeSaid), then ends (Exited)."""
+
+    key: int
+    plan: ProbePlan
+    env: dict[str, str]
+    unset: tuple[str, ...]
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendSignal:
     """Send a signal to the process group of a rank (or to a store host)."""
 
@@ -111,7 +150,9 @@ class Pet:
     limit: float
 
 
-ToSpawner = Configure | SpawnRank | SpawnStore | SendSignal | Sweep | CloseStore | Quit | Pet
+ToSpawner = (
+    Configure | SpawnRank | SpawnStore | SpawnProbe | SendSignal | Sweep | CloseStore | Quit | Pet
+)
 
 
 # ---------------------------------------------------------------- from the spawner
@@ -166,6 +207,25 @@ class StoreListening:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeSaid:
+    """A word from a probe: that it enters `phase`, or, with `done`, what it found.
+
+    The texts and numbers mean what they mean in messages.Probed; `transfers` has seconds for each
+    of the plan's sizes that was measured."""
+
+    key: int
+    phase: str
+    done: bool
+    ok: bool = False
+    own: bool = False
+    excused: bool = False
+    reason: str = ""
+    compute: float = 0.0
+    transfers: tuple[float, ...] = ()
+    timed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Swept:
     """Every descendant of these ranks has been reaped, but for `stuck` (pids the kernel keeps)."""
 
@@ -201,6 +261,7 @@ FromSpawner = (
     | SpawnFailed
     | Exited
     | StoreListening
+    | ProbeSaid
     | Swept
     | Learned
     | Notice

@@ -21,8 +21,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.channel import get_status
 from elasticrun.wire.ids import Endpoint
 from tests import aio
-from tests.master.people import LIMIT, enter, hear, hello, serving
-from tests.master.people import status as page
+from tests.master.people import LIMIT, enter, hear, hello, serving, status as page
 
 
 @dataclasses.dataclass

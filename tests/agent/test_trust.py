@@ -18,9 +18,7 @@ from elasticrun.agent.link import Link
 from elasticrun.agent.trust import Trust, trust_of, unusable, with_trust
 from elasticrun.config import EXIT_REFUSED, AgentConfig, Rendezvous, Tls
 from elasticrun.core.effects import LinkBack, LinkLost
-from elasticrun.wire import channel as c
-from elasticrun.wire import codec
-from elasticrun.wire import messages as m
+from elasticrun.wire import channel as c, codec, messages as m
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import Guest
 from tests import aio

@@ -16,6 +16,7 @@ from elasticrun.cli.main import say, verb_of
 from elasticrun.cli.master_verb import configure
 from elasticrun.cli.program import check_program
 from elasticrun.cli.values import UsageError
+from elasticrun.wire.messages import CheckSpec
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.harness import clean_environment
 
@@ -173,6 +174,24 @@ def test_dry_run_shows_values_and_sources(tmp_path: Path) -> None:
     assert "note: OMP_NUM_THREADS is 1" in text
 
 
+def test_dry_run_shows_node_health(tmp_path: Path) -> None:
+    environ = {"PET_PRECHECK": "2", "ELASTICRUN_EXCLUDE_FOR": "90"}
+    words = ("--dry-run", "--exclude_straggler", "--accelerator", "cpu", "s.py")
+    done = command(*words, cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    (summary,) = [line for line in done.stdout.splitlines() if line.startswith("node health")]
+    assert summary.split(maxsplit=2)[2] == (
+        "network check (on cpu, 60 s at most), performance test, nodes slower than 1.5 times the "
+        "median are excluded, a failed check of this machine ends the agent"
+    )
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    assert rows["precheck"] == ["2", "$PET_PRECHECK"]
+    assert rows["exclude-for"] == ["90", "$ELASTICRUN_EXCLUDE_FOR"]
+    assert rows["exclude-straggler"] == ["True", "--exclude_straggler"]
+    assert rows["straggler-ratio"] == ["1.5", "default"]
+    assert rows["accelerator"] == ["cpu", "--accelerator"]
+
+
 def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
     done = command("--dry-run", "missing.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -199,6 +218,15 @@ def test_master_with_flags_of_the_job() -> None:
     assert config.spec is not None
     assert (config.spec.min_nodes, config.spec.max_nodes, config.spec.node_unit) == (2, 4, 2)
     assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
+
+
+def test_master_with_flags_of_node_health() -> None:
+    words = "--network_check --exclude-straggler --straggler-ratio 3 --rdzv-conf probe_timeout=4"
+    config = configure(words.split(), {})
+    assert config.spec is not None
+    assert config.spec.checks == CheckSpec(
+        network=True, exclude_stragglers=True, slow_ratio=3.0, probe_limit=4.0
+    )
 
 
 # ---------------------------------------------------------------- plug-ins of torchrun's

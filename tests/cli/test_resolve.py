@@ -15,7 +15,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, LogPlan, Rendezvous
-from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.messages import CheckSpec, JobSpec
 from elasticrun.wire.spawner import Entry, EntryKind
 
 PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
@@ -246,7 +246,15 @@ ERRORS = [
     ("--node-unit 0", {}, 1, "--node-unit=0"),
     ("--node-unit 3 --nnodes 2", {}, 1, "--node-unit=3"),
     ("--rdzv-conf node_unit=x", {}, 1, "--node-unit=0"),
-    ("--precheck 3", {}, 2, "use 0, 1 or 2"),
+    ("--precheck 3", {}, 2, "--precheck=3: use 0, 1 or 2"),
+    ("--straggler-ratio 1", {}, 2, "--straggler-ratio=1 is not a ratio above 1"),
+    ("--straggler-ratio=-2", {}, 2, "--straggler-ratio=-2 is not a ratio above 1"),
+    ("--comm-perf-threshold=-1", {}, 2, "--comm-perf-threshold=-1 is not 0 GB/s or more"),
+    ("--exclude-for 0", {}, 1, "--exclude-for=0 is not a positive number of seconds"),
+    ("--exclude-for 1e10", {}, 1, "the longest time there is here is 1e+09 s"),
+    ("--rdzv-conf probe_timeout=0", {}, 1, "probe_timeout=0 is not a positive"),
+    ("--rdzv-conf straggler_time=soon", {}, 1, "straggler_time=soon is not a positive"),
+    ("--accelerator tpu", {}, 2, "--accelerator=tpu is not known: use nvidia, ascend, cpu"),
     ("--preload a-b", {}, 2, "not the name of a module"),
     ("--status-port 99999", {}, 1, "--status-port=99999"),
     ("", {"DLROVER_MASTER_ADDR": "pod"}, 1, "DLROVER_MASTER_ADDR=pod names no port"),
@@ -275,6 +283,10 @@ PARSE_ERRORS = [
     ("", {"ELASTICRUN_LAUNCH": "x"}, "(from ELASTICRUN_LAUNCH) is not one of auto, fork, exec"),
     ("--shutdown-timeout nan", {}, "is not a number of seconds"),
     ("--launch x", {}, "invalid choice: 'x'"),
+    ("--straggler-ratio inf", {}, "'inf' is not a number"),
+    ("--comm-perf-threshold fast", {}, "'fast' is not a number of GB/s"),
+    ("--precheck all", {}, "'all' is not a whole number"),
+    ("", {"ELASTICRUN_STRAGGLER_RATIO": "x"}, "(from ELASTICRUN_STRAGGLER_RATIO) is not a number"),
     ("--no-such-flag", {}, "unrecognized arguments: --no-such-flag"),
 ]
 
@@ -414,6 +426,35 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--run-path --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
     ("--run-path -m --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
     ("--rdzv-backend mine", {}, "delegate", "mine"),
+    # node health
+    ("--network-check", {}, "spec.checks", CheckSpec(network=True)),
+    ("--network_check", {}, "spec.checks", CheckSpec(network=True)),
+    ("", {"PET_NETWORK_CHECK": "1"}, "spec.checks", CheckSpec(network=True)),
+    ("--comm-perf-test", {}, "spec.checks", CheckSpec(perf=True)),
+    ("--comm-perf-test --comm-perf-threshold 2.5", {}, "spec.checks",
+     CheckSpec(perf=True, perf_floor=2.5)),
+    ("--precheck 0", {}, "spec.checks", CheckSpec()),
+    ("--precheck 1", {}, "spec.checks", CheckSpec(network=True)),
+    ("--precheck 2", {}, "spec.checks", CheckSpec(network=True, perf=True)),
+    ("", {"PET_PRECHECK": "2"}, "precheck", 2),
+    ("--precheck 1", {"PET_PRECHECK": "2"}, "precheck", 1),
+    ("--network-check", {}, "precheck", 0),
+    ("--exclude-straggler", {}, "spec.checks", CheckSpec(exclude_stragglers=True)),
+    ("--straggler-ratio 2", {}, "spec.checks.slow_ratio", 2.0),
+    ("", {"ELASTICRUN_STRAGGLER_RATIO": "1.2"}, "spec.checks.slow_ratio", 1.2),
+    ("--exclude-for 60", {}, "spec.checks.exclude_for", 60.0),
+    ("", {"ELASTICRUN_EXCLUDE_FOR": "0.5"}, "spec.checks.exclude_for", 0.5),
+    ("--rdzv-conf probe_timeout=7,straggler_time=2.5", {}, "spec.checks",
+     CheckSpec(probe_limit=7.0, slow_for=2.5)),
+    ("--accelerator nvidia", {}, "accelerator", "nvidia"),
+    ("--accelerator nvidia.com/gpu", {}, "accelerator", "nvidia"),
+    ("--accelerator ascend-npu", {}, "accelerator", "ascend"),
+    ("", {"PET_ACCELERATOR": "cpu"}, "accelerator", "cpu"),
+    ("--accelerator=", {"PET_ACCELERATOR": "cpu"}, "accelerator", ""),
+    ("--accelerator metax-tech.com/gpu", {}, "accelerator", ""),
+    ("--auto-config --nnodes 4", {}, "spec.checks", CheckSpec(network=True)),
+    ("--auto-config --nnodes 3:8 --rdzv-backend c10d", {}, "spec.checks", CheckSpec()),
+    ("--auto-config --nnodes 4:8 --rdzv-backend c10d", {}, "spec.checks.network", True),
 ]  # fmt: skip
 
 
@@ -444,6 +485,9 @@ NOTES = [
     ("", DLROVER, "expected at pod-0:50001"),
     ("", DLROVER, "NODE_NUM=4"),
     ("--membind-policy bind", {}, "no effect without --numa-affinity"),
+    ("--accelerator mthreads.com/gpu", {}, "mthreads.com/gpu is not supported: probes use what is"),
+    ("--comm-perf-threshold 3", {}, "no effect without --comm-perf-test"),
+    ("--auto-config --nnodes 4", {}, "--auto-config: the network is checked before training"),
 ]
 
 
@@ -457,16 +501,15 @@ def test_notes(words: str, environ: Mapping[str, str], part: str) -> None:
     ["", "--standalone", "--nnodes 2 --master-port 7",
      "--rdzv-backend c10d --rdzv-endpoint localhost:7",
      "--master-port 7 --rdzv-conf timeout=900", "--rdzv-conf join_timeout=5,is_host=1",
-     "--numa-affinity --membind-policy bind"],
+     "--numa-affinity --membind-policy bind", "--network-check --exclude-straggler",
+     "--precheck 2 --comm-perf-threshold 3", "--exclude-straggler --accelerator cpu",
+     "--rdzv-conf probe_timeout=5,straggler_time=9"],
 )  # fmt: skip
 def test_ordinary_commands_have_no_notes(words: str) -> None:
     assert made(words).notes == ()
 
 
-VALUES_THAT_DIFFER = {
-    "precheck": "2", "accelerator": "ascend-npu", "training_port": "61000",
-    "ucp_device_type": "gpu",
-}  # fmt: skip
+VALUES_THAT_DIFFER = {"training_port": "61000", "ucp_device_type": "gpu"}
 
 
 @pytest.mark.parametrize("dest", NOTHING_YET)

@@ -15,11 +15,11 @@ import pytest
 from elasticrun.cli import status as verb
 from elasticrun.wire import published, tls
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.proof import MASTER_WRONG, TOKEN_WANTED, reader_token
 from tests import aio
 from tests.certificates import Authority
-from tests.master.people import LIMIT, Recorder, Served, serving
-from tests.master.people import status as page
+from tests.master.people import LIMIT, Recorder, Served, serving, status as page
 
 
 @pytest.fixture
@@ -71,6 +71,33 @@ def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> Non
                 "because [so]",
             ):
                 assert word in out, out
+
+    aio.run(run())
+
+
+def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> None:
+    healthy = replace(page().nodes[0], health="10 ms per matmul")
+    bad = ExcludedNode("n9", "host9", "failed", "n9 failed the network check", 5.0, 3595.0)
+    slow = ExcludedNode("n8", "", "slow", "n8 is slow", 5.0, 20.0)
+
+    async def run() -> None:
+        async with serving(Recorder()) as served:
+            _, out, _ = await _status(str(served.endpoint))
+            assert "health" not in out
+            assert "excluded" not in out
+            served.brain.page = page(
+                nodes=(healthy,), excluded=(bad, slow), check="network check of 3 nodes: n9 failed"
+            )
+            _, out, _ = await _status(str(served.endpoint))
+            shown = " ".join(out.split())
+            assert "health" in shown
+            assert "10 ms per matmul" in shown
+            assert "network check of 3 nodes: n9 failed" in out
+            assert (
+                "excluded: n9 on host9 (failed, for 3595 s more): n9 failed the network check"
+                in out
+            )
+            assert "excluded: n8 on an unknown host (slow, for 20 s more): n8 is slow" in out
 
     aio.run(run())
 

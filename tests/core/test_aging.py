@@ -6,6 +6,7 @@ import dataclasses
 
 from elasticrun.core.aging import aged
 from elasticrun.core.facts import Blamed, LeftOut
+from elasticrun.wire.messages import ExcludedNode
 from tests.master.facts import facts, round_facts
 
 MADE = facts(
@@ -15,6 +16,7 @@ MADE = facts(
     fickle=(LeftOut("c", (3.0, 1.0), 1, 100.0),),
     blamed=(Blamed("c", 2, 1, 7, 30.0),),
     starved=4.0,
+    excluded=(ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),),
 )
 
 
@@ -27,6 +29,7 @@ def test_ages_grow_and_remainders_shrink() -> None:
     assert [entry.silences for entry in older.left_out] == [(13.0,), (13.0,)]
     assert older.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
     assert [entry.remaining for entry in older.blamed] == [20.0]
+    assert older.excluded == (ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0),)
 
 
 def test_a_wait_for_nodes_stands_still_while_there_is_no_master() -> None:
@@ -43,6 +46,7 @@ def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
             left_out=MADE.left_out,
             fickle=MADE.fickle,
             blamed=MADE.blamed,
+            excluded=MADE.excluded,
         )
         == MADE
     )

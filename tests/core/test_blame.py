@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrun.core.blame import BAR_LONGEST, MAX_RECORDS, TRAIL, Blame, Cause
+from elasticrun.core.bars import BAR_LONGEST
+from elasticrun.core.blame import MAX_RECORDS, PROBATION, TRAIL, Blame, Cause
 
 
 def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> Cause:
@@ -47,7 +48,7 @@ def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None
     blame.settled(cause("c", 0))
     assert "fail again" in blame.culprit(cause("b"), 500.0)
     assert blame.leave_out(cause("b"), 500.0) == 240.0
-    late = 740.0 + BAR_LONGEST + 1.0
+    late = 740.0 + PROBATION + 1.0
     blame.settled(cause("c", 0))
     assert not blame.culprit(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):

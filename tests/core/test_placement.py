@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elasticrun.core.placement import Candidate, choose, is_loopback, lay_out
 from elasticrun.wire.ids import Endpoint

@@ -38,6 +38,8 @@ def test_a_run_is_deterministic() -> None:
         ("# why\n0 dance a\n", "dance"),
         ("# why\nsoon node a\n", "line 2"),
         ("# why\njob 1:2 colour=red\n", "colour"),
+        ("# why\ncheck colour=red\n", "colour"),
+        ("# why\n0 fault a dance\n", "no fault dance"),
     ],
 )
 def test_bad_scripts_are_refused(text: str, complaint: str) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER
 from elasticrun.config_json import dumps, loads
+from elasticrun.core.bars import BAR_UNIT
 from elasticrun.core.facts import Facts
-from elasticrun.core.silences import BAR_UNIT, MEMORY
+from elasticrun.core.silences import MEMORY
 from elasticrun.core.stays import MAX_RECORDS, Stays
 from elasticrun.wire import messages as m
 from tests.core.by_hand import Master

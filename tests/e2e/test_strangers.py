@@ -16,8 +16,7 @@ import pytest
 from elasticrun.agent.link import Link
 from elasticrun.agent.trust import Trust
 from elasticrun.core.effects import LinkLost
-from elasticrun.wire import channel as c
-from elasticrun.wire import messages as m
+from elasticrun.wire import channel as c, messages as m
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
 from tests.agent.test_link import Heard

@@ -11,8 +11,7 @@ import subprocess
 
 import pytest
 
-from elasticrun.wire import channel
-from elasticrun.wire import messages as m
+from elasticrun.wire import channel, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish, job

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING
-from elasticrun.wire import etcd
-from elasticrun.wire import messages as m
+from elasticrun.wire import etcd, messages as m
 from elasticrun.wire.channel import LinkError, attend, open_channel
 from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.ids import Endpoint

@@ -83,7 +83,6 @@ class Chaos:
     waking: list[tuple[float, Node]] = field(default_factory=list)
     story: list[str] = field(default_factory=list)
     lost: list[Node] = field(default_factory=list)
-    most_descriptors: int = 0
 
     def run(self, acts: list[Act]) -> None:
         """All of it; then everybody is awake and every place is taken."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from inotify_simple import INotify, flags
 
+from elasticrun.testing import steps as testing
 from tests.harness import LIMIT
 
 T = TypeVar("T")
@@ -178,22 +179,21 @@ class StepLog:
         A rank that was stopped between the end of an all-reduce and its line in the log writes
         that line when it is woken. It may do so once, for a step that the others of its world had
         done before the next world began: all-reduces complete for everybody or for nobody."""
-        lives = self.lives()
-        for index, older in enumerate(lives):
-            for younger in lives[index + 1 :]:
-                late = [step for step in older.steps if step.done > younger.first]
-                for step in late:
-                    others = [
-                        s
-                        for s in older.steps
-                        if s.step == step.step and s.pid != step.pid and s.done < younger.first
-                    ]
-                    excused = step.pid in stopped and step.began < younger.first and others
-                    assert excused, (
-                        f"rank {step.rank} of an older world of {older.size} did step {step.step} "
-                        f"{step.done - younger.first:.3f} s after the first step of the next world "
-                        f"of {younger.size}; {self.story()}"
-                    )
+        found = [
+            testing.Step(
+                rank=step.rank,
+                step=step.step,
+                world_size=step.size,
+                round=number,
+                world=str(step.world),
+                pid=step.pid,
+                time=step.done,
+            )
+            for number, life in enumerate(self.lives())
+            for step in life.steps
+        ]
+        wrong = testing.overlap(found, stopped)
+        assert not wrong, f"{wrong}; {self.story()}"
 
     def every_step_whole(self) -> None:
         """Every step from the first to the last was done by all ranks of one world."""

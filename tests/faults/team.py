@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from elasticrun.testing.processes import is_master
 from tests.faults.steps import Life, StepLog
 from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, Launched, Peer, World, free_port
 
@@ -36,14 +37,8 @@ class Node:
     def processes(self) -> list[psutil.Process]:
         """The agent and everything below it but the job's master, which is in a session of its
         own and need not die with its node."""
-        found = []
-        for process in [psutil.Process(self.agent.pid), *self.agent.below()]:
-            try:
-                if not is_master(process):
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        everything = [psutil.Process(self.agent.pid), *self.agent.below()]
+        return [process for process in everything if not is_master(process.pid)]
 
     def kill(self) -> float:
         """kill -9 of the agent and its ranks at one moment; that moment."""
@@ -56,15 +51,6 @@ class Node:
                 continue
         self.agent.process.wait()
         return began
-
-    def hosts_master(self) -> bool:
-        """Whether the job's master is its child."""
-        return any(is_master(process) for process in self.agent.below())
-
-
-def is_master(process: psutil.Process) -> bool:
-    """Told by its command line."""
-    return "elasticrun.master" in process.cmdline()
 
 
 class Team:
@@ -158,7 +144,7 @@ class Team:
 
     def master_process(self) -> psutil.Process:
         """The hosted master; nobody's child any more if its agent has gone."""
-        (found,) = (process for process in self.world.survivors() if is_master(process))
+        (found,) = (process for process in self.world.survivors() if is_master(process.pid))
         return found
 
     def freeze(self, node: Node) -> float:

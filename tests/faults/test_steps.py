@@ -29,7 +29,7 @@ def test_one_world_after_the_other(tmp_path: Path) -> None:
 
 def test_two_worlds_at_a_time(tmp_path: Path) -> None:
     bad = log_of(tmp_path, (1, 0, 1, 1, 1.0), (2, 0, 1, 2, 3.0), (1, 0, 1, 2, 3.1))
-    with pytest.raises(AssertionError, match=r"0\.100 s after the first step of the next world"):
+    with pytest.raises(AssertionError, match=r"0\.100 s after rank 0 of 1 had begun"):
         bad.one_world_at_a_time()
     with pytest.raises(AssertionError):
         bad.one_world_at_a_time(stopped=[10])  # nobody had done that step with it before

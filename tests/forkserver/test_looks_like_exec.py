@@ -20,6 +20,7 @@ import pytest
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 
+ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("probe.py")
 
 ON_PURPOSE: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -137,6 +138,22 @@ def _rows() -> list[str]:
             rows.append(line.split('"')[1])
     streams = [f"sys.{n}" for n in ("stdin", "stdout", "stderr")]
     return list(dict.fromkeys([*rows, *streams]))
+
+
+@pytest.mark.slow
+def test_a_run_in_the_background_finds_the_same() -> None:
+    """`nohup` has a process born ignoring SIGHUP; tests/conftest.py keeps that from the tests."""
+    one = f"{Path(__file__).relative_to(ROOT)}::test_row[script-signals]"
+    done = subprocess.run(
+        ["nohup", sys.executable, "-m", "pytest", "-q", one],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow

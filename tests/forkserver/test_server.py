@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.wire.frames import LENGTH_BYTES, FrameBuffer, FrameError, encode
 from elasticrun.wire.serverstart import SERVER_FILE, SHIELDED

@@ -163,7 +163,7 @@ async def serving(
     over: list[JobOver] = []
     loop = Loop(brain, on_over=over.append, store=store)
     ear = Ear(loop, "job", **ear_options)
-    server = make_server(ear.attend, ear.status, most=MAX_CALLS)
+    server = make_server(ear.attend, ear.status, ear.reach, most=MAX_CALLS)
     port = listen(server, "127.0.0.1", port, tls)
     await server.start()
     turning = asyncio.ensure_future(loop.run())

@@ -9,8 +9,7 @@ import random
 import socket
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.core.job import Job
 from elasticrun.wire import messages as m

@@ -9,8 +9,7 @@ import pytest
 from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
 from elasticrun.master.loop import BrainFault, Loop
 from elasticrun.master.mailbox import Mailbox
-from elasticrun.wire import codec
-from elasticrun.wire import messages as m
+from elasticrun.wire import codec, messages as m
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, hello, serving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 import subprocess
@@ -11,8 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
@@ -23,15 +23,20 @@ from elasticrun.master.status import MAX_CONNECTIONS, StatusPage, page_url
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint
 from tests import aio
-from tests.master.people import LIMIT, ROUND, Recorder
+from tests.master.people import LIMIT, ROUND, Recorder, status
 
-HELD = range(MAX_CONNECTIONS)
+PROBED = m.Probed(
+    "c1", True, m.ProbePhase.DONE, False, False, "", 0.01, 2.7e8, (), seconds=0.4, timed=0.2
+)
+EXCLUDED = m.ExcludedNode("n9", "h9", "slow", "n9 is slow", 5.0, 3595.0)
 FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
 
 
 @asynccontextmanager
 async def paged() -> AsyncIterator[tuple[Loop, int]]:
-    loop = Loop(Recorder(), on_over=lambda _: None)
+    brain = Recorder()
+    brain.page = status(excluded=(EXCLUDED,), check="all passed")
+    loop = Loop(brain, on_over=lambda _: None)
     page = StatusPage(loop)
     try:
         yield loop, page.listen("127.0.0.1", 0)
@@ -70,6 +75,8 @@ def test_status_is_the_picture() -> None:
             assert shown["round"]["number"] == 1
             assert shown["nodes"][0]["reason"] == "because [so]"
             assert shown["restarts_left"] == loop.status().restarts_left
+            assert shown["check"] == "all passed"
+            assert shown["excluded"] == [dataclasses.asdict(EXCLUDED)]
 
     aio.run(run())
 
@@ -81,6 +88,7 @@ def test_metrics_can_be_scraped() -> None:
             loop._perform(Tell((1,), start))
             for _ in range(2):  # a node repeats itself
                 loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
+            loop.put(Heard(1, PROBED))
             loop._turn()
             code, head, body = await get(port, "/metrics")
             assert code == 200
@@ -97,6 +105,8 @@ def test_metrics_can_be_scraped() -> None:
             assert found["elasticrun_restarts_total",] == 1
             assert found["elasticrun_restarts_left",] == 2
             assert found["elasticrun_rank_failures_total",] == 1
+            assert found["elasticrun_excluded_nodes",] == 1
+            assert found["elasticrun_probes_total",] == 1
             assert found["elasticrun_phase", "running"] == 1
             assert found["elasticrun_round_age_seconds",] >= 0
             assert found["elasticrun_job", "job", __version__] == 1

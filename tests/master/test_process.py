@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from elasticrun.config import EXIT_MASTER_LOST, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import messages as m
-from elasticrun.wire import published
+from elasticrun.wire import messages as m, published
 from elasticrun.wire.channel import attend, get_status, open_channel
 from elasticrun.wire.ids import Endpoint
 from tests import aio

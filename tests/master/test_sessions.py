@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,12 @@ def test_an_agent_is_welcomed_and_echoed() -> None:
     async def run() -> None:
         async with serving() as served:
             served.loop.status_url = "http://127.0.0.1:9/status"
+            before = time.time_ns() // 1000
             async with served.stream() as stream:
                 welcome = await enter(stream, hello())
                 assert isinstance(welcome, m.Welcome)
                 assert welcome.status_url == "http://127.0.0.1:9/status"
+                assert before <= welcome.clock_us <= time.time_ns() // 1000
                 await stream.send(m.Beat(1))
                 assert await hear(stream) == m.Echo(1)
                 assert served.ear.attached == 1

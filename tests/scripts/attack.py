@@ -20,8 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from elasticrun.wire import channel as c
-from elasticrun.wire import messages as m
+from elasticrun.wire import channel as c, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 from elasticrun.wire.proof import Guest
 from tests.master import raw

@@ -9,6 +9,7 @@ from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.sim.script import read, run
 
 SEEDS = 480
+CHECKED_SEEDS = 160
 MANY_SEEDS = 8000
 BATCH = 40
 
@@ -28,6 +29,26 @@ def test_invariants_hold(first: int) -> None:
         rounds += findings.rounds
     assert events > BATCH * 100, "the worlds must be busy"
     assert rounds > BATCH * 2
+
+
+@pytest.mark.parametrize("first", range(0, CHECKED_SEEDS, BATCH))
+def test_invariants_hold_with_the_network_check(first: int) -> None:
+    excluded = rounds = 0
+    for seed in range(first, first + BATCH):
+        findings = Chaos(seed, checks=True).run()
+        assert not findings.faults, in_words(findings)
+        rounds += findings.rounds
+        excluded += sum("is excluded for" in line for line in findings.lines)
+    assert rounds > BATCH
+    assert excluded > BATCH // 4, "many machines must turn bad"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(CHECKED_SEEDS, CHECKED_SEEDS + MANY_SEEDS // 4, 500))
+def test_invariants_hold_with_the_network_check_for_thousands(first: int) -> None:
+    for seed in range(first, first + 500):
+        findings = Chaos(seed, duration=120.0, checks=True).run()
+        assert not findings.faults, in_words(findings)
 
 
 @pytest.mark.soak

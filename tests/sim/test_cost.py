@@ -17,7 +17,15 @@ from elasticrun.core.membership import Membership
 from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
-from elasticrun.wire.messages import Beat, Join
+from elasticrun.wire.messages import (
+    Beat,
+    CheckSpec,
+    Join,
+    Order,
+    Probe,
+    Probed,
+    ProbePhase,
+)
 
 SMALL, LARGE = 50, 500
 
@@ -88,6 +96,34 @@ def test_no_event_of_one_node_looks_at_the_others() -> None:
     small, large = costs(running(SMALL)), costs(running(LARGE))
     for what, lines in large.items():
         assert lines <= 1.2 * small[what] + 10, f"{what}: {small[what]} -> {lines} lines"
+
+
+def cost_of_an_answer(nodes: int) -> int:
+    """Lines for one answer while all of so many nodes are probed."""
+    spec = replace(DEFAULT_SPEC, min_nodes=nodes, max_nodes=nodes, checks=CheckSpec(network=True))
+    world = World(traced=False)
+    orders: dict[str, Probe] = {}
+
+    def note(node: Node, order: Order) -> None:
+        if isinstance(order, Probe):
+            orders[node.name] = order
+
+    world.on_order = note
+    world.start_master(spec)
+    for index in range(nodes):
+        world.start_node(NodeSetup(f"n{index}", spec))
+    world.run_until(1.1)
+    assert len(orders) == nodes, "all are probed, and none has answered"
+    stream = world.nodes["n7"].stream
+    assert world.master is not None
+    assert stream is not None
+    done = ProbePhase.DONE
+    said = Probed(orders["n7"].check, True, done, False, False, "", 0.01, 1e9, (), 0.2, 0.1)
+    return cost(world.master.job, Heard(stream.session, said), world.clock.now)
+
+
+def test_an_answer_to_a_probe_looks_at_no_other_node() -> None:
+    assert cost_of_an_answer(LARGE) <= 1.2 * cost_of_an_answer(SMALL) + 10
 
 
 def test_a_round_costs_each_node_the_same() -> None:

@@ -10,6 +10,7 @@ import pytest
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
+from elasticrun.wire.messages import CheckSpec, Order, Probe
 
 NODES = 1000
 LOST = 17
@@ -45,6 +46,29 @@ def test_seventeen_deaths_and_returns(returns_over: float) -> None:
     assert master_says(world) == (NODES, 0)
     assert not world.worlds.faults
     assert len(world.worlds.stepping) == 1
+
+
+def test_two_bad_nodes_of_a_thousand_are_found_and_the_others_train() -> None:
+    """Two passes; and no message that grows with the job, nor more than a few for a node."""
+    checks = CheckSpec(network=True)
+    told: list[tuple[str, Order]] = []
+    world = World(beats=True, beat_interval=10.0, traced=False)
+    world.on_order = lambda node, order: told.append((node.name, order))
+    spec = replace(setup(0).spec, checks=checks)
+    world.start_master(spec)
+    world.bench.plant("n0100", "compute")
+    world.bench.plant("n0501", "comm")
+    for index in range(NODES):
+        world.start_node(replace(setup(index), spec=spec))
+    world.run_until(15.0)
+    assert world.master is not None
+    status = world.master.job.status()
+    assert {one.node for one in status.excluded} == {"n0100", "n0501"}
+    assert (status.world_size, len(world.worlds.began)) == (NODES - 2, 1)
+    probes = [order for _, order in told if isinstance(order, Probe)]
+    assert len(probes) <= NODES + 2 * 4, "the second pass is for those in doubt"
+    assert max(order.group_world_size for order in probes) == 2
+    assert len(told) <= 9 * NODES
 
 
 def master_says(world: World) -> tuple[int, int]:

@@ -111,11 +111,12 @@ def test_only_what_was_asked_for(traced: Path) -> None:
     assert not [line for line in of_b if "a attaches" in line]
 
 
+@pytest.mark.parametrize("checks", [False, True], ids=["plain", "checks"])
 @pytest.mark.parametrize("seed", range(25))
-def test_chaos_replays_exactly(traced: Path, seed: int) -> None:
+def test_chaos_replays_exactly(traced: Path, seed: int, checks: bool) -> None:
     """Masters die and are succeeded with their record or without, messages are lost and doubled:
     every life of every brain says the same again."""
-    Chaos(seed).run()
+    Chaos(seed, checks=checks).run()
     _flush()
     code, lines = _replayed(traced)
     assert code == SAME, "\n".join(lines[-40:])

@@ -14,6 +14,7 @@ NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
 MAYBE = st.text(PRINTABLE, max_size=40)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
 SECONDS = st.floats(0, m.MAX_SECONDS, allow_nan=False)
+AMOUNTS = st.floats(0, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(0, 2**31 - 1)
 LONGS = st.integers(0, 2**63 - 1)
 PIDS = st.integers(-1, 2**31 - 1)
@@ -38,6 +39,19 @@ failures = st.builds(
 failure_lists = st.lists(failures, max_size=m.MAX_FAILURES).map(tuple)
 
 
+checks = st.builds(
+    m.CheckSpec,
+    st.booleans(),
+    st.booleans(),
+    AMOUNTS,
+    st.booleans(),
+    AMOUNTS,
+    SECONDS,
+    SECONDS,
+    SECONDS,
+)
+
+
 @st.composite
 def specs(draw: Any, job_id: str | None = None) -> m.JobSpec:
     low, high = sorted((draw(NODES), draw(NODES)))
@@ -56,6 +70,7 @@ def specs(draw: Any, job_id: str | None = None) -> m.JobSpec:
         grow_cooldown=draw(SECONDS),
         restart_grace=draw(SECONDS),
         master_lost_timeout=draw(SECONDS),
+        checks=draw(checks),
     )
 
 
@@ -84,6 +99,22 @@ def starts(draw: Any) -> m.Start:
         role_first_rank=draw(st.integers(0, m.MAX_RANKS)),
         role_world_size=draw(st.integers(1, m.MAX_RANKS)),
         host_store=draw(st.booleans()),
+    )
+
+
+@st.composite
+def probes(draw: Any) -> m.Probe:
+    place = draw(places())
+    return m.Probe(
+        check=draw(NAMES),
+        perf=draw(st.booleans()),
+        partners=draw(TEXTS),
+        group_rank=place["group_rank"],
+        group_world_size=place["group_world_size"],
+        first_rank=place["first_rank"],
+        world_size=place["world_size"],
+        store=place["store"],
+        limit=draw(SECONDS),
     )
 
 
@@ -123,6 +154,21 @@ challenges = st.builds(m.Challenge, st.just(m.PROTOCOL_VERSION), NAMES, LONGS, n
 
 pid_lists = st.lists(PIDS, max_size=20).map(tuple)
 
+probed = st.builds(
+    m.Probed,
+    NAMES,
+    st.booleans(),
+    st.sampled_from(m.ProbePhase),
+    st.booleans(),
+    st.booleans(),
+    TEXTS,
+    SECONDS,
+    AMOUNTS,
+    st.lists(st.builds(m.Transfer, LONGS, SECONDS), max_size=m.MAX_TRANSFERS).map(tuple),
+    SECONDS,
+    SECONDS,
+)
+
 later_reports: st.SearchStrategy[m.Report] = st.one_of(
     st.builds(m.Join, endpoints),
     st.builds(m.Running, rounds, pid_lists),
@@ -132,6 +178,9 @@ later_reports: st.SearchStrategy[m.Report] = st.one_of(
     st.builds(m.Finished, rounds),
     st.builds(m.Leaving, TEXTS, st.integers(0, 64)),
     st.builds(m.Beat, LONGS),
+    probed,
+    st.builds(m.Steps, rounds, LONGS, st.integers(1, 2**31 - 1), SECONDS, SECONDS, SECONDS),
+    st.builds(m.ReachMe, st.integers(1024, 65535), nonces),
 )
 reports: st.SearchStrategy[m.Report] = (
     hellos() | later_reports | knocks | st.builds(m.Proof, proofs)
@@ -139,13 +188,24 @@ reports: st.SearchStrategy[m.Report] = (
 
 orders: st.SearchStrategy[m.Order] = st.one_of(
     challenges,
-    st.builds(m.Welcome, st.just(m.PROTOCOL_VERSION), NAMES, MAYBE, LONGS, SECONDS, SECONDS, MAYBE),
+    st.builds(
+        m.Welcome,
+        st.just(m.PROTOCOL_VERSION),
+        NAMES,
+        MAYBE,
+        LONGS,
+        SECONDS,
+        SECONDS,
+        MAYBE,
+        LONGS,
+    ),
     st.builds(m.Refused, TEXTS, EXITS),
     st.builds(m.Wait, TEXTS),
     starts(),
     st.builds(m.Stop, rounds, TEXTS),
     st.builds(m.End, EXITS, TEXTS, failure_lists),
     st.builds(m.Echo, LONGS, SECONDS),
+    probes(),
 )
 
 node_statuses = st.builds(
@@ -160,6 +220,16 @@ node_statuses = st.builds(
     st.integers(-1, m.MAX_RANKS),
     st.integers(0, m.MAX_LOCAL_RANKS),
     pid_lists,
+    TEXTS,
+)
+excluded = st.builds(
+    m.ExcludedNode,
+    NAMES,
+    MAYBE,
+    st.sampled_from(("failed", "slow")),
+    TEXTS,
+    SECONDS,
+    SECONDS,
 )
 statuses = st.builds(
     m.JobStatus,
@@ -176,7 +246,18 @@ statuses = st.builds(
     st.lists(node_statuses, max_size=4).map(tuple),
     TEXTS,
     TEXTS,
+    st.lists(excluded, max_size=4).map(tuple),
+    TEXTS,
+)
+reached = st.builds(
+    m.Reached,
+    st.booleans(),
+    TEXTS,
+    MAYBE,
+    st.integers(0, 2**31 - 1),
+    LONGS,
+    MAYBE,
 )
 answers: st.SearchStrategy[m.StatusAnswer] = st.one_of(
-    challenges, st.builds(m.Refused, TEXTS, EXITS), statuses
+    challenges, st.builds(m.Refused, TEXTS, EXITS), statuses, reached
 )

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire import channel as c
-from elasticrun.wire import codec, proof
-from elasticrun.wire import messages as m
+from elasticrun.wire import channel as c, codec, messages as m, proof
 from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.master import raw

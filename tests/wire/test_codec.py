@@ -7,11 +7,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
-from elasticrun.wire import codec
-from elasticrun.wire import messages as m
+from elasticrun.wire import codec, messages as m
 from elasticrun.wire.codec import ProtocolMismatch, WireError
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.pb import job_pb2 as pb
@@ -110,6 +108,9 @@ def _hello(**fields: Any) -> bytes:
         ({"spec__join_timeout": float("inf")}, "join_timeout is inf"),
         ({"spec__heartbeat_timeout": -0.5}, "heartbeat_timeout"),
         ({"spec__grow": "never"}, "'never', not one of auto, now"),
+        ({"spec__checks__slow_ratio": -1.0}, "slow_ratio is -1"),
+        ({"spec__checks__perf_floor": float("inf")}, "perf_floor is inf"),
+        ({"spec__checks__probe_limit": float("nan")}, "probe_limit is nan"),
     ],
 )
 def test_a_hello_that_breaks_a_bound(fields: dict[str, Any], said: str) -> None:
@@ -134,7 +135,8 @@ def test_another_protocol_is_named_before_its_fields_are_read() -> None:
     with pytest.raises(ProtocolMismatch) as seen:
         codec.order_from_wire(welcome)
     assert "\x1b" not in str(seen.value)
-    for knock in (pb.Knock(protocol=1, nonce=b"short"), pb.Knock(protocol=3, role="cook")):
+    newer = m.PROTOCOL_VERSION + 1
+    for knock in (pb.Knock(protocol=1, nonce=b"short"), pb.Knock(protocol=newer, role="cook")):
         with pytest.raises(ProtocolMismatch):
             codec.report_from_wire(pb.Report(knock=knock).SerializeToString())
 
@@ -176,6 +178,41 @@ def test_a_place_that_cannot_be(change: dict[str, int]) -> None:
         setattr(made.start, name, value)
     with pytest.raises(WireError):
         codec.order_from_wire(made.SerializeToString())
+
+
+PROBED = m.Probed(
+    "c1", True, m.ProbePhase.DONE, False, False, "", 0.01, 2.0e9, (m.Transfer(8, 0.1),), 1.0, 0.5
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"check": ""}, "check is empty"),
+        ({"phase": "mood"}, "'mood', not one of"),
+        ({"compute": -1.0}, "compute is -1"),
+        ({"flops": float("inf")}, "flops is inf"),
+    ],
+    ids=str,
+)
+def test_an_answer_to_a_probe_that_breaks_a_bound(fields: dict[str, Any], said: str) -> None:
+    made = pb.Report.FromString(codec.report_to_wire(PROBED))
+    for name, value in fields.items():
+        setattr(made.probed, name, value)
+    with pytest.raises(WireError, match=said):
+        codec.report_from_wire(made.SerializeToString())
+    made = pb.Report.FromString(codec.report_to_wire(PROBED))
+    for _ in range(m.MAX_TRANSFERS):
+        made.probed.transfers.append(made.probed.transfers[0])
+    with pytest.raises(WireError, match="lists 17, more than 16"):
+        codec.report_from_wire(made.SerializeToString())
+
+
+def test_a_probe_has_a_place_in_its_group() -> None:
+    order = m.Probe("c1", False, "n1", 0, 2, 0, 4, Endpoint("h", 4000), 60.0)
+    for change in ({"group_rank": 2}, {"first_rank": 4}, {"world_size": 0}):
+        with pytest.raises(WireError):
+            codec.order_to_wire(dataclasses.replace(order, **change))
 
 
 def test_an_unknown_word_and_a_bad_port() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import Tls
-from elasticrun.wire import channel as c
-from elasticrun.wire import tls
+from elasticrun.wire import channel as c, tls
 from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.certificates import Authority

@@ -120,6 +120,46 @@ class Failure(_message.Message):
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
+class CheckSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NETWORK_FIELD_NUMBER: _builtins.int
+    PERF_FIELD_NUMBER: _builtins.int
+    PERF_FLOOR_FIELD_NUMBER: _builtins.int
+    EXCLUDE_STRAGGLERS_FIELD_NUMBER: _builtins.int
+    SLOW_RATIO_FIELD_NUMBER: _builtins.int
+    SLOW_FOR_FIELD_NUMBER: _builtins.int
+    PROBE_LIMIT_FIELD_NUMBER: _builtins.int
+    EXCLUDE_FOR_FIELD_NUMBER: _builtins.int
+    network: _builtins.bool
+    perf: _builtins.bool
+    perf_floor: _builtins.float
+    exclude_stragglers: _builtins.bool
+    slow_ratio: _builtins.float
+    slow_for: _builtins.float
+    probe_limit: _builtins.float
+    exclude_for: _builtins.float
+    def __init__(
+        self,
+        *,
+        network: _builtins.bool = ...,
+        perf: _builtins.bool = ...,
+        perf_floor: _builtins.float = ...,
+        exclude_stragglers: _builtins.bool = ...,
+        slow_ratio: _builtins.float = ...,
+        slow_for: _builtins.float = ...,
+        probe_limit: _builtins.float = ...,
+        exclude_for: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_for", b"exclude_for", "exclude_stragglers", b"exclude_stragglers", "network", b"network", "perf", b"perf", "perf_floor", b"perf_floor", "probe_limit", b"probe_limit", "slow_for", b"slow_for", "slow_ratio", b"slow_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckSpec: _TypeAlias = CheckSpec  # noqa: Y015
+
+@_typing.final
 class JobSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -137,6 +177,7 @@ class JobSpec(_message.Message):
     GROW_COOLDOWN_FIELD_NUMBER: _builtins.int
     RESTART_GRACE_FIELD_NUMBER: _builtins.int
     MASTER_LOST_TIMEOUT_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
@@ -151,6 +192,8 @@ class JobSpec(_message.Message):
     grow_cooldown: _builtins.float
     restart_grace: _builtins.float
     master_lost_timeout: _builtins.float
+    @_builtins.property
+    def checks(self) -> Global___CheckSpec: ...
     def __init__(
         self,
         *,
@@ -168,10 +211,11 @@ class JobSpec(_message.Message):
         grow_cooldown: _builtins.float = ...,
         restart_grace: _builtins.float = ...,
         master_lost_timeout: _builtins.float = ...,
+        checks: Global___CheckSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +551,135 @@ class Beat(_message.Message):
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
+class Transfer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class Probed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    EXCUSED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TIMED_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    ok: _builtins.bool
+    phase: _builtins.str
+    own: _builtins.bool
+    excused: _builtins.bool
+    reason: _builtins.str
+    compute: _builtins.float
+    flops: _builtins.float
+    seconds: _builtins.float
+    timed: _builtins.float
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]: ...
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        ok: _builtins.bool = ...,
+        phase: _builtins.str = ...,
+        own: _builtins.bool = ...,
+        excused: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        compute: _builtins.float = ...,
+        flops: _builtins.float = ...,
+        transfers: _abc.Iterable[Global___Transfer] | None = ...,
+        seconds: _builtins.float = ...,
+        timed: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "compute", b"compute", "excused", b"excused", "flops", b"flops", "ok", b"ok", "own", b"own", "phase", b"phase", "reason", b"reason", "seconds", b"seconds", "timed", b"timed", "transfers", b"transfers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probed: _TypeAlias = Probed  # noqa: Y015
+
+@_typing.final
+class Steps(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    steps: _builtins.int
+    seconds: _builtins.float
+    own: _builtins.float
+    waited: _builtins.float
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        own: _builtins.float = ...,
+        waited: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own", b"own", "round", b"round", "seconds", b"seconds", "step", b"step", "steps", b"steps", "waited", b"waited"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Steps: _TypeAlias = Steps  # noqa: Y015
+
+@_typing.final
+class ReachMe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    port: _builtins.int
+    nonce: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        port: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachMe: _TypeAlias = ReachMe  # noqa: Y015
+
+@_typing.final
 class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,6 +694,9 @@ class Report(_message.Message):
     BEAT_FIELD_NUMBER: _builtins.int
     KNOCK_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    REACH_ME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -543,6 +719,12 @@ class Report(_message.Message):
     def knock(self) -> Global___Knock: ...
     @_builtins.property
     def proof(self) -> Global___Proof: ...
+    @_builtins.property
+    def probed(self) -> Global___Probed: ...
+    @_builtins.property
+    def steps(self) -> Global___Steps: ...
+    @_builtins.property
+    def reach_me(self) -> Global___ReachMe: ...
     def __init__(
         self,
         *,
@@ -557,12 +739,15 @@ class Report(_message.Message):
         beat: Global___Beat | None = ...,
         knock: Global___Knock | None = ...,
         proof: Global___Proof | None = ...,
+        probed: Global___Probed | None = ...,
+        steps: Global___Steps | None = ...,
+        reach_me: Global___ReachMe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "proof", b"proof", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "proof", b"proof", "ranks_failed", b"ranks_failed", "running", b"running", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -612,6 +797,7 @@ class Welcome(_message.Message):
     BEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     MASTER_LOST_TIMEOUT_FIELD_NUMBER: _builtins.int
     STATUS_URL_FIELD_NUMBER: _builtins.int
+    CLOCK_US_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     job_id: _builtins.str
@@ -619,6 +805,7 @@ class Welcome(_message.Message):
     beat_interval: _builtins.float
     master_lost_timeout: _builtins.float
     status_url: _builtins.str
+    clock_us: _builtins.int
     def __init__(
         self,
         *,
@@ -629,10 +816,11 @@ class Welcome(_message.Message):
         beat_interval: _builtins.float = ...,
         master_lost_timeout: _builtins.float = ...,
         status_url: _builtins.str = ...,
+        clock_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_interval", b"beat_interval", "job_id", b"job_id", "master_lost_timeout", b"master_lost_timeout", "protocol", b"protocol", "status_url", b"status_url", "term", b"term", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_interval", b"beat_interval", "clock_us", b"clock_us", "job_id", b"job_id", "master_lost_timeout", b"master_lost_timeout", "protocol", b"protocol", "status_url", b"status_url", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -799,6 +987,50 @@ class Echo(_message.Message):
 Global___Echo: _TypeAlias = Echo  # noqa: Y015
 
 @_typing.final
+class Probe(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECK_FIELD_NUMBER: _builtins.int
+    PERF_FIELD_NUMBER: _builtins.int
+    PARTNERS_FIELD_NUMBER: _builtins.int
+    GROUP_RANK_FIELD_NUMBER: _builtins.int
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    check: _builtins.str
+    perf: _builtins.bool
+    partners: _builtins.str
+    group_rank: _builtins.int
+    group_world_size: _builtins.int
+    first_rank: _builtins.int
+    world_size: _builtins.int
+    limit: _builtins.float
+    @_builtins.property
+    def store(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        check: _builtins.str = ...,
+        perf: _builtins.bool = ...,
+        partners: _builtins.str = ...,
+        group_rank: _builtins.int = ...,
+        group_world_size: _builtins.int = ...,
+        first_rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        store: Global___Endpoint | None = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "limit", b"limit", "partners", b"partners", "perf", b"perf", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -810,6 +1042,7 @@ class Order(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     CHALLENGE_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -826,6 +1059,8 @@ class Order(_message.Message):
     def echo(self) -> Global___Echo: ...
     @_builtins.property
     def challenge(self) -> Global___Challenge: ...
+    @_builtins.property
+    def probe(self) -> Global___Probe: ...
     def __init__(
         self,
         *,
@@ -837,12 +1072,13 @@ class Order(_message.Message):
         end: Global___End | None = ...,
         echo: Global___Echo | None = ...,
         challenge: Global___Challenge | None = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -864,6 +1100,7 @@ class NodeStatus(_message.Message):
     FIRST_RANK_FIELD_NUMBER: _builtins.int
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     host: _builtins.str
     address: _builtins.str
@@ -873,6 +1110,7 @@ class NodeStatus(_message.Message):
     group_rank: _builtins.int
     first_rank: _builtins.int
     local_world_size: _builtins.int
+    health: _builtins.str
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -888,14 +1126,49 @@ class NodeStatus(_message.Message):
         first_rank: _builtins.int = ...,
         local_world_size: _builtins.int = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
+        health: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "pids", b"pids", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "health", b"health", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "pids", b"pids", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class ExcludedNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    host: _builtins.str
+    kind: _builtins.str
+    reason: _builtins.str
+    age: _builtins.float
+    remaining: _builtins.float
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        host: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        age: _builtins.float = ...,
+        remaining: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "host", b"host", "kind", b"kind", "node", b"node", "reason", b"reason", "remaining", b"remaining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExcludedNode: _TypeAlias = ExcludedNode  # noqa: Y015
 
 @_typing.final
 class StatusReply(_message.Message):
@@ -914,6 +1187,8 @@ class StatusReply(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    EXCLUDED_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -925,10 +1200,13 @@ class StatusReply(_message.Message):
     max_nodes: _builtins.int
     last_failure: _builtins.str
     outcome: _builtins.str
+    check: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @_builtins.property
+    def excluded(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExcludedNode]: ...
     def __init__(
         self,
         *,
@@ -945,14 +1223,50 @@ class StatusReply(_message.Message):
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
         last_failure: _builtins.str = ...,
         outcome: _builtins.str = ...,
+        excluded: _abc.Iterable[Global___ExcludedNode] | None = ...,
+        check: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Reached(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MTU_FIELD_NUMBER: _builtins.int
+    CLOCK_US_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ok: _builtins.bool
+    reason: _builtins.str
+    address: _builtins.str
+    mtu: _builtins.int
+    clock_us: _builtins.int
+    host: _builtins.str
+    def __init__(
+        self,
+        *,
+        ok: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        address: _builtins.str = ...,
+        mtu: _builtins.int = ...,
+        clock_us: _builtins.int = ...,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "clock_us", b"clock_us", "host", b"host", "mtu", b"mtu", "ok", b"ok", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reached: _TypeAlias = Reached  # noqa: Y015
 
 @_typing.final
 class StatusAnswer(_message.Message):
@@ -961,24 +1275,28 @@ class StatusAnswer(_message.Message):
     CHALLENGE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
+    REACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def challenge(self) -> Global___Challenge: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
     @_builtins.property
     def page(self) -> Global___StatusReply: ...
+    @_builtins.property
+    def reached(self) -> Global___Reached: ...
     def __init__(
         self,
         *,
         challenge: Global___Challenge | None = ...,
         refused: Global___Refused | None = ...,
         page: Global___StatusReply | None = ...,
+        reached: Global___Reached | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "refused", b"refused"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "kind", b"kind", "page", b"page", "reached", b"reached", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["challenge", "refused", "page"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["challenge", "refused", "page", "reached"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

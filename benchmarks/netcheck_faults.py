@@ -1,0 +1,417 @@
+"""What the network check finds of faults that were planted: every single and every double one.
+
+    python benchmarks/netcheck_faults.py [--quick]
+
+The real decisions (core/netcheck.py) on simulated probes; no process runs. Tables are Markdown.
+
+Faults: `compute` the node's own part fails; `silent` its agent never answers; `comm` it fails with
+whomever it is probed, at once; `hang` likewise, by the probe's limit; `link` two nodes that work
+fail with each other; `slow-compute` and `slow-comm` take three times as long.
+
+A fault counts as found if the node was convicted ("failed", or "slow"). A bad link is not a node's
+fault, and nobody may be convicted for it; a node of whose links two are bad counts as bad. What no
+rule could tell apart is left out of "decidable" (`decidable` says when) and must convict nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from elasticrun.core.netcheck import Group, NetCheck
+from elasticrun.core.outliers import outliers
+from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
+
+OWN = ("compute", "silent")
+TOGETHER = ("comm", "hang")
+SLOW = ("slow-compute", "slow-comm")
+KINDS = (*OWN, *TOGETHER, "link", *SLOW)
+
+MATMUL = 0.010
+"""Seconds of one matmul on a healthy node."""
+
+SIZE = 1 << 20
+"""Bytes of the all_reduce."""
+
+BANDWIDTH = 2.5e9
+"""Bytes per second of a healthy link."""
+
+SLOWER = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What was planted on a node; a bad link has another end."""
+
+    kind: str
+    node: str
+    other: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a whole check came to."""
+
+    failed: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
+    unresolved: set[str] = field(default_factory=set)
+    passes: int = 0
+    groups: list[list[Group]] = field(default_factory=list)  # by pass
+    reasons: dict[str, str] = field(default_factory=dict)
+    summary: str = ""
+
+
+class Machines:
+    """Nodes with faults, and what their probes measure."""
+
+    def __init__(self, faults: Iterable[Fault], noise: float = 0.0, seed: int = 0) -> None:
+        """`noise`: each time differs by up to this fraction, either way."""
+        self._of: dict[str, set[str]] = {}
+        self._links: set[frozenset[str]] = set()
+        for fault in faults:
+            if fault.kind == "link":
+                self._links.add(frozenset((fault.node, fault.other)))
+            else:
+                self._of.setdefault(fault.node, set()).add(fault.kind)
+        self._noise = noise
+        self._chance = random.Random(seed)
+
+    def has(self, node: str, *kinds: str) -> bool:
+        """Whether one of these was planted there."""
+        return not self._of.get(node, set()).isdisjoint(kinds)
+
+    def probe(self, group: Group) -> dict[str, Probed]:
+        """What the group's nodes answer; a silent one does not."""
+        nodes = group.nodes
+        own = [node for node in nodes if self.has(node, *OWN)]
+        pairs = {frozenset(pair) for pair in itertools.combinations(nodes, 2)}
+        links = bool(self._links) and not self._links.isdisjoint(pairs)
+        bad = len(nodes) > 1 and (links or any(self.has(node, *TOGETHER) for node in nodes))
+        slow = any(self.has(node, "slow-comm") for node in nodes)
+        took = SIZE / BANDWIDTH * 2 * (len(nodes) - 1) / len(nodes) * (SLOWER if slow else 1.0)
+        took *= self._jitter()
+        answers = {}
+        for node in nodes:
+            if self.has(node, "silent"):
+                continue
+            phase, reason = ProbePhase.DONE, ""
+            if node in own:
+                phase, reason = ProbePhase.COMPUTE, "computed a wrong result"
+            elif own:
+                phase, reason = ProbePhase.MEET, f"{own[0]} said that it had failed"
+            elif bad:
+                phase, reason = ProbePhase.COMM, "no end after 60 s (limit 60 s)"
+            done = phase is ProbePhase.DONE and len(nodes) > 1
+            answers[node] = Probed(
+                check=group.check,
+                ok=not reason,
+                phase=phase,
+                own=node in own,
+                excused=bool(own) and node not in own,
+                reason=reason,
+                compute=0.0 if node in own else self._compute(node),
+                flops=2.0 * 512**3,
+                transfers=(Transfer(SIZE, took),) if done else (),
+                seconds=1.0,
+                timed=0.5,
+            )
+        return answers
+
+    def _compute(self, node: str) -> float:
+        return MATMUL * (SLOWER if self.has(node, "slow-compute") else 1.0) * self._jitter()
+
+    def _jitter(self) -> float:
+        return 1.0 + self._chance.uniform(-self._noise, self._noise) if self._noise else 1.0
+
+
+def names(count: int) -> list[str]:
+    """That many nodes."""
+    return [f"n{at}" for at in range(count)]
+
+
+def check(count: int, machines: Machines, checks: CheckSpec | None = None) -> Outcome:
+    """One whole check of so many new nodes."""
+    serial = itertools.count()
+    netcheck = NetCheck(checks or CheckSpec(network=True), lambda: f"check-{next(serial)}")
+    return drive(netcheck, names(count), machines, 0.0)
+
+
+def drive(netcheck: NetCheck, ready: Sequence[str], machines: Machines, now: float) -> Outcome:
+    """Begin a check and answer it to its end."""
+    outcome = Outcome()
+    groups = list(netcheck.begin(ready, now))
+    while groups:
+        outcome.passes += 1
+        outcome.groups.append(groups)
+        groups, now = _one_pass(netcheck, groups, machines, now)
+        for verdict in netcheck.verdicts():
+            getattr(outcome, verdict.kind).add(verdict.node)
+            outcome.reasons[verdict.node] = verdict.reason
+    outcome.summary = netcheck.summary()
+    return outcome
+
+
+def _one_pass(
+    netcheck: NetCheck, groups: Sequence[Group], machines: Machines, now: float
+) -> tuple[list[Group], float]:
+    """The groups of the next pass, and when this one was over."""
+    now += 1.0
+    found: list[Group] = []
+    for group in groups:
+        for node, said in machines.probe(group).items():
+            netcheck.answered(node, said, now)
+            found += netcheck.proceed(now)
+    while not found and netcheck.busy:
+        now = max(now, netcheck.next_deadline() or now)
+        found += netcheck.proceed(now)
+    return found, now
+
+
+# ---------------------------------------------------------------- what can be told at all
+
+
+def bad_links(faults: Sequence[Fault]) -> dict[str, int]:
+    """How many bad links each node has."""
+    ends = [end for one in faults if one.kind == "link" for end in (one.node, one.other)]
+    return {node: ends.count(node) for node in ends}
+
+
+def guilty(faults: Sequence[Fault]) -> set[str]:
+    """Who may be convicted as failed."""
+    nodes = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
+    return nodes | {node for node, count in bad_links(faults).items() if count > 1}
+
+
+def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
+    """Whether the probes tell this fault from others.
+
+    `comm`, `hang`: only where two good nodes with a good link between them are left to compare with
+    (so never of two nodes). `slow-compute`: only if it stands out from the ideal figures of all
+    others, and has a partner with whom it works. `slow-comm`: never of fewer than four nodes, which
+    are one group; beside another fault only from six on, and two such nodes only from eight on,
+    where the slow groups are not half of all. A link: never, as there is no node to convict."""
+    broken = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
+    sound = [node for node in names(count) if node not in broken]
+    links = {frozenset((one.node, one.other)) for one in faults if one.kind == "link"}
+    if fault.kind in OWN:
+        return True
+    if fault.kind in TOGETHER:
+        return any(frozenset(pair) not in links for pair in itertools.combinations(sound, 2))
+    if fault.kind == "link" or fault.node in broken:
+        return False
+    if not any(other != fault.node and {other, fault.node} not in links for other in sound):
+        return False
+    if fault.kind == "slow-comm":
+        slow = sum(one.kind == "slow-comm" for one in faults)
+        return count >= (8 if slow > 1 else 6 if len(faults) > 1 else 4)
+    slow_ones = {one.node for one in faults if one.kind == "slow-compute"}
+    timed = [node for node in names(count) if not any(_silences(one, node) for one in faults)]
+    values = [SLOWER if node in slow_ones else 1.0 for node in timed]
+    return timed.index(fault.node) in outliers(values, CheckSpec().slow_ratio)
+
+
+def _silences(fault: Fault, node: str) -> bool:
+    return fault.node == node and fault.kind in OWN
+
+
+# ---------------------------------------------------------------- tables
+
+
+def single(count: int, kind: str) -> Iterator[tuple[Fault]]:
+    """Every fault of this kind."""
+    nodes = names(count)
+    if kind == "link":
+        yield from ((Fault(kind, *ends),) for ends in itertools.combinations(nodes, 2))
+    elif count > 1 or kind in OWN:
+        yield from ((Fault(kind, node),) for node in nodes)
+
+
+def double(count: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Fault, Fault]]:
+    """Every two faults that are not of the same node."""
+    singles = [fault for kind in kinds for (fault,) in single(count, kind)]
+    for one, other in itertools.combinations(singles, 2):
+        if one.node != other.node or "link" in (one.kind, other.kind):
+            yield one, other
+
+
+@dataclass(slots=True)
+class Tally:
+    """Many checks of one size."""
+
+    planted: int = 0
+    decidable: int = 0
+    found: int = 0
+    wronged: int = 0  # good nodes that were convicted
+    missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+    def add(self, count: int, faults: tuple[Fault, ...]) -> None:
+        """Plant these, run the check, and compare."""
+        outcome = check(count, Machines(faults))
+        told = outcome.failed | outcome.slow
+        may_be = decidable_nodes(count, faults)
+        slow = {one.node for one in faults if one.kind in SLOW}
+        self.planted += len(faults)
+        self.decidable += len(may_be)
+        self.found += len(may_be & told)
+        self.wronged += len(outcome.failed - guilty(faults)) + len(outcome.slow - slow)
+        self.passes.append(outcome.passes)
+        if may_be - told or outcome.failed - guilty(faults) or outcome.slow - slow:
+            self.missed.append((count, faults))
+
+    def row(self, *head: object) -> str:
+        """As a line of the table."""
+        cells = [*head, self.planted, self.decidable, self.found, self.wronged]
+        median = statistics.median_low(self.passes) if self.passes else "-"
+        cells.append(f"{median}, {max(self.passes, default='-')}")
+        return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def decidable_nodes(count: int, faults: Sequence[Fault]) -> set[str]:
+    """Who must be convicted, of something."""
+    return {one.node for one in faults if decidable(count, one, faults)}
+
+
+def sampled(
+    everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
+) -> list[tuple[Fault, ...]]:
+    """All of them, or a sample."""
+    listed = list(everything)
+    return listed if len(listed) <= most else chance.sample(listed, most)
+
+
+SIZES = (1, 2, 3, 4, 5, 8, 16, 32, 64, 1000)
+
+MOST_SINGLE = 1500
+"""Checks of one row of the table of single faults; from there on they are a sample."""
+
+NODES_OF_DOUBLES = 40_000
+"""The checks of one row of the table of double faults have so many nodes together."""
+
+HEAD = """
+| nodes | checks | planted | decidable | found | good ones convicted | passes (median, worst) |
+|---|---|---|---|---|---|---|"""
+
+LINKS = """
+| nodes | bad links | tried | named | convicted | passes (median, worst) |
+|---|---|---|---|---|---|"""
+
+
+def table(
+    count: int, everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
+) -> tuple[str, Tally]:
+    """One row, and what it adds up."""
+    tally = Tally()
+    listed = sampled(everything, most, chance)
+    for faults in listed:
+        tally.add(count, faults)
+    return tally.row(count, len(listed)), tally
+
+
+def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
+    """One row about single bad links, and how often somebody was convicted or one that was tried
+    was not named."""
+    tried, named, wronged, passes = 0, 0, 0, []
+    listed = sampled(single(count, "link"), most, chance)
+    for (fault,) in listed:
+        outcome = check(count, Machines((fault,)))
+        ends = {fault.node, fault.other}
+        groups = [group for one in outcome.groups for group in one]
+        told = [outcome.summary, *outcome.reasons.values()]
+        tried += any(ends <= set(group.nodes) for group in groups)
+        named += any(fault.node in one and fault.other in one for one in told)
+        wronged += len(outcome.failed | outcome.slow)
+        passes.append(outcome.passes)
+    cells = [count, len(listed), tried, named, wronged]
+    worst = f"{statistics.median_low(passes)}, {max(passes)}"
+    row = "| " + " | ".join(str(cell) for cell in [*cells, worst]) + " |"
+    return row, wronged + tried - named
+
+
+def noisy(seeds: int) -> tuple[int, int]:
+    """Checks of two to eight healthy nodes whose times differ by up to 20 % either way, and how
+    many of their nodes were called slow."""
+    slow = 0
+    for seed in range(seeds):
+        slow += len(check(2 + seed % 7, Machines((), noise=0.2, seed=seed)).slow)
+    return seeds, slow
+
+
+def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple[Fault, ...]]:
+    """Double faults of a crowd too large to list."""
+    for _ in range(most):
+        one, other, *ends = chance.sample(names(count), 4)
+        first, second = chance.choice(KINDS), chance.choice(KINDS)
+        yield (
+            Fault(first, one, ends[0] if first == "link" else ""),
+            Fault(second, other, ends[1] if second == "link" else ""),
+        )
+
+
+def cost(count: int) -> tuple[float, int]:
+    """Seconds of CPU for a check of so many nodes with two bad ones in one pair, and its passes;
+    without the time of the simulated probes."""
+    machines = Machines((Fault("comm", "n0"), Fault("comm", "n1")))
+    serial = itertools.count()
+    netcheck = NetCheck(CheckSpec(network=True), lambda: f"check-{next(serial)}")
+    spent, passes = 0.0, 0
+    began = time.process_time()
+    groups = netcheck.begin(names(count), 0.0)
+    spent += time.process_time() - began
+    while groups:
+        passes += 1
+        said = [answer for group in groups for answer in machines.probe(group).items()]
+        began = time.process_time()
+        groups = ()
+        for node, answer in said:
+            netcheck.answered(node, answer, 1.0)
+            groups += netcheck.proceed(1.0)
+        spent += time.process_time() - began
+    return spent, passes
+
+
+def main() -> int:
+    """Print the tables; 1 if a fault that can be told was not, or a good node was convicted."""
+    parser = argparse.ArgumentParser(description="Planted faults and what the check finds.")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the checks")
+    part = 10 if parser.parse_args().quick else 1
+    chance = random.Random(4)
+    bad = 0
+    print("One bad or slow node: each fault on every one (a sample where there are more).")
+    print(HEAD)
+    for count in SIZES:
+        kinds = [single(count, kind) for kind in KINDS if kind != "link"]
+        most = (MOST_SINGLE if count < 1000 else 60) // part
+        row, tally = table(count, itertools.chain(*kinds), most, chance)
+        print(row, flush=True)
+        bad += len(tally.missed)
+    print("\nOne bad link: every one (a sample where there are more); most are never tried.")
+    print(LINKS)
+    for count in SIZES[1:]:
+        row, wrong = links(count, (600 if count < 1000 else 60) // part, chance)
+        print(row, flush=True)
+        bad += wrong
+    print("\nTwo faults of any kind: every two (a sample where there are more).")
+    print(HEAD)
+    for count in SIZES[1:]:
+        most = NODES_OF_DOUBLES // count // part
+        pairs = double(count) if count <= 16 else random_pairs(count, most, chance)
+        row, tally = table(count, pairs, most, chance)
+        print(row, flush=True)
+        bad += len(tally.missed)
+    seeds, slow = noisy(1000 // part)
+    spent, passes = cost(10_000)
+    print(
+        f"\nNoise of +-20 %: {seeds} checks of 2 to 8 healthy nodes called {slow} nodes slow.\n"
+        f"10,000 nodes, two bad ones in one pair: {passes} passes, {spent:.2f} s of CPU."
+    )
+    return int(bad + slow > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

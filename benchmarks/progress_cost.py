@@ -1,0 +1,124 @@
+"""What `elasticrun.training.progress(step)` costs a rank, as a table.
+
+    python benchmarks/progress_cost.py [--calls N]
+
+Two ranks on gloo below a listener in the place of the agent. Timed: a call without an agent, a call
+below one (most of them only count; ten a second send a datagram), and one look at torch's flight
+recorder, which comes once a second, for the ring that is used without accelerators and for torch's
+own. All figures are processor time of the rank's thread, which a busy machine does not change much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+from elasticrun.training.recorder import SMALL_RING
+from elasticrun.wire.env import FLIGHT_RECORDER_SIZE, PROGRESS
+from elasticrun.wire.progress import DATAGRAM_BYTES, address, mint_name, place
+
+LOOKS = 20
+"""Looks of which the median is told."""
+
+RANK = """
+import os, sys, time
+from elasticrun.training import progress, recorder
+import torch, torch.distributed as dist
+
+calls = int(sys.argv[1])
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+for number in range(int(os.environ["COLLECTIVES"])):
+    dist.all_reduce(ones)
+progress(0)
+began = time.thread_time()
+for number in range(calls):
+    progress(number)
+each = (time.thread_time() - began) / calls
+looks = []
+for _ in range(int(sys.argv[2])):
+    began = time.thread_time()
+    held = len(recorder.look().seen)
+    looks.append(time.thread_time() - began)
+dist.barrier()
+if os.environ["RANK"] == "0":
+    print(each, sorted(looks)[len(looks) // 2], held)
+"""
+
+
+def without_agent(calls: int) -> float:
+    """Seconds of a call in a process that no agent started."""
+    os.environ.pop(PROGRESS, None)
+    from elasticrun.training import progress
+
+    rounds = []
+    for _ in range(5):
+        began = time.thread_time()
+        for number in range(calls):
+            progress(number)
+        rounds.append((time.thread_time() - began) / calls)
+    return statistics.median(rounds)
+
+
+def _hear(ear: socket.socket) -> None:
+    while ear.recv(DATAGRAM_BYTES):
+        pass
+
+
+def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
+    """Seconds of a call, seconds of a look, and how many entries it read."""
+    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = mint_name()
+    ear.bind(address(name))
+    hears = threading.Thread(target=_hear, args=(ear,), daemon=True)
+    hears.start()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(calls), str(LOOKS)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "COLLECTIVES": str(ring + 10),
+                FLIGHT_RECORDER_SIZE: str(ring),
+                PROGRESS: place(name, rank),
+            },
+        )
+        for rank in range(2)
+    ]
+    words = ranks[0].communicate()[0].split()
+    ranks[1].communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    ear.shutdown(socket.SHUT_RDWR)
+    hears.join()
+    return float(words[0]), float(words[1]), int(words[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--calls", type=int, default=200_000)
+    calls = parser.parse_args().calls
+    print("| what | cost |\n|---|---|")
+    print(f"| a call without an agent | {without_agent(calls) * 1e6:.2f} µs |")
+    for ring in (int(SMALL_RING), 2000):
+        each, look, held = below_listener(calls, ring)
+        print(f"| a call below an agent, ring of {ring} | {each * 1e6:.2f} µs |")
+        print(f"| a look at {held} entries | {look * 1e3:.1f} ms |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What benchmarks say at their beginning and at their end, and where their results go."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """One line about where this was measured."""
+    kernel = platform.release().partition("-")[0]
+    return (
+        f"{platform.system()} {kernel}, {os.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, "
+        f"torch {metadata.version('torch')}, load {os.getloadavg()[0]:.1f} at the start"
+    )
+
+
+def begin() -> dict[str, str]:
+    """Print when and where this is measured, and return it for the results."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about = {"date": now, "machine": machine()}
+    print(f"{about['date']}: {about['machine']}\n")
+    return about
+
+
+def write(name: str, about: Mapping[str, str], found: Mapping[str, Any], file: Path | None) -> None:
+    """Write the results to `file`, or to one of this benchmark and date."""
+    target = file or RESULTS / f"{name}-{about['date'][:19].replace(':', '')}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    print(f"\nwritten to {target}")
+
+
+def verdict(missed: Sequence[str]) -> int:
+    """Say which bars were missed; the exit code."""
+    print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
+    return 1 if missed else 0

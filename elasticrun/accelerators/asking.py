@@ -1,0 +1,89 @@
+"""A question to a throw-away child: its answer, or why there is none, within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+MAX_ANSWER: Final = 256 * 1024
+"""Characters of an answer that are read; a vendor's table of 64 devices has a tenth of it."""
+
+KILL_GRACE: Final = 1.0
+"""Seconds that a killed child may take to go. One whose driver call cannot be interrupted stays
+until the driver lets go of it, and nobody waits for that."""
+
+
+class NoAnswer(Exception):
+    """The child said nothing of use; the text is a clause that says why."""
+
+
+def text_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
+    """What the command prints, if that comes within `limit` seconds. Raises NoAnswer."""
+    out, err = _run(command, environ, limit)
+    if not out.strip():
+        raise NoAnswer(_last_line(err) or "it printed nothing")
+    return out
+
+
+def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> dict[str, object]:
+    """The JSON object in the command's last line. Raises NoAnswer."""
+    import json
+
+    out, err = _run(command, environ, limit)
+    # Not by the exit code: in an agent, whose reaper collects every child, there may be none.
+    try:
+        answer = json.loads(_last_line(out))
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise NoAnswer(_last_line(err)[:200] or "it printed no answer")
+    return answer
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[str, str]:
+    import subprocess
+
+    try:
+        child = subprocess.Popen(
+            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
+    try:
+        out, err = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        _abandon(child)
+        raise NoAnswer(f"no answer within {limit:g} s") from None
+    except BaseException:
+        _abandon(child)
+        raise
+    return (_text(out), _text(err))
+
+
+def _abandon(child: Popen[bytes]) -> None:
+    """Kill the child and what it has started; wait for a moment only (see KILL_GRACE)."""
+    import contextlib
+    import os
+    import signal
+    import subprocess
+
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for pipe in (child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=KILL_GRACE)
+
+
+def _text(answer: bytes) -> str:
+    return answer[-MAX_ANSWER:].decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

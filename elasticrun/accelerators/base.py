@@ -1,0 +1,107 @@
+"""What every kind of accelerator can be asked."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final
+
+from elasticrun.wire.findings import Finding, State
+
+MEMORY_SHARE: Final = 0.3
+"""A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
+where something that belongs to the node keeps memory there."""
+
+MAX_NAMED: Final = 8
+"""Most processes that one finding names."""
+
+MAX_GENERATIONS: Final = 64
+"""How far up the parents of a process are followed."""
+
+
+class Accelerator(ABC):
+    """A kind of device that ranks compute on; one class a vendor, without state of its own."""
+
+    name: ClassVar[str]
+    """The word of --accelerator."""
+    device: ClassVar[str]
+    """torch's word for the device: cpu, cuda, npu."""
+    backend: ClassVar[str]
+    """torch's word for its collectives: gloo, nccl, hccl."""
+    visible_variable: ClassVar[str]
+    """The variable that narrows what a process sees; "" where there is none."""
+
+    @abstractmethod
+    def count(self, environ: Mapping[str, str]) -> int | None:
+        """How many a process with this environment sees; None where only its library can tell."""
+
+    @abstractmethod
+    def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
+        """What is right and wrong with them, for `wanted` ranks on this node (0: not known).
+
+        Only what this environment sees is judged. Blocks, but for the limit of its child at most.
+        """
+
+
+def enough(
+    check: str, noun: str, found: int, wanted: int, more: str = "", variable: str = ""
+) -> Finding:
+    """The finding on the number of devices: `found` are visible, `wanted` are asked for."""
+    have = f"{found} {noun}{'' if found == 1 else 's'}"
+    tail = f" ({more})" if more else ""
+    if found >= wanted:
+        need = f" for {wanted} rank{'' if wanted == 1 else 's'}" if wanted else ""
+        return Finding(check, State.OK, f"{have}{need}{tail}")
+    return Finding(
+        check,
+        State.FAILED,
+        f"only {have} can be seen, {wanted} are asked for{tail}",
+        f"look at the driver and at {variable}, ask for fewer ranks, or say --accelerator=cpu if "
+        "the ranks do not use them",
+    )
+
+
+def in_use(
+    check: str, device: str, used: int, total: int, processes: Sequence[tuple[int, int | None]]
+) -> Finding | None:
+    """The finding on memory (bytes) that strangers hold on a device, None where nobody does.
+
+    processes: pid and bytes (None: not told) of those that compute there. Where one of them was
+    started by this process, the job runs already and what is in use is its own.
+    """
+    if any(descends_from_us(pid) for pid, _ in processes):
+        return None
+    share = used / total if total > 0 else 0.0
+    if share < MEMORY_SHARE and not processes:
+        return None
+    names = [
+        f"process {pid}" + (f" ({held / 2**20:.0f} MiB)" if held is not None else "")
+        for pid, held in processes
+    ]
+    named = ", ".join(names[:MAX_NAMED])
+    if len(names) > MAX_NAMED:
+        named += f" and {len(names) - MAX_NAMED} more"
+    amount = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory"
+    failed = share >= MEMORY_SHARE
+    limit = f", limit {MEMORY_SHARE * 100:g} %" if failed else ""
+    return Finding(
+        check,
+        State.FAILED if failed else State.WARNING,
+        f"{device}: {amount} ({share * 100:.0f} %{limit}) held by "
+        f"{named or 'processes that cannot be seen from here'}",
+        "end what another job has left there, or give this job other devices",
+    )
+
+
+def descends_from_us(pid: int) -> bool:
+    """Whether this process, or one that it has started, started that one (Linux; else False)."""
+    for _ in range(MAX_GENERATIONS):
+        if pid == os.getpid():
+            return True
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return False
+    return False

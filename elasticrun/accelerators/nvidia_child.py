@@ -1,0 +1,157 @@
+"""Asks NVML about this node's GPUs and prints one JSON object; run by path in a throw-away child.
+
+    python -P nvidia_child.py count|examine LIMIT
+
+`count` finds out which GPUs there are, `examine` how they are as well. A GPU that does not answer
+has an `error`; what a GPU, a driver or a release of NVML does not know is null. After LIMIT seconds
+the kernel ends this process, so that it does not outlive a caller that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+MAX_GPUS = 64
+MAX_PROCESSES = 32
+"""Most that are listed; a node has 16 GPUs at most today."""
+
+GONE = (
+    pynvml.NVML_ERROR_GPU_IS_LOST,
+    pynvml.NVML_ERROR_RESET_REQUIRED,
+    pynvml.NVML_ERROR_IRQ_ISSUE,
+    pynvml.NVML_ERROR_TIMEOUT,
+)
+"""Errors that say that the GPU itself is in trouble, not that it lacks a feature."""
+
+
+def known(ask: Callable[[], Any]) -> Any:
+    """The answer, or None where this GPU, driver or NVML has none; raises for a GPU in trouble."""
+    try:
+        return ask()
+    except (AttributeError, pynvml.NVMLLibraryMismatchError):
+        return None  # a pynvml, or a driver, of another age, without this function
+    except pynvml.NVMLError as error:
+        if error.value in GONE:
+            raise
+        return None
+
+
+def word(text: Any) -> str:
+    """A text of NVML, which older releases of pynvml give as bytes."""
+    return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+
+
+def count() -> dict[str, Any]:
+    """UUIDs in NVML's order, which is that of nvidia-smi, and whether any GPU is in MIG mode."""
+    uuids, mig = [], False
+    for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuids.append(word(pynvml.nvmlDeviceGetUUID(handle)))
+        mig = mig or in_mig(handle)
+    return {"uuids": uuids, "mig": mig}
+
+
+def in_mig(handle: Any) -> bool:
+    mode = known(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    return mode is not None and mode[0] == 1
+
+
+def examine() -> dict[str, Any]:
+    """What `count` says, and the health of every GPU."""
+    driver = known(lambda: word(pynvml.nvmlSystemGetDriverVersion()))
+    gpus = [gpu(index) for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS))]
+    return {"driver": driver or "", "gpus": gpus}
+
+
+def gpu(index: int) -> dict[str, Any]:
+    """One GPU: who it is, then how it is, as far as it answers."""
+    seen: dict[str, Any] = {"index": index, "error": ""}
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        seen["uuid"] = word(pynvml.nvmlDeviceGetUUID(handle))
+        seen["name"] = word(pynvml.nvmlDeviceGetName(handle))
+        seen["mig"] = in_mig(handle)
+        seen |= memory(handle) | errors(handle) | clocks(handle)
+        seen["links"] = links(handle)
+    except pynvml.NVMLError as error:
+        seen["error"] = str(error)
+    return seen
+
+
+def memory(handle: Any) -> dict[str, Any]:
+    """Bytes in use and in all, and the compute processes: [pid, bytes or null]."""
+    amount = known(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    listed = known(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    return {
+        "used": amount.used if amount is not None else 0,
+        "total": amount.total if amount is not None else 0,
+        "processes": [[one.pid, one.usedGpuMemory] for one in listed[:MAX_PROCESSES]],
+    }
+
+
+def errors(handle: Any) -> dict[str, Any]:
+    """Uncorrected ECC errors since the driver was loaded, and memory that is to be replaced."""
+    rows = known(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
+    return {
+        "uncorrected": known(
+            lambda: pynvml.nvmlDeviceGetTotalEccErrors(
+                handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+            )
+        ),
+        "retiring": known(lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),
+        "remapping": None if rows is None else rows[2],
+        "remap_failed": None if rows is None else rows[3],
+    }
+
+
+def clocks(handle: Any) -> dict[str, Any]:
+    """Why the clocks are lower than they could be (a set of bits), and the temperature (°C)."""
+    reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    if reasons is None:  # drivers before 535 have it by its older name
+        reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    slow = {
+        "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+        "software thermal slowdown": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+        "hardware thermal slowdown": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
+    return {
+        "slowed": [name for name, bit in slow.items() if (reasons or 0) & bit],
+        "temperature": known(
+            lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        ),
+    }
+
+
+def links(handle: Any) -> list[int]:
+    """The state of each NVLink that this GPU has: 1 up, 0 down."""
+    states = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        state = known(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
+        if state is not None:
+            states.append(int(state))
+    return states
+
+
+def main(argv: list[str]) -> int:
+    """Print the answer; what goes wrong is one line on stderr."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(float(argv[1])) + 1)
+    try:
+        pynvml.nvmlInit()
+        answer = examine() if argv[0] == "examine" else count()
+    except pynvml.NVMLError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

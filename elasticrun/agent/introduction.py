@@ -1,0 +1,49 @@
+"""Who this node is, found out before the first dial; a name server or a disk may be slow."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from elasticrun.agent import identity
+from elasticrun.agent.events import EventLog
+from elasticrun.agent.threads import in_thread
+from elasticrun.config import AgentConfig
+from elasticrun.operator_log import StderrWriter, logger
+
+NAME_LIMIT: Final = 2.0
+"""Seconds that a name server may take to say how this host is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What was found."""
+
+    identity: identity.Identity
+    host: str  # its name for people
+    events: EventLog
+
+
+async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
+    """This node's id, its host's name, and the event log, which bears both."""
+    found = await in_thread(
+        lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+        name="identity",
+    )
+    if found.note:
+        logger.warning("%s", found.note)
+    try:
+        host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
+    except TimeoutError:
+        host = os.uname().nodename
+    events = EventLog(
+        config.event_log_handler,
+        writer.write,
+        run_id=config.spec.job_id,
+        role=config.role,
+        host=host,
+        backend=config.rendezvous.kind,
+        entry_point=config.entry.target,
+    )
+    return Introduction(found, host, events)

@@ -1,0 +1,323 @@
+"""The probes of this node: one process a local rank, a limit, and what they come to together.
+
+The master's order names a small group of nodes and the store where they meet; what is measured here
+is one `Probed`, the worst of the local ranks. Every process of a probe has been reaped before it is
+told, or it was called off and nothing is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun import accelerators
+from elasticrun.accelerators import Accelerator
+from elasticrun.agent import numa
+from elasticrun.agent.environ import probe_environment
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.threads import in_thread
+from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
+from elasticrun.core.effects import AgentEvent, ProbeEnded
+from elasticrun.wire import env
+from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
+from elasticrun.wire.spawner import (
+    Exited,
+    ProbePlan,
+    ProbeSaid,
+    SendSignal,
+    SpawnFailed,
+    SpawnProbe,
+)
+
+OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
+"""Whoever fails here has failed with no part of any other node in it."""
+
+LATER: Final = 1.0
+"""Seconds by which torch's own time-outs in a probe come after the limit: the agent ends it first,
+and says so in the same words whatever it was that hung."""
+
+
+@dataclass(eq=False)
+class _Probing:
+    """One order under way."""
+
+    order: Probe
+    load: ProbeLoad
+    began: float  # monotonic seconds
+    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank, until reaped
+    phases: dict[int, ProbePhase] = field(default_factory=dict)  # by local rank
+    results: dict[int, _Result] = field(default_factory=dict)  # in the order of their coming
+    timer: asyncio.TimerHandle | None = None
+    started: bool = False  # its processes have been ordered
+    over: bool = False  # told, or called off
+
+    def phase(self, local_rank: int) -> ProbePhase:
+        return self.phases.get(local_rank, ProbePhase.START)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What came of one local rank; `reason` is the whole sentence."""
+
+    ok: bool
+    phase: ProbePhase
+    own: bool
+    excused: bool
+    reason: str
+    compute: float = 0.0
+    transfers: tuple[float, ...] = ()
+    timed: float = 0.0
+
+    @property
+    def weight(self) -> int:
+        """How bad it is: the worst of a node's local ranks is what the node says."""
+        if self.ok:
+            return 0
+        return 3 if self.own else 1 if self.excused else 2
+
+
+class Probing:
+    """Carries out RunProbe and CallOffProbe."""
+
+    def __init__(
+        self, config: AgentConfig, spawners: Spawners, deliver: Callable[[AgentEvent], None]
+    ) -> None:
+        self._config = config
+        self._spawners = spawners
+        self._deliver = deliver
+        self._current: _Probing | None = None
+        self._keys: dict[int, _Probing] = {}
+        self._accelerator: Accelerator | None = None
+        self._bindings: list[numa.Binding] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ orders
+
+    def run(self, order: Probe) -> None:
+        """Probe as the order says; ProbeEnded tells, after `order.limit` seconds at the latest (and
+        the moment that it takes to kill and reap)."""
+        self.call_off()
+        probing = _Probing(order, PROBE_LOAD_CPU, time.monotonic())
+        self._current = probing
+        loop = asyncio.get_running_loop()
+        probing.timer = loop.call_later(order.limit, self._overdue, probing)
+        task = loop.create_task(self._start(probing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def call_off(self) -> None:
+        """Kill what is under way; nothing is told of it."""
+        probing, self._current = self._current, None
+        if probing is not None:
+            self._close(probing)
+            self._kill(probing)
+
+    def close(self) -> None:
+        """The agent ends; its spawners kill and reap what is left."""
+        self.call_off()
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------ reports
+
+    def said(self, message: ProbeSaid) -> None:
+        """A probe enters a phase, or has come to its end."""
+        probing = self._keys.get(message.key)
+        if probing is None or probing.over:
+            return
+        local_rank = probing.keys[message.key]
+        try:
+            phase = ProbePhase(message.phase)
+        except ValueError:
+            phase = probing.phase(local_rank)
+        probing.phases[local_rank] = phase
+        if message.done:
+            probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
+
+    def gone(self, message: Exited | SpawnFailed) -> bool:
+        """Whether it was a probe's end; the last one's is the end of the order."""
+        probing = self._keys.pop(message.key, None)
+        if probing is None:
+            return False
+        self._spawners.forget([message.key])
+        local_rank = probing.keys.pop(message.key)
+        why = message.reason if isinstance(message, SpawnFailed) else "it ended without a result"
+        if not probing.over:
+            self._failed(probing, local_rank, why)
+        self._look(probing)
+        return True
+
+    def all_lost(self) -> None:
+        """A spawner has died, perhaps with probes: the brain knows, and answers for itself."""
+        self.call_off()
+        for key in [key for key in self._keys if self._spawners.owner(key) is None]:
+            del self._keys[key]
+
+    # ------------------------------------------------------------ starting
+
+    async def _start(self, probing: _Probing) -> None:
+        config = self._config
+        ranks = range(config.nproc_per_node)
+        try:
+            accelerator = await self._find_accelerator()
+            bindings = await self._bind()
+            environments = [probe_environment(config, rank, os.environ) for rank in ranks]
+        except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
+            for rank in ranks:
+                self._failed(probing, rank, str(error))
+            probing.started = True
+            self._look(probing)
+            return
+        if probing.over:
+            return
+        probing.load = PROBE_LOAD_CPU if accelerator.device == "cpu" else PROBE_LOAD_GPU
+        probing.started = True
+        for rank in ranks:
+            key = self._spawners.new_key()
+            probing.keys[key] = rank
+            self._keys[key] = probing
+            plan = self._plan(probing, accelerator, rank)
+            self._spawners.start(SpawnProbe(key, plan, environments[rank], (), bindings[rank].cpus))
+
+    async def _find_accelerator(self) -> Accelerator:
+        if self._accelerator is None:
+            word = self._config.accelerator
+            self._accelerator = await in_thread(
+                lambda: accelerators.of(word, os.environ), name="accelerator"
+            )
+        return self._accelerator
+
+    async def _bind(self) -> list[numa.Binding]:
+        """The cores that the ranks will have; why there are none is told when ranks start."""
+        config = self._config
+        if self._bindings is None and numa.wanted(config):
+            self._bindings, _ = await in_thread(lambda: numa.find(config), name="numa")
+        return self._bindings or [numa.Binding()] * config.nproc_per_node
+
+    def _plan(self, probing: _Probing, accelerator: Accelerator, local_rank: int) -> ProbePlan:
+        order, load = probing.order, probing.load
+        return ProbePlan(
+            check=order.check,
+            local_rank=local_rank,
+            rank=order.first_rank + local_rank,
+            world_size=order.world_size,
+            node_ranks=self._config.nproc_per_node,
+            store_host=order.store.host,
+            store_port=order.store.port,
+            host_store=False,
+            device=accelerator.device,
+            device_index=0 if self._config.virtual_local_rank else local_rank,
+            backend=accelerator.backend,
+            matrix=0 if order.perf else load.matrix,
+            dtype=load.dtype,
+            matmuls=load.matmuls,
+            sizes=load.perf_sizes if order.perf else (load.size,),
+            transfers=load.transfers,
+            warmup=load.warmup,
+            limit=max(0.0, order.limit + LATER - (time.monotonic() - probing.began)),
+            fault=self._config.env.get(env.NODE_FAULT, ""),
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def _overdue(self, probing: _Probing) -> None:
+        """The limit: what has not said its result by now has failed where it is, and is killed."""
+        limit = probing.order.limit
+        for local_rank in range(self._config.nproc_per_node):
+            phase = probing.phase(local_rank)
+            where = self._where(probing, local_rank, phase)
+            reason = f"hung in {where}: no end after {limit:g} s (limit {limit:g} s)"
+            hung = _Result(False, phase, phase in OWN_PHASES, False, reason)
+            probing.results.setdefault(local_rank, hung)
+        probing.started = True
+        self._kill(probing)
+        self._look(probing)
+
+    def _kill(self, probing: _Probing) -> None:
+        for key in probing.keys:
+            self._spawners.send(key, SendSignal(key, signal.SIGKILL))
+
+    def _look(self, probing: _Probing) -> None:
+        """Tell the result once every local rank has one and every process is reaped."""
+        if probing.over or not probing.started or probing.keys:
+            return
+        self._close(probing)
+        self._current = None
+        self._deliver(ProbeEnded(self._together(probing)))
+
+    def _close(self, probing: _Probing) -> None:
+        probing.over = True
+        if probing.timer is not None:
+            probing.timer.cancel()
+
+    # ------------------------------------------------------------ results
+
+    def _result(self, probing: _Probing, local_rank: int, said: ProbeSaid) -> _Result:
+        phase = probing.phase(local_rank)
+        reason = ""
+        if said.excused:
+            reason = f"probed{_partners(probing.order)}, where {said.reason}"
+        elif not said.ok:
+            reason = self._sentence(probing, local_rank, phase, said.reason)
+        return _Result(
+            said.ok,
+            phase,
+            said.own,
+            said.excused,
+            reason,
+            said.compute,
+            said.transfers,
+            said.timed,
+        )
+
+    def _failed(self, probing: _Probing, local_rank: int, why: str) -> None:
+        phase = probing.phase(local_rank)
+        reason = self._sentence(probing, local_rank, phase, why)
+        failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
+        probing.results.setdefault(local_rank, failed)
+
+    def _sentence(self, probing: _Probing, local_rank: int, phase: ProbePhase, why: str) -> str:
+        after = f"{time.monotonic() - probing.began:.2g} s (limit {probing.order.limit:g} s)"
+        return f"failed in {self._where(probing, local_rank, phase)} after {after}: {why}"
+
+    def _where(self, probing: _Probing, local_rank: int, phase: ProbePhase) -> str:
+        rank = f" on local rank {local_rank}" if self._config.nproc_per_node > 1 else ""
+        return str(phase) + rank + (_partners(probing.order) if phase not in OWN_PHASES else "")
+
+    def _together(self, probing: _Probing) -> Probed:
+        order, load = probing.order, probing.load
+        results = list(probing.results.values())
+        worst = max(results, key=lambda result: result.weight)  # of several, the first
+        ok = worst.ok
+        times = zip(*(result.transfers for result in results), strict=False)
+        sizes = load.perf_sizes if order.perf else (load.size,)
+        return Probed(
+            check=order.check,
+            ok=ok,
+            phase=worst.phase,
+            own=worst.own,
+            excused=worst.excused,
+            reason=worst.reason,
+            compute=_most(result.compute for result in results),
+            flops=0.0 if order.perf else 2.0 * load.matrix**3,
+            transfers=tuple(
+                Transfer(size, max(seconds))
+                for size, seconds in zip(sizes, times, strict=False)
+                if ok
+            ),
+            seconds=time.monotonic() - probing.began,
+            timed=_most(result.timed for result in results),
+        )
+
+
+def _most(values: Iterable[float]) -> float:
+    return max(values, default=0.0)
+
+
+def _partners(order: Probe) -> str:
+    return f" with {order.partners}" if order.partners else ""

@@ -1,0 +1,183 @@
+"""`elasticrun doctor`: what is wrong with this machine, and what to do about it.
+
+With --rdzv-endpoint the job's master is asked as well: whether it can dial this host, what its
+clock says, and who else has this host's name. Exit code 1 if a finding failed, else 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+from elasticrun import __version__
+from elasticrun.agent.identity import names_this_host_only
+from elasticrun.cli import health, trust, values
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.flags import Parser, add_flags
+from elasticrun.cli.status import ANSWER_LIMIT, NoStatus, Question, parse_endpoint, question
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.values import UsageError
+from elasticrun.doctor import checkup, disk, names
+from elasticrun.doctor.checkup import Subject
+from elasticrun.doctor.verdict import failed, failures, ok
+from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.messages import MAX_RANKS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ROWS: Final = ("nnodes", "nproc_per_node", "rdzv_endpoint", "log_dir", "accelerator")
+"""The launcher's flags that say what the machine is to do."""
+
+MASTER: Final = "master"
+"""The check whether it answers at all."""
+
+STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "bold red"}
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun doctor` with its own arguments; UsageError for what cannot be meant."""
+    variables = trust.withdraw() if environ is None else environ
+    ns = parser(variables).parse_args(argv)
+    asked = Asked(ns, variables)
+    where = asked.text("rdzv_endpoint")
+    master = _master(asked, where) if where else None
+    found = asyncio.run(examine(_subject(asked, ns.ckpt_dir, where), master))
+    if ns.json:
+        shown = {
+            "host": socket.gethostname(),
+            "version": __version__,
+            "findings": [asdict(finding) for finding in found],
+        }
+        print(json.dumps(shown, indent=1))
+    else:
+        _show(found)
+    return 1 if failures(found) else 0
+
+
+def parser(environ: Mapping[str, str]) -> Parser:
+    """The flags of `elasticrun doctor`; most are the launcher's own."""
+    made = Parser(
+        prog="elasticrun doctor",
+        description="Say what is wrong with this machine, and what to do about it.",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    made.add_argument(
+        "--ckpt-dir", "--ckpt_dir", default="", metavar="DIR",
+        help="Folder in which the script keeps its checkpoints.",
+    )  # fmt: skip
+    group = made.add_argument_group("what it is to do")
+    rows = [flag for flag in FLAGS if flag.dest in ROWS]
+    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
+    group = made.add_argument_group("of a job that has a token or TLS")
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    add_flags(made, {"trust": group}, rows, environ)
+    return made
+
+
+def _master(asked: Asked, where: str) -> Question:
+    try:
+        return question(parse_endpoint(where), trust.token(asked), trust.tls(asked))
+    except NoStatus as wrong:
+        raise UsageError(f"--rdzv-endpoint: {wrong}") from None
+
+
+def _subject(asked: Asked, checkpoints: str, where: str) -> Subject:
+    from elasticrun.cli.devices import this_machine
+    from elasticrun.cli.resolve import ranks_per_node
+
+    nproc = 0
+    if asked.explicitly("nproc_per_node"):
+        nproc = ranks_per_node(asked, this_machine(asked.environ), [])
+    _, nodes = values.nodes(asked.text("nnodes"))
+    alone = names_this_host_only(where.partition(":")[0]) or not where
+    folders = disk.folders(asked.environ, log_dir=asked.value("log_dir"), checkpoints=checkpoints)
+    return Subject(
+        nproc=nproc,
+        ranks=min(MAX_RANKS, nodes * max(1, nproc)),
+        several=nodes > 1 or not alone,
+        folders=tuple(folders),
+        accelerator=health.accelerator(asked),
+        # Tools that are asked need not know the job's secret.
+        environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
+    )
+
+
+async def examine(subject: Subject, master: Question | None) -> list[Finding]:
+    """What this machine shows, and what the master says of it."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.threads import in_thread
+
+    local = asyncio.ensure_future(in_thread(lambda: checkup.run(checkup.checks(subject))))
+    asked = [] if master is None else await _asked(master)
+    return [*await local, *asked]
+
+
+async def _asked(master: Question) -> list[Finding]:
+    from elasticrun.agent.checkup import ask
+    from elasticrun.wire import tls
+    from elasticrun.wire.channel import LinkError, get_status
+
+    where, files = master.endpoint, master.files
+    try:
+        answers, dialled = await ask(where, master.reader, files)
+        pem = None if files is None else tls.read(files)
+        page = await get_status(
+            where, ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
+        )
+    except LinkError as wrong:
+        verb = "refuses to answer" if wrong.rejected else "does not answer"
+        todo = "check --rdzv-endpoint and the token, and that the job runs"
+        return [failed(MASTER, f"the master at {where} {verb}: {wrong}", todo)]
+    except tls.TlsError as wrong:
+        raise UsageError(str(wrong)) from None
+    except OSError as wrong:
+        todo = "close what holds this host's ports, or raise ulimit -n"
+        return [failed("ports", f"no port can be opened here: {wrong.strerror}", todo)]
+    return [
+        ok(MASTER, f"the master of job {page.job_id!r} answers at {where}"),
+        *checkup.of_the_master(answers, dialled),
+        *names.twice(page, (socket.gethostname(), socket.getfqdn())),
+    ]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _width())
+    console.print(_table(findings))
+    counts = [(state, sum(f.state is state for f in findings)) for state in State]
+    words = ", ".join(f"{count} {state.value}" for state, count in counts)
+    print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
+
+
+def _width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("state", "check", "seen", "what to do"):
+        table.add_column(title, overflow="fold")
+    for finding in findings:
+        # Text, not markup: what was seen may hold square brackets.
+        table.add_row(
+            Text(finding.state.value, style=STYLES[finding.state]),
+            Text(finding.check),
+            Text(finding.seen),
+            Text(finding.todo),
+        )
+    return table

@@ -1,0 +1,109 @@
+"""Who is slow before training begins, by the figures of the network check.
+
+Each phase is judged by itself (a slow all_reduce says nothing about a GPU), by its best over the
+passes, against the best of the other nodes (`outliers`). Figures that good nodes have from earlier
+checks count among the others.
+
+All nodes of a group see the same all_reduce. So after one pass groups are compared with groups; the
+nodes of a slow one are measured again, each with a good partner, and then each is judged by itself.
+A single measure convicts nobody of being slow: the second is what counts, and with another partner
+where both may have been the partner's. Groups of different sizes
+are made comparable by what each link carries: 2(n-1)/n of the buffer for n ranks.
+
+Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
+many as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elasticrun.core.netcheck_terms import Rate, duration, names, size
+from elasticrun.core.netcheck_trials import Trial
+from elasticrun.core.outliers import CRUDE_RATIO, Outlier, outliers
+
+
+@dataclass(slots=True)
+class Paces:
+    """What the probes of a check say of the speed of its nodes."""
+
+    ratio: float
+    compute: Mapping[str, float]  # seconds of a matmul from earlier checks
+    rates: Mapping[str, Rate]  # from earlier checks
+    again: dict[str, bool] = field(default_factory=dict)  # to be measured again; if alone will do
+    slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
+
+    def judge(self, trials: Mapping[str, Trial], passed: Sequence[Sequence[str]]) -> None:
+        """Fill `again` and `slow` anew after a pass; `passed`: the groups that worked in it."""
+        self.again, self.slow = {}, {}
+        self._judge_groups(trials, passed)
+        self._judge_rates(trials)
+        self._judge_compute(trials)
+        for node in self.slow:
+            self.again.pop(node, None)
+
+    def _judge_compute(self, trials: Mapping[str, Trial]) -> None:
+        best = {**self.compute, **{it.node: it.pace for it in trials.values() if it.compute}}
+        for trial, found in self._standing_out(trials, best):
+            if len(trial.compute) > 1:
+                self._tell(trial, f"compute {_compared(found)}")
+            elif trial.compute:
+                self.again[trial.node] = True
+
+    def _judge_rates(self, trials: Mapping[str, Trial]) -> None:
+        best = {node: rate.cost for node, rate in self.rates.items()}
+        for trial in trials.values():
+            rate = trial.rate
+            if rate is not None:
+                best[trial.node] = min(rate.cost, best.get(trial.node, rate.cost))
+        for trial, found in self._standing_out(trials, best):
+            rate = trial.rate
+            if rate is not None and _with_different(trial):
+                told = _compared(found, rate.traffic, "")
+                with_whom = names(rate.partners)
+                self._tell(trial, f"all_reduce of {size(rate.size)} with {with_whom} {told}")
+            elif rate is not None:
+                self.again.setdefault(trial.node, False)
+
+    def _judge_groups(self, trials: Mapping[str, Trial], passed: Sequence[Sequence[str]]) -> None:
+        """Compare whole groups of the last pass with each other, and with what is known from
+        earlier checks."""
+        timed = [nodes for nodes in passed if trials[nodes[0]].rates and len(nodes) > 1]
+        costs = [trials[nodes[0]].rates[-1].cost for nodes in timed]
+        known = [rate.cost for rate in self.rates.values()]
+        for index in outliers([*costs, *known], self.ratio):
+            for node in timed[index] if index < len(timed) else ():
+                if len(trials[node].rates) == 1 and _usable(trials[node]):
+                    self.again[node] = False
+
+    def _standing_out(
+        self, trials: Mapping[str, Trial], best: Mapping[str, float]
+    ) -> list[tuple[Trial, Outlier]]:
+        whose = list(best)
+        found = outliers(list(best.values()), self.ratio)
+        mine = [(trials.get(whose[index]), it) for index, it in found.items()]
+        return [(trial, it) for trial, it in mine if trial is not None and _usable(trial)]
+
+    def _tell(self, trial: Trial, evidence: str) -> None:
+        before = self.slow.get(trial.node)
+        self.slow[trial.node] = f"{before}; {evidence}" if before else evidence
+
+
+def _usable(trial: Trial) -> bool:
+    """Whether it may yet be called slow: it works, and has not been called so in this check."""
+    return trial.good and not trial.out and not trial.told_slow
+
+
+def _with_different(trial: Trial) -> bool:
+    """Whether no one partner, who may be the slow one, had a part in all of its measures."""
+    return not frozenset.intersection(*(frozenset(one.partners) for one in trial.rates))
+
+
+def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
+    """The evidence in words; a figure times `scale` is seconds."""
+    crude = f"{CRUDE_RATIO:g} x median would {'say slow too' if found.crude else 'not say so'}"
+    return (
+        f"{duration(found.value * scale)}{unit}, the others {duration(found.median * scale)} "
+        f"(median of {found.others}), limit {duration(found.limit * scale)}; {crude}"
+    )

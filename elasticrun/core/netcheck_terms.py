@@ -1,0 +1,106 @@
+"""The words of the network check: standing, group, verdict; and how its figures are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+NAMED = 4
+"""Most nodes that a sentence lists by name; of more it names the first and counts the rest."""
+
+QUOTED = 400
+"""Longest reason of an agent that a sentence of ours quotes, in characters."""
+
+
+class Standing(StrEnum):
+    """What the probes have shown of a node until now."""
+
+    UNKNOWN = "unknown"  # never probed, or something has happened since
+    ALONE = "alone"  # its own probes passed; no link of it has been tried
+    GOOD = "good"  # it has worked with another node
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes that are probed together; the first one's store is where they meet."""
+
+    check: str  # unique
+    nodes: tuple[str, ...]
+    perf: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check came to for one node that did not simply pass."""
+
+    node: str
+    kind: str  # "failed": convicted; "slow": an outlier twice; "unresolved": nobody can tell
+    reason: str  # node, partners, phase, the measured figure and the limit, in one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A timed all_reduce, and with whom."""
+
+    size: int  # bytes of the reduced buffer
+    seconds: float
+    ranks: int  # that took part
+    partners: tuple[str, ...]  # the other nodes
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that each rank must send over its link, by which groups of different sizes can be
+        compared: size * 2(n-1)/n."""
+        return self.size * 2.0 * (self.ranks - 1) / self.ranks
+
+    @property
+    def cost(self) -> float:
+        """Seconds for each byte of bus bandwidth."""
+        return self.seconds / self.traffic
+
+
+def names(nodes: Sequence[str]) -> str:
+    """`n0`, `n0 and n1`, `n0, n1 and n2`, `n0, n1, n2 and 7 others`."""
+    if len(nodes) > NAMED:
+        return f"{', '.join(nodes[: NAMED - 1])} and {len(nodes) - NAMED + 1} others"
+    if len(nodes) < 2:
+        return "".join(nodes)
+    return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
+
+
+def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:
+    """The partners of one node of a group."""
+    return tuple(one for one in nodes if one != node)
+
+
+def duration(seconds: float) -> str:
+    """`0.0123 ms`, `10.1 ms`, `3.1 s`, `1200 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def figure(value: float) -> str:
+    """Three digits that count, and no exponent for large ones."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def size(count: int) -> str:
+    """`4 KiB`, `1 MiB`, `1.5 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+
+
+def speed(rate: float) -> str:
+    """Bytes per second in GB/s (1e9), as people compare links."""
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def quoted(reason: str) -> str:
+    """An agent's reason, cut to what a sentence can bear."""
+    return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."

@@ -1,0 +1,128 @@
+"""All checks side by side, each bounded in time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from elasticrun.doctor import clock, cpu, disk, kernel, limits, mtu, names, ports, shm
+from elasticrun.doctor.disk import Folder
+from elasticrun.doctor.ports import Answer
+from elasticrun.doctor.verdict import warning
+from elasticrun.wire.findings import Finding, State
+
+LIMIT: Final = 10.0
+"""Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
+
+ACCELERATOR_LIMIT: Final = 45.0
+"""Drivers are asked in children with limits of their own, which this one only backs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One family of checks. `late`: how it counts that it has not ended in time."""
+
+    name: str
+    look: Callable[[], Iterable[Finding]]
+    limit: float = LIMIT
+    late: State = State.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a machine is looked at for.
+
+    nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
+    known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
+    one that is found. root: where the kernel's files are."""
+
+    nproc: int = 0
+    ranks: int = 1
+    several: bool = False
+    folders: tuple[Folder, ...] = ()
+    accelerator: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    root: Path = Path("/")
+
+
+def checks(subject: Subject) -> list[Check]:
+    """Those that need nobody but this machine."""
+    root, environ = subject.root, subject.environ
+    return [
+        *(_disk(folder) for folder in subject.folders),
+        Check(shm.CHECK, lambda: shm.examine(subject.nproc, root)),
+        Check("limits", lambda: limits.examine(subject.ranks, root)),
+        Check(cpu.CHECK, lambda: cpu.examine(subject.nproc, environ, root)),
+        Check(names.CHECK, lambda: names.examine(subject.several, environ)),
+        Check(names.REVERSE, names.reverse),
+        Check(kernel.CHECK, lambda: kernel.examine(root)),
+        Check("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
+    ]
+
+
+def _disk(folder: Folder) -> Check:
+    # A rank that touches a hanging file system cannot even be killed.
+    late = State.FAILED if folder.needed else State.WARNING
+    return Check(folder.check, lambda: disk.examine(folder), late=late)
+
+
+def _accelerator(subject: Subject) -> Iterable[Finding]:
+    # Late, and so in this check's own thread: nobody else has to wait for it.
+    from elasticrun import accelerators
+
+    kind = accelerators.of(subject.accelerator, subject.environ)
+    return kind.examine(subject.nproc, subject.environ)
+
+
+def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
+    """What follows from its answers to a ReachMe; `dialled`: its address in numbers."""
+    if not answers:
+        return []
+    return [
+        *clock.examine(answers),
+        *ports.examine(answers, dialled),
+        *mtu.examine(answers[0].reached, dialled),
+    ]
+
+
+def run(wanted: Sequence[Check]) -> list[Finding]:
+    """What the checks find, in their order. Blocks until each has ended or its limit is over; a
+    thread that hangs in the kernel is left to itself."""
+    done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
+    began = time.monotonic()
+    for place, check in enumerate(wanted):
+        name = f"elasticrun-check-{place}"
+        threading.Thread(target=_look, args=(place, check, done), name=name, daemon=True).start()
+    found: dict[int, list[Finding]] = {}
+    missing = dict(enumerate(wanted))
+    while missing:
+        end = began + min(check.limit for check in missing.values())
+        try:
+            place, findings = done.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            over = [p for p, check in missing.items() if began + check.limit <= end]
+            found |= {p: [_late(missing.pop(p))] for p in over}
+            continue
+        if missing.pop(place, None) is not None:
+            found[place] = findings
+    return [finding for place in sorted(found) for finding in found[place]]
+
+
+def _look(place: int, check: Check, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
+    try:
+        findings = list(check.look())
+    except Exception as wrong:  # a machine on which a check of ours fails can still train
+        seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
+        findings = [warning(check.name, seen, "report it to elasticrun's makers")]
+    done.put((place, findings))
+
+
+def _late(check: Check) -> Finding:
+    seen = f"no answer within {check.limit:g} s"
+    todo = "look for what hangs: a file system that is gone, a name server, a driver"
+    return Finding(check.name, check.late, seen, todo)

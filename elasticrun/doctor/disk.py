@@ -1,0 +1,119 @@
+"""Room in the folders that a job writes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from elasticrun.doctor.verdict import GIB, MIB, amount, failed, ok, warning
+from elasticrun.wire.findings import Finding
+
+BLOCK: Final = 4096
+"""Bytes written to see whether the folder takes any: a quota shows nowhere else."""
+
+FEW_INODES: Final = 10_000
+"""Fewer files than this may still be made: a job's logs and a cache of compiled code take some
+hundreds a rank."""
+
+NO_INODES: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of a job. `little`: free bytes below which there is a warning; `none`: below which
+    no rank should be started. `needed`: ranks fail where nothing can be written there. `made`:
+    whoever needs it makes it."""
+
+    role: str
+    path: str
+    little: int = GIB
+    none: int = 64 * MIB
+    needed: bool = True
+    made: bool = True
+
+    @property
+    def check(self) -> str:
+        """The name of its finding."""
+        return f"disk, {self.role} folder"
+
+
+def folders(
+    environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
+) -> list[Folder]:
+    """Those of a job that is started with these settings. `log_dir`: None for one below the
+    temporary folder."""
+    try:
+        temporary = environ.get("TMPDIR") or tempfile.gettempdir()
+    except FileNotFoundError:  # none can be written to: the last that Python tries is this one
+        temporary = os.getcwd()
+    found = [Folder("temporary", temporary, made=False)]
+    if log_dir and log_dir != os.devnull:
+        found.append(Folder("log", log_dir))
+    if checkpoints:
+        found.append(Folder("checkpoint", checkpoints, little=10 * GIB, none=GIB))
+    own = environ.get("XDG_RUNTIME_DIR", "")
+    if not os.path.isdir(own):
+        own = os.path.join("~", ".cache")
+    # The master's record is here: a few megabytes, and a job runs without it.
+    run = os.path.join(own, "elasticrun")
+    return [*found, Folder("run", run, little=64 * MIB, none=0, needed=False)]
+
+
+def examine(folder: Folder) -> list[Finding]:
+    """Whether a job can write there, and how much. Blocks as long as the file system does."""
+    path = Path(folder.path).expanduser().absolute()
+    place = _existing(path)
+    todo = f"give a folder that this user can write to ({_how(folder.role)})"
+    if place != path and not folder.made:
+        return [warning(folder.check, f"there is no folder {path}", todo)]
+    where = str(path) if place == path else f"{path} (to be made in {place})"
+    refusal = _refusal(place)
+    if refusal:
+        seen = f"nothing can be written to {where}: {refusal}"
+        return [(failed if folder.needed else warning)(folder.check, seen, todo)]
+    found = os.statvfs(place)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    seen = f"{amount(free)} of {amount(total)} are free in {where}"
+    # Root may use what is kept back for it, and btrfs, among others, counts no inodes at all.
+    inodes = found.f_favail if found.f_files else None
+    if inodes is not None:
+        seen += f", and room for {inodes} files"
+    todo = f"make room there, or use another folder ({_how(folder.role)})"
+    if free < folder.none or (folder.needed and inodes is not None and inodes < NO_INODES):
+        return [failed(folder.check, seen, todo)]
+    if free < folder.little or (inodes is not None and inodes < FEW_INODES):
+        return [warning(folder.check, seen, todo)]
+    return [ok(folder.check, seen)]
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _refusal(place: Path) -> str:
+    """Why nothing can be written there, "" if something can; leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(BLOCK))
+            file.flush()
+    except OSError as wrong:
+        full = wrong.errno in (errno.ENOSPC, errno.EDQUOT)
+        return "it is full" if full else (wrong.strerror or str(wrong)).lower()
+    return ""
+
+
+def _how(role: str) -> str:
+    return {
+        "log": "--log-dir",
+        "temporary": "TMPDIR",
+        "run": "XDG_RUNTIME_DIR",
+        "checkpoint": "the script's own setting",
+    }[role]

@@ -1,0 +1,44 @@
+"""Findings in short, and amounts in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from elasticrun.wire.findings import Finding, State
+
+MIB: Final = 1024 * 1024
+GIB: Final = 1024 * MIB
+
+
+def ok(check: str, seen: str) -> Finding:
+    """Nothing is to be done."""
+    return Finding(check, State.OK, seen)
+
+
+def warning(check: str, seen: str, todo: str) -> Finding:
+    """A job may run into it."""
+    return Finding(check, State.WARNING, seen, todo)
+
+
+def failed(check: str, seen: str, todo: str) -> Finding:
+    """No rank should be started on this machine."""
+    return Finding(check, State.FAILED, seen, todo)
+
+
+def amount(size: float) -> str:
+    """Bytes for people: `64 MiB`, `1.5 GiB`."""
+    for unit, word in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {word}" if size < 100 * unit else f"{size / unit:.0f} {word}"
+    return f"{size:.0f} B"
+
+
+def in_a_line(finding: Finding) -> str:
+    """What an operator's log says of it."""
+    return f"{finding.check}: {finding.seen}" + (f"; {finding.todo}" if finding.todo else "")
+
+
+def failures(findings: Iterable[Finding]) -> list[Finding]:
+    """Those with which no rank should be started."""
+    return [finding for finding in findings if finding.state is State.FAILED]

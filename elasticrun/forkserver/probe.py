@@ -1,0 +1,341 @@
+"""What one probe does: a timed matmul, a word to its group, a timed all_reduce.
+
+It runs in a process of its own, forked or exec'd (`probes.py`), and says each phase when it enters
+it: one that is killed there has failed there. A rank whose own part went wrong tells the others by
+the store before any collective begins, so that they need not wait for it until the limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, NoReturn
+
+from elasticrun.wire import faults
+from elasticrun.wire.env import OMP_NUM_THREADS
+from elasticrun.wire.faults import FaultKind
+from elasticrun.wire.spawner import ProbePlan, ProbeSaid
+
+START: Final = "start"
+COMPUTE: Final = "compute"
+MEET: Final = "meet"
+COMM: Final = "comm"
+DONE: Final = "done"
+"""The words of `wire.messages.ProbePhase`, which is not imported here: it would double what the
+fork server has of ours in memory."""
+
+OWN_PHASES: Final = (START, COMPUTE)
+"""Whoever fails here has failed with no part of any other node in it."""
+
+MAX_REASON: Final = 400
+"""Characters of a reason."""
+
+ROUGHLY: Final = 0.01
+"""How far a number may be from what it must be: the rounding of bfloat16 is 1/256, and a library
+may add in another order the next time; a wrong result is far above."""
+
+_PLACE: Final = re.compile(r"\[[^]\s]+:\d+\] ")
+"""`[/pytorch/third_party/gloo/.../pair.cc:537] `"""
+
+Say = Callable[[ProbeSaid], None]
+
+
+class Failed(Exception):
+    """The probe found something wrong; the text is a clause about it."""
+
+
+def run(key: int, plan: ProbePlan, say: Say) -> None:
+    """Probe as planned. Always ends by saying a ProbeSaid with `done`, unless it is killed."""
+    one = _Probe(key, plan, say)
+    try:
+        excuse = one.work()
+    except Exception as error:
+        one.release_others()
+        own = one.phase in OWN_PHASES
+        one.say(done=True, own=own, reason=clause(error))
+        return
+    if excuse:
+        one.say(done=True, excused=True, reason=excuse)
+    else:
+        one.phase = DONE
+        one.say(done=True, ok=True)
+
+
+def clause(error: BaseException | str) -> str:
+    """What went wrong, in one line of bounded length, without C++ stacks and places in sources."""
+    text = str(error)
+    if not isinstance(error, Failed | RuntimeError | str):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    for chatter in ("Exception raised from", "This is typically caused by"):
+        text = text.split(chatter, 1)[0]
+    text = " ".join(_PLACE.sub("", text).split()).rstrip(".")
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+
+
+class _Probe:
+    """One probe under way. Times are seconds."""
+
+    def __init__(self, key: int, plan: ProbePlan, say: Say) -> None:
+        self._key = key
+        self._plan = plan
+        self._say = say
+        self._end = time.monotonic() + plan.limit
+        planted = faults.own(plan.fault)
+        self._fail = faults.value_of(planted, FaultKind.PROBE_FAIL)
+        self._hang = faults.value_of(planted, FaultKind.PROBE_HANG)
+        self._slow = faults.slowness(planted)
+        self._torch: Any = None
+        self._device: Any = None
+        self._store: Any = None
+        self._compute = 0.0
+        self._transfers: list[float] = []
+        self._timed = 0.0
+        self.phase = START
+
+    def work(self) -> str:
+        """All of it; "", or why it could not be finished through no fault of this node. Raises
+        whatever goes wrong."""
+        import torch
+
+        self._torch = torch
+        self._use_threads()
+        try:
+            self._enter(COMPUTE)
+            self._take_device()
+            if self._plan.matrix:
+                self._multiply()
+        except Exception as error:
+            self._tell_others(clause(error))
+            raise
+        if self._plan.world_size == 1:
+            return ""
+        self._enter(MEET)
+        excuse = self._meet()
+        if not excuse:
+            self._enter(COMM)
+            self._reduce()
+            self._part()
+        return excuse
+
+    def say(self, **more: Any) -> None:
+        """Tell how it stands; `more` are fields of ProbeSaid."""
+        said = ProbeSaid(
+            self._key,
+            self.phase,
+            more.pop("done", False),
+            compute=self._compute,
+            transfers=tuple(self._transfers),
+            timed=self._timed,
+            **more,
+        )
+        self._say(said)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self.say()
+        if self._hang == phase:
+            _stop_for_ever()
+
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(0.001, self._end - time.monotonic()))
+
+    # ------------------------------------------------------------ its own part
+
+    def _use_threads(self) -> None:
+        """As many threads as a rank would have. The fork server may have read another number."""
+        given = os.environ.get(OMP_NUM_THREADS, "")
+        cores = len(os.sched_getaffinity(0))
+        threads = int(given) if given.isdecimal() and int(given) else cores
+        if self._torch.get_num_threads() > threads:
+            self._torch.set_num_threads(threads)
+
+    def _take_device(self) -> None:
+        name = self._plan.device
+        if name == "cpu":
+            self._device = self._torch.device("cpu")
+            return
+        if name == "npu":
+            importlib.import_module("torch_npu")  # gives torch its `npu`
+        module = getattr(self._torch, name)
+        count = module.device_count()
+        if not count:
+            raise Failed(f"torch finds no {name} device")
+        self._device = self._torch.device(name, self._plan.device_index % count)
+        module.set_device(self._device)
+
+    def _settle(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self._device.type != "cpu":
+            getattr(self._torch, self._device.type).synchronize()
+
+    def _multiply(self) -> None:
+        torch, plan = self._torch, self._plan
+        if self._fail == "compute":
+            raise Failed("a planted fault")
+        kind = getattr(torch, plan.dtype)
+        source = torch.Generator(self._device).manual_seed(plan.matrix)
+        shape = (plan.matrix, plan.matrix)
+
+        def fresh() -> Any:
+            return torch.rand(shape, generator=source, device=self._device).to(kind)
+
+        left, right, product = fresh(), fresh(), torch.empty(shape, dtype=kind, device=self._device)
+        for _ in range(max(1, plan.warmup)):
+            torch.mm(left, right, out=product)
+        self._check(left, right, product)
+        first = product.clone()
+        self._settle()
+        began = time.perf_counter()
+        for n in range(plan.matmuls):
+            for _ in range(self._times(n)):
+                torch.mm(left, right, out=product)
+        self._settle()
+        took = time.perf_counter() - began
+        self._compute = took / max(1, plan.matmuls)
+        self._timed += took
+        if self._fail == "wrong":
+            product[0, 0] += plan.matrix
+        self._check(left, right, product)
+        if not bool(((product - first).abs() <= ROUGHLY * first).all()):
+            raise Failed("the matmul computed a wrong result: another one than the first time")
+
+    def _times(self, n: int) -> int:
+        """How often the n-th piece of work is done: a planted slow=2.5x is 2, 3, 2, 3 ... times."""
+        return int((n + 1) * self._slow) - int(n * self._slow)
+
+    def _check(self, left: Any, right: Any, product: Any) -> None:
+        """The product is finite, and right as far as the sums of its rows tell."""
+        torch = self._torch
+        if not bool(torch.isfinite(product).all()):
+            raise Failed("the matmul computed a wrong result: it is not finite")
+        ones = torch.ones(self._plan.matrix, dtype=torch.float32, device=self._device)
+        sums = product.float() @ ones
+        wanted = left.float() @ (right.float() @ ones)
+        worst = float(((sums - wanted).abs() / wanted).max())
+        if not worst <= ROUGHLY:
+            raise Failed(f"the matmul computed a wrong result: row sums are off by {worst:.2%}")
+
+    # ------------------------------------------------------------ the group
+
+    def _connect(self) -> None:
+        import torch.distributed as dist
+
+        plan = self._plan
+        make: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = make(
+            plan.store_host,
+            plan.store_port,
+            is_master=False,
+            timeout=self._left(),
+            wait_for_workers=False,
+        )
+        prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
+        self._store = prefixed(plan.check, store)
+
+    def _tell_others(self, reason: str) -> None:
+        """This rank's own part went wrong: the others need not wait for it."""
+        if self._plan.world_size == 1:
+            return
+        try:
+            self._connect()
+            self._store.set("go", f"rank {self._plan.rank} failed by itself: {reason}")
+        except Exception:  # the others wait for their limit; our reason stands
+            return
+
+    def _meet(self) -> str:
+        """Form the process group, once every rank has said that its own part went well."""
+        import torch.distributed as dist
+
+        plan = self._plan
+        self._connect()
+        if self._store.add("well", 1) == plan.world_size:
+            self._store.set("go", "ok")
+        self._store.wait(["go"], self._left())
+        word = self._store.get("go").decode(errors="replace")
+        if word != "ok":
+            return clause(word)
+        dist.init_process_group(
+            plan.backend,
+            store=self._store,
+            rank=plan.rank,
+            world_size=plan.world_size,
+            timeout=self._left(),
+        )
+        return ""
+
+    def _reduce(self) -> None:
+        self._agree(4)
+        if self._fail == "comm":
+            raise Failed("a planted fault")
+        for size in self._plan.sizes:
+            own = self._agree(size)
+            torch = self._torch
+            buffer = torch.zeros(max(1, size // 4), dtype=torch.float32, device=self._device)
+            self._agree(4)  # all begin together
+            began = time.perf_counter()
+            for _ in range(self._plan.transfers):
+                self._all_reduce(buffer)
+                if self._slow > 1.0:
+                    self._settle()
+                    self._burn(own * (self._slow - 1.0))
+            self._settle()
+            took = time.perf_counter() - began
+            self._transfers.append(took / max(1, self._plan.transfers))
+            self._timed += took
+
+    def _agree(self, size: int) -> float:
+        """Warm up with all_reduces of ones, each of which must give the sum; how long one took."""
+        torch = self._torch
+        took = 0.0
+        for _ in range(max(1, self._plan.warmup)):
+            buffer = torch.ones(max(1, size // 4), dtype=torch.float32, device=self._device)
+            self._settle()
+            began = time.perf_counter()
+            self._all_reduce(buffer)
+            self._settle()
+            took = time.perf_counter() - began
+            low, high = float(buffer.min()), float(buffer.max())
+            if not low == high == self._plan.world_size:
+                raise Failed(
+                    f"the all_reduce gave a wrong sum: {low:g} to {high:g} "
+                    f"in the place of {self._plan.world_size}"
+                )
+        return took
+
+    def _all_reduce(self, buffer: Any) -> None:
+        import torch.distributed as dist
+
+        dist.all_reduce(buffer)
+
+    def _burn(self, seconds: float) -> None:
+        """A planted slow node is busy with itself, while the others wait for it."""
+        block = self._torch.ones(64 * 1024)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            block.add_(1.0)
+
+    def _part(self) -> None:
+        """Nobody goes before all have what they came for: with NCCL a rank that has sent all may
+        still have to be there while it arrives."""
+        if self._store.add("ended", 1) == self._plan.world_size:
+            self._store.set("over", "ok")
+        self._store.wait(["over"], self._left())
+
+    def release_others(self) -> None:
+        """This rank has failed among them: they need not wait at the end."""
+        if self.phase != COMM:
+            return
+        try:
+            self._store.set("over", "failed")
+        except Exception:  # the store is what failed; they wait for their limit
+            return
+
+
+def _stop_for_ever() -> NoReturn:
+    while True:
+        signal.pause()

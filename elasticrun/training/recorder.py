@@ -1,0 +1,151 @@
+"""A rank's own part of its steps and its waiting for others, read from torch's flight recorder.
+
+The recorder keeps the newest collectives of the process, in a ring. How they tell the own part:
+
+* gloo (CPU): only when the rank *entered* each collective is there. A rank that has entered the
+  last collective of a step has done its own part of it; what follows is waiting for the others (and
+  the optimizer, which is short). Where a step waits several times (FSDP), the earlier waits cannot
+  be told from work: all ranks then seem to have the same own part, and none is found slow.
+* NCCL: the recorder has how long each collective took on the device, from the moment the rank was
+  there until all were: the last one to come has the shortest. What is left of the step is its own.
+
+torch is not imported here: where the script has none, there is nothing to read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+from elasticrun.wire import env
+from elasticrun.wire.progress import Own
+
+SMALL_RING: Final = "128"
+"""Collectives that are kept where no accelerator is: a look costs 10 microseconds for each. With
+NCCL torch's own 2000 stay, which people read after a hang, and a look's cost is the CPU's alone."""
+
+ACCELERATORS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
+"""Device files by which a host with accelerators is known without a library."""
+
+NCCL_DUMP: Final = "_dump_nccl_trace_json"
+PLAIN_DUMP: Final = "_dump_fr_trace_json"
+"""NCCL has a recorder of its own; all other backends share one (torch 2.8 and newer)."""
+
+SETTLED: Final = 10**9
+"""Nanoseconds between a step and the newest finished collective after which those of the step are
+finished too, and torch's watchdog (which looks ten times a second) has noted it."""
+
+
+def prepare(environ: MutableMapping[str, str]) -> None:
+    """Have the recorder record what is needed; to be called before the process group is made. What
+    the user has set stands."""
+    named = env.FLIGHT_RECORDER_SIZE in environ or env.NCCL_TRACE_SIZE in environ
+    if not named and not any(os.path.exists(path) for path in ACCELERATORS):
+        environ[env.FLIGHT_RECORDER_SIZE] = SMALL_RING
+    environ.setdefault(env.NCCL_ENABLE_TIMING, "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One entry of the recorder."""
+
+    number: int  # counts from 0; the ring holds the newest
+    created: int  # when this rank called it: nanoseconds of the wall clock
+    seconds: float | None  # how long it took on the device; None: not known (yet)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the recorder holds: `timed` if its entries have, or will have, their seconds."""
+
+    knows: Own
+    seen: tuple[Collective, ...] = ()
+    timed: bool = False
+
+
+def look() -> Look:
+    """Read the recorder of this process; some milliseconds for thousands of entries."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return Look(Own.ALONE)
+    if dist.get_world_size() < 2:
+        return Look(Own.ALONE)
+    for name, timed in ((NCCL_DUMP, True), (PLAIN_DUMP, False)):
+        dump = getattr(sys.modules["torch"]._C._distributed_c10d, name, None)
+        seen = _entries(dump) if dump is not None else ()
+        if seen:
+            return Look(Own.KNOWN, seen, timed)
+    return Look(Own.UNTOLD)
+
+
+def _entries(dump: Callable[[bool, bool], bytes]) -> tuple[Collective, ...]:
+    found = json.loads(dump(True, False)).get("entries") or []
+    return tuple(_collective(one) for one in found)
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    took = entry.get("duration_ms")
+    return Collective(
+        int(entry["record_id"]),
+        int(entry["time_created_ns"]),
+        None if took is None else float(took) / 1e3,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Steps divided into own part and waiting (seconds, sums over `steps`), and how many of the
+    marks that were given are done with."""
+
+    steps: int = 0
+    own: float = 0.0
+    waited: float = 0.0
+    used: int = 0
+
+
+def split(marks: Sequence[int], looked: Look) -> Split:
+    """Divide the steps between these moments (nanoseconds of the wall clock, in order)."""
+    return _by_time(marks, looked.seen) if looked.timed else _by_entry(marks, looked.seen)
+
+
+def _by_entry(marks: Sequence[int], seen: Sequence[Collective]) -> Split:
+    """A step's own part ends when its last collective is entered. A step without one is skipped:
+    it has not been waited in, or its entry has left the ring."""
+    steps, own, waited = 0, 0, 0
+    created = sorted(one.created for one in seen)
+    for began, ended in zip(marks, islice(marks, 1, None), strict=False):
+        newest = bisect_right(created, ended) - 1
+        if newest >= 0 and created[newest] > began:
+            steps += 1
+            own += created[newest] - began
+            waited += ended - created[newest]
+    return Split(steps, own / 1e9, waited / 1e9, max(0, len(marks) - 1))
+
+
+def _by_time(marks: Sequence[int], seen: Sequence[Collective]) -> Split:
+    """A step's waiting is what its collectives took. Steps that the ring does not hold whole are
+    skipped. Those whose collectives may not all be finished are left for the next look; of an older
+    one without its seconds (a part of a coalesced one) they will never be known."""
+    steps, own, waited, used = 0, 0.0, 0.0, 0
+    seen = sorted(seen, key=lambda one: one.created)
+    created = [one.created for one in seen]
+    finished = max((one.created for one in seen if one.seconds is not None), default=0)
+    whole_from = created[0] if seen and seen[0].number > 0 else 0
+    for began, ended in zip(marks, islice(marks, 1, None), strict=False):
+        if ended > finished - SETTLED:
+            break
+        used += 1
+        inside = seen[bisect_right(created, began) : bisect_right(created, ended)]
+        if inside and began >= whole_from:
+            seconds = (ended - began) / 1e9
+            took = sum(one.seconds for one in inside if one.seconds is not None)
+            steps += 1
+            waited += min(seconds, took)
+            own += max(0.0, seconds - took)
+    return Split(steps, own, waited, used)

@@ -1,0 +1,164 @@
+"""`progress(step)`: a rank says how its training goes, in a few microseconds, whoever listens.
+
+At most ten times a second a datagram goes to this node's agent: how many steps, how long each took.
+Once a second torch's flight recorder is looked at for how much of that was the rank's own part. All
+ranks look in the same instant, when the second of the wall clock changes: what a look costs delays
+one step of the job and not one for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections import deque
+from typing import Final
+
+from elasticrun.training import recorder
+from elasticrun.wire import env
+from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
+
+TELL_EVERY: Final = 0.1
+"""Seconds between two datagrams; steps in between go together into the next one."""
+
+LOOK_EVERY: Final = 1
+"""Seconds between two looks at the recorder at first, doubled when a look costs more than ..."""
+
+LOOK_SHARE: Final = 0.005
+"""... this share of one core ..."""
+
+LOOK_SELDOM: Final = 16
+"""... but not beyond this."""
+
+VAIN_LOOKS: Final = 10
+"""After so many looks in a row that tell nothing of any step the recorder is taken to say nothing:
+there are no collectives in the steps, or NCCL's are not timed."""
+
+MAX_MARKS: Final = 2048
+"""Steps that are remembered until the next look; of faster ones the oldest are forgotten."""
+
+
+class Teller:
+    """One rank's line to its agent. Times: seconds, monotonic where nothing else is said."""
+
+    def __init__(self, place: str, slowness: float = 1.0) -> None:
+        """`place` is what the agent gave (wire.env.PROGRESS). `slowness` is a planted fault: the
+        rank's own part takes so many times as long. OSError where there can be no socket,
+        ValueError for a place that is none."""
+        name, self._local_rank = read_place(place)
+        self._address = address(name)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._slowness = slowness
+        self._slept = 0.0
+        self._last = -1.0
+        self._marks: deque[int] = deque(maxlen=MAX_MARKS)
+        self._steps = 0
+        self._seconds = 0.0
+        self._tell_at = 0.0
+        self._every = LOOK_EVERY
+        self._instant = 0
+        self._split = recorder.Split()
+        self._knows = Own.LATER
+        self._in_vain = 0
+
+    def step(self, number: int) -> None:
+        """Step `number` is done."""
+        now, wall = time.monotonic(), time.time_ns()
+        self._marks.append(wall)
+        last, self._last = self._last, now
+        if last < 0.0:
+            return  # nobody knows when the first step began
+        self._steps += 1
+        self._seconds += now - last
+        instant = wall // (self._every * 10**9)
+        if instant != self._instant or self._slowness > 1.0:
+            self._instant = instant
+            self._look(now - last)
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_EVERY
+            self._tell(number)
+        if self._slept:
+            time.sleep(self._slept)
+
+    def _look(self, seconds: float) -> None:
+        """Divide the steps since the last look into own part and waiting."""
+        began = time.thread_time()
+        looked = recorder.look()
+        found = recorder.split(self._marks, looked)
+        for _ in range(found.used):
+            self._marks.popleft()
+        if found.steps:
+            self._split, self._knows, self._in_vain = found, Own.KNOWN, 0
+        elif looked.knows is not Own.KNOWN:
+            self._knows = looked.knows
+        else:
+            self._in_vain += 1
+            if self._in_vain >= VAIN_LOOKS:
+                self._knows = Own.UNTOLD
+        if self._slowness > 1.0:
+            own = found.own / found.steps if found.steps else seconds
+            self._slept = max(0.0, own - self._slept) * (self._slowness - 1.0)
+        elif time.thread_time() - began > LOOK_SHARE * self._every:
+            self._every = min(LOOK_SELDOM, 2 * self._every)
+
+    def _tell(self, number: int) -> None:
+        own = waited = math.nan
+        if self._knows is Own.KNOWN:
+            own = self._split.own / self._split.steps
+            waited = self._split.waited / self._split.steps
+        said = RankSteps(
+            self._local_rank,
+            number,
+            self._steps,
+            self._seconds / self._steps,
+            own,
+            waited,
+            self._knows,
+        )
+        with contextlib.suppress(OSError):  # a full queue, or an agent that has gone
+            self._socket.sendto(encode(said), self._address)
+            self._steps, self._seconds = 0, 0.0
+            if self._knows is Own.KNOWN:
+                self._knows = Own.LATER
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+_teller: Teller | None = None
+_begun = False
+
+
+def progress(step: int) -> None:
+    """Say that this rank has done step `step`; once a step, after the optimizer's.
+
+    Without an agent (or below torchrun) it does nothing. It never raises and never waits."""
+    global _teller, _begun
+    if _teller is None and _begun:
+        return
+    with contextlib.suppress(Exception):
+        if _teller is None:
+            _begun = True  # not at import: that may have been in the process that forks the ranks
+            _teller = _begin()
+        if _teller is not None:
+            _teller.step(step)
+
+
+def _begin() -> Teller | None:
+    """The line to the agent that started this process, None if there is none."""
+    place = os.environ.get(env.PROGRESS)
+    if not place:
+        return None
+    slowness = 1.0
+    planted = os.environ.get(env.NODE_FAULT)
+    if planted:
+        from elasticrun.wire import faults  # hardly ever needed
+
+        slowness = faults.slowness(faults.own(planted))
+    return Teller(place, slowness)
+
+
+if env.PROGRESS in os.environ:
+    recorder.prepare(os.environ)

@@ -1,0 +1,1 @@
+"""Accelerators without hardware: stand-ins for NVML and npu-smi, asked by the real children."""

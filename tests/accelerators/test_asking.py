@@ -1,0 +1,60 @@
+"""Questions to throw-away children: the answer, or why there is none, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticrun.accelerators.asking import MAX_ANSWER, NoAnswer, json_of, text_of
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_the_last_line_is_the_answer() -> None:
+    code = "print('a library says hello'); print('{\"a\": [1]}')"
+    assert json_of(python(code), os.environ, 30.0) == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("print('hello')", "it printed no answer"),
+        ("print('[]')", "it printed no answer"),
+        ("", "it printed no answer"),
+        ("raise SystemExit('the driver is asleep')", "the driver is asleep"),
+        ("raise ImportError('no such thing')", "ImportError: no such thing"),
+    ],
+)
+def test_no_answer_has_a_reason(code: str, why: str) -> None:
+    with pytest.raises(NoAnswer) as caught:
+        json_of(python(code), os.environ, 30.0)
+    assert str(caught.value) == why
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(NoAnswer, match="no-such-tool cannot be started: No such file"):
+        text_of(["no-such-tool"], os.environ, 30.0)
+
+
+def test_an_answer_is_bounded() -> None:
+    assert len(text_of(python("print('x' * 1000000)"), os.environ, 30.0)) == MAX_ANSWER
+
+
+def test_a_child_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    """The grandchild writes into a fifo and keeps it open: its EOF is the proof."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    began = time.monotonic()
+    with pytest.raises(NoAnswer, match="no answer within 1 s"):
+        text_of(["/bin/sh", "-c", f"(echo up; exec sleep 1000) > {fifo} & wait"], os.environ, 1.0)
+    assert time.monotonic() - began < 10.0
+    os.set_blocking(read, True)
+    with open(read) as file:
+        assert file.read() == "up\n"

@@ -1,0 +1,195 @@
+"""The checkup of an agent: told in a line, in nobody's way, and with --precheck the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import checkup as own
+from elasticrun.agent.checkup import Checkup, subject
+from elasticrun.config import EXIT_UNFIT, Rendezvous
+from elasticrun.doctor import checkup
+from elasticrun.doctor.checkup import Check
+from elasticrun.doctor.verdict import failed, ok, warning
+from elasticrun.wire.findings import Finding
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.proof import reader_token
+from tests import aio
+from tests.agent.configs import agent_config
+from tests.harness import ELASTICRUN, World, free_port
+from tests.master.people import LIMIT, serving
+
+SCRIPT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('it ran')"
+TOKEN = "what the nodes of the job know"
+FEW = 'ulimit -Sn 100; exec "$@"'
+
+
+def with_few_files(world: World, *words: str) -> tuple[int, str, bool]:
+    """Exit code and stderr of a job under a limit of 100 open files, and whether its rank ran."""
+    script, mark = world.scratch / "script.py", world.scratch / "mark"
+    script.write_text(SCRIPT)
+    launcher = (sys.executable, "-m", "elasticrun", *words, str(script), str(mark))
+    job = world.command(("sh", "-c", FEW, "sh", *launcher))
+    return job.wait(), job.stderr, mark.exists()
+
+
+def test_a_failure_is_told_and_ends_nothing(world: World) -> None:
+    code, err, ran = with_few_files(world)
+    assert (code, ran) == (0, True)
+    (line,) = [line for line in err.splitlines() if "open files" in line]
+    assert "this machine is unfit: open files: ulimit -n is 100, with which no rank" in line
+    assert line.endswith("; ulimit -n 1024")
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_with_precheck_no_rank_is_started(world: World, nnodes: int) -> None:
+    """Before the node joins: of two nodes the other one is not even waited for."""
+    words = [f"--nnodes={nnodes}", "--precheck=1"]
+    if nnodes > 1:
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    code, err, ran = with_few_files(world, *words)
+    assert (code, ran) == (EXIT_UNFIT, False), err
+    assert "--precheck found this machine unfit: open files: ulimit -n is 100" in err
+    assert "Traceback" not in err
+
+
+def test_a_machine_that_is_well_says_nothing(world: World) -> None:
+    script, mark = world.scratch / "script.py", world.scratch / "mark"
+    script.write_text(SCRIPT)
+    job = world.launch(ELASTICRUN, str(script), str(mark))
+    assert job.wait() == 0, job.stderr
+    seen = [line for line in job.stderr.splitlines() if "this machine" in line]
+    known = ("kernel log", "disk", "shared memory")  # what this very host may lack
+    assert not [line for line in seen if not any(word in line for word in known)], job.stderr
+    assert mark.read_text() == "it ran"
+
+
+# ---------------------------------------------------------------- beside the start
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    """Have the machine show these findings."""
+    monkeypatch.setattr(checkup, "checks", lambda _: [Check("planted", lambda: findings)])
+
+
+def test_what_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found(monkeypatch, ok("a", "well"), warning("b", "so so", "mend"), failed("c", "bad", "leave"))
+
+    async def run() -> str:
+        mine = Checkup(agent_config(precheck=1))
+        mine.begin()
+        return await mine.unfit()
+
+    with caplog.at_level(logging.INFO, "elasticrun"):
+        unfit = aio.run(run())
+    assert caplog.messages == [
+        "this machine: b: so so; mend",
+        "this machine is unfit: c: bad; leave",
+    ]
+    assert unfit == "--precheck found this machine unfit: c: bad; leave"
+
+
+@pytest.mark.parametrize(("level", "unfit"), [(0, False), (1, True), (2, True)])
+def test_only_precheck_ends_an_agent(
+    monkeypatch: pytest.MonkeyPatch, level: int, unfit: bool
+) -> None:
+    found(monkeypatch, failed("c", "bad", "leave"), failed("d", "worse", ""))
+
+    async def run() -> str:
+        mine = Checkup(agent_config(precheck=level))
+        mine.begin()
+        return await mine.unfit()
+
+    said = aio.run(run())
+    assert said.endswith("c: bad; leave (and 1 more)") is unfit
+    assert bool(said) is unfit
+
+
+def test_nobody_waits_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --precheck; and the agent's end does not either."""
+    go = threading.Event()
+    monkeypatch.setattr(checkup, "checks", lambda _: [Check("hangs", lambda: [go.wait(LIMIT)])])
+
+    async def run() -> None:
+        mine = Checkup(agent_config())
+        mine.begin()
+        await asyncio.sleep(0)
+        assert await mine.unfit() == ""
+        mine.close()
+
+    aio.run(run())
+    assert not go.is_set()
+    go.set()
+
+
+def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
+    several = Rendezvous("elastic", "head", 29400)
+    wanted = subject(agent_config({"max_nodes": 100}, rendezvous=several))
+    assert (wanted.nproc, wanted.ranks, wanted.several) == (2, 200, True)
+    assert "log" not in [folder.role for folder in wanted.folders]  # /dev/null
+    here = Rendezvous("elastic", "localhost", 29400)
+    assert not subject(agent_config({"max_nodes": 2}, rendezvous=here)).several
+    assert not subject(agent_config()).several
+
+
+# ---------------------------------------------------------------- from the master's side
+
+
+def test_the_master_is_asked_for_its_view() -> None:
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            answers, dialled = await own.ask(served.endpoint, reader_token(TOKEN), None)
+        assert dialled == "127.0.0.1"
+        assert [answer.reached.ok for answer in answers] == [True, True]
+        assert len({answer.port for answer in answers}) == 2
+        checks = [finding.check for finding in checkup.of_the_master(answers, dialled)]
+        assert checks == ["clock", "ports", "packet size"]
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_an_agent_of_several_asks_a_while_after_its_welcome(
+    several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a single node has nobody to hear of its ports."""
+    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    told: list[list[Finding]] = []
+    monkeypatch.setattr(own, "tell", lambda findings: told.append(list(findings)))
+    where = Rendezvous("elastic", "localhost", 29400)
+
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            most = 2 if several else 1
+            mine = Checkup(agent_config({"max_nodes": most}, rendezvous=where, token=TOKEN))
+            mine.welcomed(served.endpoint)
+            assert (mine._asking is not None) is several
+            if mine._asking is not None:
+                await asyncio.wait_for(mine._asking, LIMIT)
+                assert [finding.check for finding in told[0]] == ["clock", "ports", "packet size"]
+
+    aio.run(run())
+
+
+def test_a_master_that_does_not_answer_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    where = Rendezvous("elastic", "localhost", 29400)
+
+    async def run() -> None:
+        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=where))
+        mine.welcomed(Endpoint("127.0.0.1", free_port()))
+        assert mine._asking is not None
+        await asyncio.wait_for(mine._asking, LIMIT)
+
+    with caplog.at_level(logging.INFO, "elasticrun"):
+        aio.run(run())
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "the master was not asked about this node's ports" in record.getMessage()

@@ -1,0 +1,375 @@
+"""What a node says of its probes, with real fork servers, real stores and real gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticrun.agent.environ import probe_environment
+from elasticrun.agent.probing import Probing
+from elasticrun.agent.processes import Reaper, below
+from elasticrun.agent.spawner import Spawner, Spawners
+from elasticrun.agent.spawner_process import start_spawner
+from elasticrun.agent.stores import Stores
+from elasticrun.config import EXIT_USAGE
+from elasticrun.core.effects import AgentEvent, ProbeEnded, StoreReady
+from elasticrun.wire import env
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.messages import Probe, Probed, ProbePhase
+from elasticrun.wire.spawner import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening
+from tests.agent.configs import agent_config
+from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World
+
+
+class NodeOfProbes:
+    """As much of an agent as probes need."""
+
+    def __init__(self, reaper: Reaper, fault: str, nproc: int) -> None:
+        planted = {env.NODE_FAULT: fault} if fault else {}
+        self.config = agent_config(
+            nproc_per_node=nproc,
+            set_omp_threads=True,
+            env=planted,
+            accelerator="cpu",
+        )
+        self.events: list[AgentEvent] = []
+        self.said: list[ProbeSaid] = []
+        self.lost: list[str] = []
+        self.changed = asyncio.Event()
+        self.first = start_spawner(self.config, ())
+        self.spawners = Spawners(
+            self.config,
+            self.first,
+            reaper,
+            ignored=(),
+            spared=set,
+            heard=self._heard,
+            lost=self._lost,
+            fatal=lambda sentence: pytest.fail(sentence),
+        )
+        self.stores = Stores(self.spawners, lambda: "127.0.0.1", self._deliver, hold=0.0)
+        self.probing = Probing(self.config, self.spawners, self._deliver)
+
+    def _deliver(self, event: AgentEvent) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    def _heard(self, message: FromSpawner) -> None:
+        if isinstance(message, Exited | SpawnFailed):
+            assert self.stores.gone(message) or self.probing.gone(message)
+        elif isinstance(message, StoreListening):
+            self.stores.listening(message)
+        elif isinstance(message, ProbeSaid):
+            self.said.append(message)
+            self.probing.said(message)
+        self.changed.set()
+
+    def _lost(self, reason: str) -> None:
+        self.probing.all_lost()
+        self.stores.all_lost()
+        self.lost.append(reason)
+        self.changed.set()
+
+    async def until(self, good: Callable[[], Any]) -> Any:
+        async with asyncio.timeout(LIMIT):
+            while not (found := good()):
+                self.changed.clear()
+                await self.changed.wait()
+        return found
+
+    async def store(self) -> Endpoint:
+        self.stores.prepare()
+        ready = await self.until(lambda: [e for e in self.events if isinstance(e, StoreReady)])
+        found: Endpoint = ready[0].store
+        return found
+
+    async def result(self, count: int = 1) -> Probed:
+        """Of the `count`-th probe; at that moment none of its processes is left."""
+        found = await self.until(
+            lambda: [e.result for e in self.events if isinstance(e, ProbeEnded)][count - 1 : count]
+        )
+        assert not self.spawner().keys & set(self.probing._keys)
+        probed: Probed = found[0]
+        return probed
+
+    async def enters(self, phase: str, ranks: int = 1) -> None:
+        await self.until(lambda: len([m for m in self.said if m.phase == phase]) >= ranks)
+
+    def spawner(self) -> Spawner:
+        return self.spawners._current
+
+    def server_pid(self) -> int:
+        pid = self.first.pid
+        assert pid is not None
+        return pid
+
+    async def close(self) -> None:
+        self.probing.close()
+        await self.spawners.close(LIMIT)
+        self.stores.close()
+
+
+def play(
+    body: Callable[[list[NodeOfProbes]], Awaitable[None]], *faults: str, nproc: int = 1
+) -> None:
+    async def main() -> None:
+        reaper = Reaper()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
+        nodes = [NodeOfProbes(reaper, fault, nproc) for fault in faults]
+        try:
+            await body(nodes)
+        finally:
+            for node in nodes:
+                await node.close()
+            await reaper.sweep(keep=(), limit=LIMIT)
+            loop.remove_signal_handler(signal.SIGCHLD)
+
+    asyncio.run(main())
+
+
+def order(store: Endpoint, **changes: Any) -> Probe:
+    values: dict[str, Any] = {
+        "check": "c1",
+        "perf": False,
+        "partners": "",
+        "group_rank": 0,
+        "group_world_size": 1,
+        "first_rank": 0,
+        "world_size": 1,
+        "store": store,
+        "limit": LIMIT,
+        **changes,
+    }
+    return Probe(**values)
+
+
+def pair(nodes: list[NodeOfProbes], store: Endpoint, **changes: Any) -> None:
+    """Give both nodes the orders of one group."""
+    nproc = nodes[0].config.nproc_per_node
+    for rank, node in enumerate(nodes):
+        node.probing.run(
+            order(
+                store,
+                partners=f"n{1 - rank}",
+                group_rank=rank,
+                group_world_size=2,
+                first_rank=rank * nproc,
+                world_size=2 * nproc,
+                **changes,
+            )
+        )
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_measure_the_worst_of_theirs() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        pair(nodes, await nodes[0].store())
+        for node in nodes:
+            probed = await node.result()
+            assert (probed.ok, probed.phase, probed.reason) == (True, ProbePhase.DONE, "")
+            assert probed.check == "c1"
+            ends = [said for said in node.said if said.done]
+            assert len(ends) == 2
+            assert probed.compute == max(said.compute for said in ends)
+            assert probed.flops == 2 * 512**3
+            (transfer,) = probed.transfers
+            assert transfer.size == 1024 * 1024
+            assert transfer.seconds == max(said.transfers[0] for said in ends)
+            assert 0 < probed.timed == max(said.timed for said in ends) < probed.seconds
+
+    play(body, "", "", nproc=2)
+
+
+@pytest.mark.slow
+def test_a_perf_test_measures_links_alone() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        pair(nodes, await nodes[0].store(), perf=True)
+        for node in nodes:
+            probed = await node.result()
+            assert probed.ok, probed.reason
+            assert (probed.compute, probed.flops) == (0.0, 0.0)
+            assert [transfer.size for transfer in probed.transfers] == [2**20, 2**22, 2**24]
+
+    play(body, "", "")
+
+
+@pytest.mark.slow
+def test_a_failure_is_a_sentence_with_partner_phase_figure_and_limit() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        store = await nodes[0].store()
+        pair(nodes, store)
+        good, bad = [await node.result() for node in nodes]
+        assert (bad.ok, bad.own, bad.excused, bad.phase) == (False, False, False, ProbePhase.COMM)
+        assert bad.reason.startswith("failed in comm with n0 after ")
+        assert bad.reason.endswith(f" s (limit {LIMIT:g} s): a planted fault")
+        assert good.reason.startswith("failed in comm with n1 after ")
+        assert (good.own, good.excused, good.phase) == (False, False, ProbePhase.COMM)
+        # The same node by itself has nothing to fail with: a new check begins anew.
+        nodes[1].probing.run(order(store, check="c2"))
+        again = await nodes[1].result(2)
+        assert again.ok, again.reason
+
+    play(body, "", "probe-fail")
+
+
+@pytest.mark.slow
+def test_one_bad_local_rank_of_two_makes_it_the_node_s_own_failure() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        pair(nodes, await nodes[0].store())
+        good, bad = [await node.result() for node in nodes]
+        assert (bad.own, bad.excused, bad.phase) == (True, False, ProbePhase.COMPUTE)
+        assert "failed in compute on local rank " in bad.reason
+        assert "wrong result" in bad.reason
+        assert (good.own, good.excused, good.phase) == (False, True, ProbePhase.MEET)
+        assert good.reason.startswith("probed with n1, where rank ")
+        assert "wrong result" in good.reason
+
+    play(body, "", "probe-fail=wrong", nproc=2)
+
+
+@pytest.mark.slow
+def test_a_hung_probe_is_ended_by_its_limit() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        store = await nodes[0].store()
+        nodes[1].probing.run(order(store, check="warm"))  # its server is ready after that
+        await nodes[1].result()
+        pair(nodes, store, limit=5.0)
+        good = await nodes[0].result()
+        bad = await nodes[1].result(2)
+        for probed, partner in ((good, "n1"), (bad, "n0")):
+            assert (probed.ok, probed.own, probed.phase) == (False, False, ProbePhase.COMM)
+            sentence = f"hung in comm with {partner}: no end after 5 s (limit 5 s)"
+            assert probed.reason == sentence
+            assert probed.seconds >= 5.0
+
+    play(body, "", "probe-hang")
+
+
+@pytest.mark.slow
+def test_who_hangs_in_its_own_part_has_failed_by_itself() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        store = await nodes[0].store()
+        nodes[0].probing.run(order(store, limit=3.0))
+        probed = await nodes[0].result()
+        assert (probed.ok, probed.own, probed.phase) == (False, True, ProbePhase.COMPUTE)
+        assert probed.reason == "hung in compute: no end after 3 s (limit 3 s)"
+
+    play(body, "probe-hang=compute")
+
+
+@pytest.mark.slow
+def test_a_probe_that_is_called_off_is_killed_and_not_told_of() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        (node,) = nodes
+        store = await node.store()
+        node.probing.run(order(store))
+        await node.enters("compute")
+        node.probing.call_off()
+        node.probing.call_off()
+        await node.until(lambda: not node.probing._keys)
+        node.probing.run(order(store, check="c2"))  # a newer one takes the place of an older
+        await node.enters("compute", 2)
+        node.probing.run(order(store, check="c3", limit=3.0))
+        probed = await node.result()
+        assert probed.check == "c3"
+        await node.until(lambda: not node.probing._keys)
+        ended = [event for event in node.events if isinstance(event, ProbeEnded)]
+        assert len(ended) == 1
+
+    play(body, "probe-hang=compute")
+
+
+@pytest.mark.slow
+def test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told() -> None:
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        (node,) = nodes
+        store = await node.store()
+        node.probing.run(order(store))
+        await node.enters("compute")
+        server = node.server_pid()
+        assert len(below(server)) == 2  # the store and the probe
+        os.kill(server, signal.SIGKILL)
+        await node.until(lambda: node.lost)
+        assert below(server) == set()
+        assert not node.probing._keys
+        assert not [event for event in node.events if isinstance(event, ProbeEnded)]
+        fresh = [e for e in node.events if isinstance(e, StoreReady)]
+        node.stores.prepare()
+        await node.until(
+            lambda: len([e for e in node.events if isinstance(e, StoreReady)]) > len(fresh)
+        )
+        node.probing.run(order(store, check="c2", limit=3.0))
+        assert (await node.result()).check == "c2"
+
+    play(body, "probe-hang=compute")
+
+
+def test_a_probe_sees_what_the_rank_in_its_place_sees() -> None:
+    config = agent_config(set_omp_threads=True, virtual_local_rank=True, env={"X": "1"})
+    made = probe_environment(config, 1, {env.CUDA_VISIBLE_DEVICES: "4,5"})
+    assert made == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "5", "X": "1"}
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_device_of_its_own_is_a_failure_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(env.CUDA_VISIBLE_DEVICES, "4")
+
+    async def body(nodes: list[NodeOfProbes]) -> None:
+        (node,) = nodes
+        config = replace(node.config, virtual_local_rank=True)
+        probing = Probing(config, node.spawners, node._deliver)
+        probing.run(order(await node.store()))
+        probed = await node.result()
+        assert (probed.ok, probed.own, probed.phase) == (False, True, ProbePhase.START)
+        assert "local rank 1 has no device of its own" in probed.reason
+
+    play(body, "", nproc=2)
+
+
+# ---------------------------------------------------------------- whole agents
+
+
+def probing_agent(world: World, fault: str) -> Launched:
+    """An agent of one node whose probe hangs in its own part."""
+    return world.launch(
+        ELASTICRUN,
+        "--nproc-per-node=1",
+        "--network-check",
+        "--node-id=n0",
+        str(SCRIPTS / "puppet.py"),
+        env={"LOGLEVEL": "INFO", env.FAULT: fault},
+    )
+
+
+@pytest.mark.slow
+def test_faults_are_loud_and_a_killed_agent_leaves_no_probe(world: World) -> None:
+    job = probing_agent(world, "probe-hang=compute@n0,slow=2x@n1")
+    job.until_text("ELASTICRUN_FAULT=probe-hang=compute@n0,slow=2x@n1: faults are planted")
+    job.until_text("planted in this node (n0): probe-hang=compute")
+    job.until_text("this machine is being probed")
+    job.process.kill()
+    world.nothing_left()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_an_agent_that_probes(world: World) -> None:
+    job = probing_agent(world, "probe-hang=compute@*")
+    job.until_text("this machine is being probed")
+    job.process.terminate()
+    assert job.wait() != 0
+    world.nothing_left()
+
+
+def test_faults_that_cannot_be_read_end_the_agent_at_once(world: World) -> None:
+    job = probing_agent(world, "probe-fail")
+    assert job.wait() == EXIT_USAGE
+    job.until_text("ELASTICRUN_FAULT: 'probe-fail' names no node")

@@ -1,0 +1,353 @@
+"""The agent's ear for steps: who is believed, what becomes of it, and how little it may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import struct
+import subprocess
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import progress as module
+from elasticrun.agent.environ import rank_environment
+from elasticrun.agent.progress import MOST_PER_RANK, Progress
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import Steps
+from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
+from tests.agent.configs import agent_config, start
+from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World, free_port
+
+SAID = RankSteps(0, 1, 1, 0.5, 0.2, 0.3, Own.KNOWN)
+
+
+class Ear:
+    """A Progress in a loop, what it said, and a socket to tell it things."""
+
+    def __init__(self, nproc: int) -> None:
+        self.said: list[Steps] = []
+        self.busy = False
+        self.beat = 0.0
+        self._changed = asyncio.Event()
+        self.progress = Progress(nproc, self._say, lambda: self.beat)
+        self.progress.begin(start())
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def _say(self, steps: Steps) -> bool:
+        self._changed.set()
+        if self.busy:
+            return False
+        self.said.append(steps)
+        return True
+
+    @property
+    def name(self) -> str:
+        return read_place(self.progress.place(0))[0]
+
+    async def tell(self, *said: RankSteps | bytes) -> None:
+        """Send these and let the loop take them in."""
+        for one in said:
+            data = one if isinstance(one, bytes) else encode(one)
+            self._socket.sendto(data, address(self.name))
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    async def until(self, good: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not good():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        self.progress.end()
+        self._socket.close()
+
+
+def play(body: Callable[[Ear], Awaitable[None]], nproc: int = 2) -> None:
+    async def main() -> None:
+        ear = Ear(nproc)
+        try:
+            await body(ear)
+        finally:
+            ear.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report for every datagram that completes one."""
+    monkeypatch.setattr(module, "SAY_EVERY", 0.0)
+    monkeypatch.setattr(module, "SAY_SELDOM", 0.0)
+
+
+def test_a_rank_is_told_where_to_tell_its_steps() -> None:
+    async def body(ear: Ear) -> None:
+        place = ear.progress.place(1)
+        assert re.fullmatch(r"elasticrun-[0-9a-f]{32}/1", place)
+        made = rank_environment(agent_config(), start(), 1, {}, "", place)
+        assert made["ELASTICRUN_PROGRESS"] == place
+        assert "ELASTICRUN_PROGRESS" not in rank_environment(agent_config(), start(), 1, {}, "")
+
+    play(body)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_slowest_rank_is_reported_when_each_has_something_new() -> None:
+    async def body(ear: Ear) -> None:
+        await ear.tell(SAID)  # nobody knows yet of another one
+        assert ear.said == [Steps(start().round, 1, 1, 0.5, 0.2, 0.3)]
+        await ear.tell(replace(SAID, local_rank=1, step=6, steps=2, own=0.5, waited=0.0))
+        assert len(ear.said) == 1  # local rank 0 has nothing new
+        await ear.tell(replace(SAID, step=7, steps=3, seconds=0.6))
+        assert ear.said[1:] == [Steps(start().round, 6, 2, 0.5, 0.5, 0.0)]
+
+    play(body)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_where_no_own_part_is_known_the_longest_step_is_reported() -> None:
+    async def body(ear: Ear) -> None:
+        unknown = RankSteps(0, 5, 4, 0.25, knows=Own.UNTOLD)
+        await ear.tell(unknown)
+        await ear.tell(replace(unknown, local_rank=1, seconds=0.5))
+        await ear.tell(unknown)
+        assert ear.said[1:] == [Steps(start().round, 5, 4, 0.5, 0.0, 0.0)]
+
+    play(body)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_rank_that_tells_its_own_part_is_reported_only_with_it() -> None:
+    async def body(ear: Ear) -> None:
+        await ear.tell(SAID, replace(SAID, step=2, knows=Own.LATER), replace(SAID, step=3))
+        assert [(one.step, one.steps) for one in ear.said] == [(1, 1), (3, 2)]
+
+    play(body, nproc=1)
+
+
+@pytest.mark.parametrize(
+    ("beat", "nodes", "after"), [(0.0, 3, 1.0), (4.0, 3, 4.0), (0.0, 400, 8.0), (0.0, 9000, 20.0)]
+)
+def test_how_far_reports_are_apart(
+    beat: float, nodes: int, after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second, or a beat where that is longer, or more where a master would hear too many."""
+
+    async def body(ear: Ear) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: now)
+        ear.progress.begin(start(group_world_size=nodes))
+        ear.beat = beat
+        await ear.tell(SAID)
+        now += after - 0.01
+        await ear.tell(SAID)
+        assert len(ear.said) == 1
+        now += 0.02
+        await ear.tell(SAID)
+        assert len(ear.said) == 2
+
+    play(body, nproc=1)
+
+
+def test_a_rank_that_has_become_silent_hinders_the_others_only_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(ear: Ear) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        monkeypatch.setattr(loop, "time", lambda: now)
+        await ear.tell(SAID)
+        now += 2.0
+        await ear.tell(SAID, replace(SAID, local_rank=1))
+        assert len(ear.said) == 2
+        heard_at = []
+        for second in range(10):
+            now += 1.0
+            await ear.tell(SAID)
+            if len(ear.said) > 2 + len(heard_at):
+                heard_at.append(second)
+        # at 0 the word of local rank 1 was still to be used; at 1 something was new again
+        assert heard_at == [0, *range(1 + int(module.PATIENCE), 10)]
+        now += 1.0
+        await ear.tell(replace(SAID, local_rank=1))  # it is there again, and so it is waited for
+        now += 1.0
+        assert len(ear.said) == 2 + len(heard_at)
+        await ear.tell(SAID)
+        assert len(ear.said) == 3 + len(heard_at)
+
+    play(body)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_busy_link_does_not_take_is_in_the_next_report() -> None:
+    async def body(ear: Ear) -> None:
+        ear.busy = True
+        for step in range(1, 5):
+            await ear.tell(replace(SAID, step=step))
+        ear.busy = False
+        await ear.tell(replace(SAID, step=5))
+        assert [(one.step, one.steps) for one in ear.said] == [(5, 5)]
+
+    play(body, nproc=1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_rank_of_an_older_life_reaches_nobody() -> None:
+    async def body(ear: Ear) -> None:
+        old = ear.name
+        ear.progress.begin(start(round=RoundName(7, 4, "m")))
+        with pytest.raises(ConnectionRefusedError):
+            ear._socket.sendto(encode(SAID), address(old))
+        await ear.tell(SAID)
+        assert [one.round.number for one in ear.said] == [4]
+        ear.progress.end()
+        assert ear.progress.place(0) == ""
+
+    play(body, nproc=1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_no_report_of_a_local_rank_is_ignored() -> None:
+    good = encode(SAID)
+    wrong = [
+        b"",
+        b"x" * 5000,
+        good + b"\0",
+        good[:-1],
+        b"\x09" + good[1:],  # another version
+        good[:1] + b"\x63" + good[2:],  # no Own
+        encode(replace(SAID, local_rank=2)),
+        encode(replace(SAID, steps=0)),
+        encode(replace(SAID, seconds=float("nan"))),
+        encode(replace(SAID, seconds=-1.0)),
+        encode(replace(SAID, own=float("inf"))),
+        encode(replace(SAID, waited=-0.1)),
+    ]
+
+    async def body(ear: Ear) -> None:
+        await ear.tell(*wrong)
+        assert ear.said == []
+        await ear.tell(good)
+        assert len(ear.said) == 1
+
+    play(body)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can send as somebody else")
+def test_another_user_of_the_host_is_not_believed(capfd: pytest.CaptureFixture[str]) -> None:
+    """The names of abstract sockets are there for all to read."""
+    code = (
+        "import socket, sys\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "s.sendto(bytes.fromhex(sys.argv[2]), '\\0' + sys.argv[1])\n"
+    )
+
+    async def body(ear: Ear) -> None:
+        names = Path("/proc/net/unix").read_text()
+        assert f"@{ear.name}" in names
+        for user in (65534, 0):
+            await asyncio.to_thread(
+                subprocess.run,
+                ["/usr/bin/env", "python3", "-S", "-c", code, ear.name, encode(SAID).hex()],
+                user=user,
+                check=True,
+                cwd="/",
+            )
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert len(ear.said) == (user == 0)
+
+    play(body, nproc=1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_passed_file_descriptor_is_not_kept() -> None:
+    async def body(ear: Ear) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", 0))]
+        for _ in range(5):
+            ear._socket.sendmsg([encode(SAID)], rights, 0, address(ear.name))
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    play(body, nproc=1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_rank_that_floods_is_read_so_often_a_second_and_no_more() -> None:
+    async def body(ear: Ear) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        sent = 0
+        while sent < 20 * MOST_PER_RANK:
+            try:
+                ear._socket.sendto(encode(SAID), address(ear.name))
+                sent += 1
+            except BlockingIOError:
+                await ear.until(lambda: True)
+                await asyncio.sleep(0)
+                if loop.time() - began > 2.5:
+                    break
+        seconds = int(loop.time()) - int(began) + 1
+        assert MOST_PER_RANK <= len(ear.said) <= seconds * MOST_PER_RANK
+        count = len(ear.said)
+        await ear.until(lambda: len(ear.said) > count)  # what is in the queue, a second later
+
+    play(body, nproc=1)
+
+
+def node_words(port: int) -> tuple[str, ...]:
+    return (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--local-addr=127.0.0.1",
+    )
+
+
+def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Path) -> None:
+    """Real agents, ranks on gloo; the reports as they stand in the master's trace."""
+    port = free_port()
+    script = os.fspath(SCRIPTS / "tells_steps.py")
+    jobs = [
+        world.launch(
+            ELASTICRUN,
+            *node_words(port),
+            f"--node-id=n{number}",
+            script,
+            *("60", "0.02", "1=0.08"),
+            env={"ELASTICRUN_TRACE_DIR": os.fspath(tmp_path / "traces"), "OMP_NUM_THREADS": "1"},
+        )
+        for number in range(2)
+    ]
+    assert [job.wait() for job in jobs] == [0, 0]
+    said: dict[str, list[dict[str, float]]] = {}
+    nodes: dict[int, str] = {}
+    for trace in (tmp_path / "traces").rglob("trace*"):
+        for line in trace.read_text().splitlines():
+            event = json.loads(line).get("e", {})
+            if "Attached" in event:
+                attached = event["Attached"]
+                nodes[attached["session"]] = attached["hello"]["node"]
+            report = event.get("Heard", {}).get("report", {})
+            if "Steps" in report:
+                node = nodes[event["Heard"]["session"]]
+                said.setdefault(node, []).append(report["Steps"])
+    assert set(said) == {"n0", "n1"}
+    last = {node: reports[-1] for node, reports in said.items()}
+    slow, fast = sorted(last.values(), key=lambda one: -one["own"])
+    assert slow["own"] > 1.5 * fast["own"] > 0.0
+    assert slow["waited"] < fast["waited"]
+    assert slow["step"] <= 59
+    assert len(said["n0"]) >= 3

@@ -1,0 +1,169 @@
+"""Probes that a caller of elastic_launch executes on orders; the test plays the agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from elasticrun.caller.agent_process import AgentProcess
+from elasticrun.caller.function_spawner import FunctionSpawner
+from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.spawner import (
+    CloseStore,
+    Exited,
+    FromSpawner,
+    ProbePlan,
+    ProbeSaid,
+    SendSignal,
+    Spawned,
+    SpawnProbe,
+    SpawnStore,
+    StoreListening,
+    ToSpawner,
+)
+from tests.api import functions
+from tests.forkserver.driver import LIMIT, gone
+from tests.forkserver.test_server import held_port
+
+M = TypeVar("M")
+
+
+class Agent:
+    """The agent's end of the conversation, and its life as the caller sees it."""
+
+    def __init__(self, spawner: FunctionSpawner) -> None:
+        self._life, self._end = socket.socketpair()
+        self._talk = spawner.agents_end.dup()
+        self._talk.settimeout(LIMIT)
+        self._frames = FrameBuffer(FromSpawner)
+        self._heard: list[Any] = []
+        self._keys = 0
+
+    def fileno(self) -> int:
+        return self._life.fileno()
+
+    def hear(self) -> bool:
+        return bool(self._life.recv(1))
+
+    def close(self) -> None:
+        self._life.close()
+
+    def ends(self) -> None:
+        self._talk.close()
+        self._end.close()
+
+    def key(self) -> int:
+        self._keys += 1
+        return self._keys
+
+    def tell(self, message: ToSpawner) -> None:
+        self._talk.sendall(encode(message))
+
+    def wait(self, kind: type[M], where: Callable[[M], bool] = lambda _: True) -> M:
+        while True:
+            for index, message in enumerate(self._heard):
+                if isinstance(message, kind) and where(message):
+                    del self._heard[index]
+                    return message
+            data = self._talk.recv(65536)
+            assert data, f"the caller has hung up; heard: {self._heard}"
+            self._heard += self._frames.feed(data)
+
+    def spawned(self, key: int) -> Spawned:
+        return self.wait(Spawned, lambda said: said.key == key)
+
+    def hears(self, key: int, *, done: bool) -> ProbeSaid:
+        return self.wait(ProbeSaid, lambda said: said.key == key and said.done == done)
+
+    def exited(self, key: int) -> int:
+        return self.wait(Exited, lambda said: said.key == key).code
+
+    def probe(self, store_port: int, rank: int, fault: str = "", check: str = "c") -> int:
+        key = self.key()
+        plan = ProbePlan(
+            check=check,
+            local_rank=0,
+            rank=rank,
+            world_size=2,
+            node_ranks=1,
+            store_host="127.0.0.1",
+            store_port=store_port,
+            host_store=False,
+            device="cpu",
+            device_index=0,
+            backend="gloo",
+            matrix=64,
+            dtype="float32",
+            matmuls=2,
+            sizes=(4096,),
+            transfers=2,
+            warmup=1,
+            limit=LIMIT,
+            fault=fault,
+        )
+        self.tell(SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ()))
+        return key
+
+
+@contextmanager
+def calling(start_method: str) -> Iterator[Agent]:
+    """A caller that serves in a thread, as a notebook's would."""
+    spawner = FunctionSpawner(functions.echo, (), start_method, b"MARK=probes")
+    agent = Agent(spawner)
+    thread = threading.Thread(target=spawner.serve, args=(cast(AgentProcess, agent),))
+    thread.start()
+    try:
+        yield agent
+    finally:
+        agent.ends()
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+        agent.close()
+
+
+@pytest.mark.slow
+def test_a_caller_s_probes_meet_fail_and_end() -> None:
+    holder, port = held_port()
+    with holder, calling("spawn") as agent:
+        store = agent.key()
+        agent.tell(SpawnStore(store, port))
+        agent.wait(StoreListening)
+
+        keys = [agent.probe(port, rank) for rank in (0, 1)]
+        for key in keys:
+            assert not agent.spawned(key).forked
+            result = agent.hears(key, done=True)
+            assert result.ok, result.reason
+            assert result.compute > 0
+            assert result.transfers[0] > 0
+            assert agent.exited(key) == 0
+
+        bad = agent.probe(port, 0, "probe-hang=compute", "again")
+        assert agent.hears(bad, done=False).phase == "compute"
+        agent.tell(SendSignal(bad, signal.SIGKILL))
+        result = agent.hears(bad, done=True)
+        assert (result.own, result.reason) == (True, "it was killed by SIGKILL")
+        assert agent.exited(bad) == -signal.SIGKILL
+
+        agent.tell(CloseStore(store))
+        agent.exited(store)
+
+
+@pytest.mark.slow
+def test_a_caller_s_probes_end_with_the_conversation() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    holder, port = held_port()
+    with holder, calling("spawn") as agent:
+        keys = [agent.probe(port, rank, "probe-hang=compute") for rank in (0, 1)]
+        pids = [agent.spawned(key).pid for key in keys]
+        for key in keys:
+            agent.hears(key, done=False)
+    assert gone(pids) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors

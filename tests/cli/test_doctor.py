@@ -1,0 +1,339 @@
+"""`elasticrun doctor` as a command: the table, JSON, exit codes, and what a job's master adds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticrun import __version__
+from elasticrun.testing import hosts
+from elasticrun.testing.hosts import NETNS, Impossible, Lab
+from elasticrun.wire import tls
+from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.proof import TOKEN_WANTED
+from tests import aio
+from tests.certificates import Authority
+from tests.doctor.child import finding, need, one
+from tests.harness import clean_environment, free_port
+from tests.master.people import LIMIT, serving, status
+
+DOCTOR = (sys.executable, "-m", "elasticrun", "doctor")
+TOKEN = "what the nodes of the job know"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """What the command is started with."""
+    folder = str(tmp_path)
+    more = {
+        "TMPDIR": folder,
+        "XDG_RUNTIME_DIR": folder,
+        "COLUMNS": "200",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return clean_environment() | more
+
+
+def doctor(
+    *words: str, environ: dict[str, str], before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    return subprocess.run(
+        [*DOCTOR, *words],
+        env=environ,
+        preexec_fn=before,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+async def beside(*words: str, environ: dict[str, str]) -> tuple[int, str, str]:
+    """The command while this process serves: exit code, stdout, stderr."""
+    made = await asyncio.create_subprocess_exec(
+        *DOCTOR, *words, env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(made.communicate(), LIMIT)
+    return made.returncode or 0, out.decode(), err.decode()
+
+
+def findings(text: str) -> list[Finding]:
+    """Those of --json."""
+    page = json.loads(text)
+    assert page["host"] == socket.gethostname()
+    assert page["version"] == __version__
+    return [finding(fields) for fields in page["findings"]]
+
+
+def few_files() -> None:
+    """So low a limit that no rank could work."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 4096))
+
+
+# ---------------------------------------------------------------- this machine
+
+
+def test_the_table(environ: dict[str, str]) -> None:
+    done = doctor(environ=environ)
+    assert done.stderr == ""
+    head, *rows, _, last = done.stdout.splitlines()
+    assert head.split() == ["state", "check", "seen", "what", "to", "do"]
+    for check in ("disk, temporary folder", "shared memory", "open files", "cores", "kernel log"):
+        assert any(check in row for row in rows), done.stdout
+    assert f"{socket.gethostname()}, elasticrun {__version__}: " in last
+    assert "0 failed" in last
+    assert done.returncode == 0
+
+
+def test_it_is_a_verb(environ: dict[str, str], tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "elasticrun", "--help")
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    assert "elasticrun doctor " in done.stdout
+    own = doctor("--help", environ=environ).stdout
+    for flag in ("--json", "--ckpt-dir", "--rdzv-endpoint", "--log-dir", "--token-file"):
+        assert flag in own
+
+
+def test_a_failure_is_exit_code_1(environ: dict[str, str]) -> None:
+    done = doctor(environ=environ, before=few_files)
+    assert done.returncode == 1, done.stderr
+    assert "failed  open files" in done.stdout
+    assert "ulimit -n is 100, with which no rank can work" in done.stdout
+    done = doctor("--json", environ=environ, before=few_files)
+    assert done.returncode == 1
+    assert one(findings(done.stdout), "open files").todo == "ulimit -n 1024"
+
+
+def test_a_warning_is_exit_code_0(environ: dict[str, str], tmp_path: Path) -> None:
+    environ["TMPDIR"] = str(tmp_path / "gone")
+    done = doctor("--json", environ=environ)
+    assert one(findings(done.stdout), "disk, temporary folder").state is State.WARNING
+    assert done.returncode == 0
+
+
+def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
+    """A job of 2000 nodes with 8 ranks: its store needs a file for each rank."""
+    words = ("--nnodes=1:2000", "--nproc-per-node=8", f"--log_dir={tmp_path}", "--ckpt-dir=/gone")
+    done = doctor("--json", *words, environ=environ)
+    found = findings(done.stdout)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert one(found, "open files").state is (
+        State.OK if files == resource.RLIM_INFINITY or files >= 16512 else State.WARNING
+    )
+    assert str(tmp_path) in one(found, "disk, log folder").seen
+    assert "/gone (to be made in /)" in one(found, "disk, checkpoint folder").seen
+
+
+def test_a_small_shm_of_a_container(environ: dict[str, str]) -> None:
+    need("--mount")
+    shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", shell, "sh", *DOCTOR, "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
+    assert "docker's default" in one(findings(done.stdout), "shared memory").seen
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rdzv-endpoint=h:x",), "'h:x' is no endpoint"),
+        (("--nproc-per-node=many",), "--nproc-per-node=many is not known"),
+        (("--nnodes=3:2",), "--nnodes=3:2"),
+        (("--accelerator=abacus",), "--accelerator=abacus is not known"),
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--rdzv-endpoint=h:1", "--tls-cert=/none"), "--tls-cert"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: tuple[str, ...], said: str, environ: dict[str, str]
+) -> None:
+    done = doctor(*words, environ=environ)
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------- with a job's master
+
+
+def test_what_the_master_says(environ: dict[str, str]) -> None:
+    async def run() -> None:
+        environ["ELASTICRUN_TOKEN"] = TOKEN
+        async with serving(token=TOKEN) as served:
+            where = f"--rdzv-endpoint={served.endpoint}"
+            code, out, err = await beside("--json", where, environ=environ)
+            assert (code, err) == (0, "")
+            found = findings(out)
+            assert "the master of job 'job' answers" in one(found, "master").seen
+            assert "has dialled ports" in one(found, "ports").seen
+            assert {"clock", "packet size", "host name in the job"} <= {f.check for f in found}
+            assert TOKEN not in out
+
+    aio.run(run())
+
+
+def test_a_second_host_of_our_name_in_the_job(environ: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving() as served:
+            (node,) = served.brain.page.nodes
+            other = replace(node, host=socket.gethostname(), address="198.51.100.9")
+            served.brain.page = status(nodes=(other,))
+            where = f"--rdzv-endpoint={served.endpoint}"
+            _, out, _ = await beside("--json", where, environ=environ)
+            twice = one(findings(out), "host name in the job")
+            assert twice.state is State.WARNING
+            assert "198.51.100.9" in twice.seen
+
+    aio.run(run())
+
+
+def test_a_master_that_does_not_answer(environ: dict[str, str]) -> None:
+    done = doctor("--json", f"--rdzv-endpoint=127.0.0.1:{free_port()}", environ=environ)
+    master = one(findings(done.stdout), "master")
+    assert master.state is State.FAILED
+    assert "does not answer" in master.seen
+    assert done.returncode == 1
+
+
+def test_a_master_that_refuses_us(environ: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            where = f"--rdzv-endpoint={served.endpoint}"
+            code, out, _ = await beside("--json", where, environ=environ)
+            assert code == 1
+            assert TOKEN_WANTED in one(findings(out), "master").seen
+
+    aio.run(run())
+
+
+def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
+    files = Authority(tmp_path).create().sign("node", "IP:127.0.0.1")
+    flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
+
+    async def run() -> None:
+        async with serving(tls=tls.read(files)) as served:
+            where = f"--rdzv-endpoint={served.endpoint}"
+            code, out, err = await beside("--json", where, *flags, environ=environ)
+            assert (code, err) == (0, "")
+            assert one(findings(out), "ports").state is State.OK
+
+    aio.run(run())
+
+
+# ---------------------------------------------------------------- between hosts
+
+
+class Pair:
+    """A master on one host, and a doctor on the other."""
+
+    def __init__(self, lab: Lab, environ: dict[str, str]) -> None:
+        self.lab, self.environ = lab, environ
+        for name in ("near", "far"):
+            lab.add(name)
+        self.where = f"{lab.hosts['far'].address}:29400"
+        command = [
+            *lab.prefix("far"),
+            sys.executable,
+            "-m",
+            "elasticrun",
+            "master",
+            "--rdzv-id=job",
+        ]
+        self.master = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+        assert self.master.stderr is not None
+        for line in self.master.stderr:
+            if "serving job" in line:
+                break
+
+    def on(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command on a host."""
+        return subprocess.run(
+            [*self.lab.prefix(name), *command],
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+
+    def look(self) -> tuple[int, list[Finding]]:
+        """What the doctor finds on the near host."""
+        done = self.on("near", *DOCTOR, "--json", f"--rdzv-endpoint={self.where}")
+        assert done.stderr == ""
+        return done.returncode, [finding(fields) for fields in json.loads(done.stdout)["findings"]]
+
+    def close(self) -> None:
+        """Everything goes with the lab."""
+        self.lab.close()
+        self.master.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, environ: dict[str, str]) -> Iterator[Pair]:
+    """Two hosts; skipped where none can be made."""
+    del environ["GLOO_SOCKET_IFNAME"]
+    try:
+        hosts.require()
+    except Impossible as why:
+        pytest.skip(str(why))
+    lab = Lab(tmp_path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lab.close)
+        made = Pair(lab, environ)
+        stack.callback(made.close)
+        yield made
+    assert not [name for name in os.listdir(NETNS) if f"-{os.getpid()}-" in name]
+
+
+def test_two_hosts_that_are_well(pair: Pair) -> None:
+    code, found = pair.look()
+    assert code == 0
+    assert "the master's host far has dialled ports" in one(found, "ports").seen
+    assert "packets of 1500 bytes" in one(found, "packet size").seen
+    own = one(found, "host name")
+    assert (own.state, own.seen) == (State.OK, "near resolves to 192.0.2.1")
+
+
+def test_packet_sizes_that_differ(pair: Pair) -> None:
+    assert pair.on("near", "ip", "link", "set", "eth0", "mtu", "1400").returncode == 0
+    code, found = pair.look()
+    size = one(found, "packet size")
+    assert size.state is State.WARNING
+    assert "sends packets of 1400 bytes" in size.seen
+    assert "sends 1500" in size.seen
+    assert code == 0
+
+
+def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
+    """The usual one: the node reaches the master's port, and nobody reaches the node."""
+    rules = (
+        "add table inet wall; add chain inet wall in { type filter hook input priority 0; }; "
+        "add rule inet wall in tcp flags & (syn | ack) == syn drop"
+    )
+    try:
+        walled = pair.on("near", "nft", rules)
+    except OSError as wrong:
+        pytest.skip(f"nft cannot be run: {wrong}")
+    if walled.returncode:
+        pytest.skip(f"no firewall can be had here: {walled.stderr}")
+    code, found = pair.look()
+    ports = one(found, "ports")
+    assert ports.state is State.FAILED
+    assert "the master's host far cannot dial port" in ports.seen
+    assert "no answer within 2 s" in ports.seen
+    assert code == 1

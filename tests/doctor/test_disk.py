@@ -1,0 +1,90 @@
+"""Folders on file systems that are small, full, without inodes, or read-only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elasticrun.doctor import disk
+from elasticrun.doctor.disk import Folder
+from elasticrun.doctor.verdict import GIB, MIB
+from elasticrun.wire.findings import State
+from tests.doctor.child import found
+
+LOOK = """
+from elasticrun.doctor.disk import Folder, examine
+found = examine(Folder("log", {place!r}, {little}, {none}, needed={needed}))
+"""
+
+FILL = 'dd if=/dev/zero of="{place}/full" bs=4k 2>/dev/null || true'
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "needed", "state", "said"),
+    [
+        ("size=200m", "", True, State.OK, "of 200 MiB are free in"),
+        ("size=90m", "", True, State.WARNING, "90 MiB of 90 MiB are free"),
+        ("size=40m", "", True, State.FAILED, "40 MiB of 40 MiB are free"),
+        ("size=200m,nr_inodes=500", "", True, State.WARNING, "room for 49"),
+        ("size=200m,nr_inodes=50", "", True, State.FAILED, "room for 4"),
+        ("size=2m", FILL, True, State.FAILED, "it is full"),
+        ("size=200m,ro", "", True, State.FAILED, "read-only file system"),
+        ("size=200m,ro", "", False, State.WARNING, "read-only file system"),
+    ],
+    ids=["well", "little", "none", "few-inodes", "no-inodes", "full", "read-only", "not-needed"],
+)
+def test_a_file_system_of_its_own(
+    tmp_path: Path, options: str, more: str, needed: bool, state: State, said: str
+) -> None:
+    place = str(tmp_path)
+    setup = f"mount -t tmpfs -o {options} tmpfs '{place}'\n" + more.format(place=place)
+    code = LOOK.format(place=place, little=100 * MIB, none=50 * MIB, needed=needed)
+    (only,) = found(code, setup=setup, apart=("--mount",))
+    assert only.state is state, only
+    assert said in only.seen
+    assert place in only.seen
+    assert bool(only.todo) is (state is not State.OK)
+    assert "--log-dir" in only.todo or state is State.OK
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    (only,) = disk.examine(Folder("log", str(tmp_path), little=0, none=0))
+    assert only.state is State.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_made_later(tmp_path: Path) -> None:
+    later = tmp_path / "a" / "b"
+    (only,) = disk.examine(Folder("log", str(later), little=0, none=0))
+    assert only.state is State.OK
+    assert f"{later} (to be made in {tmp_path})" in only.seen
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_folder_that_nobody_makes(tmp_path: Path) -> None:
+    """Python goes elsewhere without a word."""
+    gone = str(tmp_path / "gone")
+    temporary = disk.folders({"TMPDIR": gone})[0]
+    (only,) = disk.examine(temporary)
+    assert only.state is State.WARNING
+    assert only.seen == f"there is no folder {gone}"
+    assert "TMPDIR" in only.todo
+
+
+def test_the_folders_of_a_job(tmp_path: Path) -> None:
+    place = str(tmp_path)
+    environ = {"TMPDIR": place, "XDG_RUNTIME_DIR": place}
+    by_role = {f.role: f for f in disk.folders(environ, log_dir="/logs", checkpoints="/ckpt")}
+    assert [by_role[r].path for r in ("temporary", "log", "checkpoint", "run")] == [
+        place,
+        "/logs",
+        "/ckpt",
+        os.path.join(place, "elasticrun"),
+    ]
+    assert by_role["checkpoint"].none == GIB
+    assert not by_role["run"].needed
+    without = disk.folders({"TMPDIR": place, "XDG_RUNTIME_DIR": "/gone"}, log_dir=os.devnull)
+    assert [f.role for f in without] == ["temporary", "run"]
+    assert without[1].path == os.path.join("~", ".cache", "elasticrun")

@@ -1,0 +1,124 @@
+"""Ports, clock and packet size: real ports here, and what follows from a master's answers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticrun.doctor import clock, mtu, ports
+from elasticrun.doctor.ports import Answer
+from elasticrun.wire.findings import State
+from elasticrun.wire.messages import Reached
+from elasticrun.wire.route import is_ours, mtu_to, source_of
+
+HERE = "127.0.0.1"
+ELSEWHERE = "198.51.100.9"
+SECOND = 1_000_000
+REACHED = Reached(True, "", HERE, mtu_to(HERE), 0, "far")
+
+
+def answer(
+    *, ok: bool = True, reason: str = "", sent: int = 0, took: int = 0, **more: object
+) -> Answer:
+    """An answer of a master."""
+    reached = replace(REACHED, ok=ok, reason=reason, **more)  # type: ignore[arg-type]
+    return Answer(40_000, reached, sent, sent + took)
+
+
+def test_an_open_port_shows_its_nonce_to_everyone_and_closes() -> None:
+    with ports.open_port() as asked:
+        name = f"elasticrun-port-{asked.port}"
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == name]
+        for host in (HERE, "localhost"):
+            with socket.create_connection((host, asked.port), timeout=60) as visitor:
+                assert visitor.makefile("rb").read() == asked.nonce
+    with pytest.raises(OSError):
+        socket.create_connection((HERE, asked.port), timeout=60)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_every_port_has_a_nonce_of_its_own() -> None:
+    with ports.open_port() as one, ports.open_port() as two:
+        assert one.port != two.port
+        assert one.nonce != two.nonce
+
+
+def test_ports_that_were_dialled(tmp_path: Path) -> None:
+    folder = tmp_path / "proc/sys/net/ipv4"
+    folder.mkdir(parents=True)
+    (folder / "ip_local_port_range").write_text("32768\t60999\n")
+    (only,) = ports.examine([answer(), answer()], HERE, tmp_path)
+    assert only.state is State.OK
+    assert "far has dialled ports 40000 and 40000 (of 32768 to 60999)" in only.seen
+    assert ports.examine([], HERE, tmp_path) == []
+
+
+def test_a_port_that_was_not(tmp_path: Path) -> None:
+    reason = "no answer within 2 s"
+    (only,) = ports.examine([answer(), answer(ok=False, reason=reason)], HERE, tmp_path)
+    assert only.state is State.FAILED
+    assert only.seen.endswith(f"cannot dial port 40000 of this host at {HERE}: {reason}")
+    assert "firewall" in only.todo
+
+
+@pytest.mark.parametrize("seen_as", [HERE, ELSEWHERE], ids=["door", "nat"])
+def test_behind_a_door_or_nat_nothing_is_claimed(seen_as: str) -> None:
+    """A master behind a job's door sees its own loopback, and dials itself."""
+    said = answer(ok=False, reason="connection refused", address=seen_as, mtu=1)
+    (only,) = ports.examine([said], ELSEWHERE)
+    assert only.state is State.OK
+    assert "cannot be seen" in only.seen
+    (size,) = mtu.examine(said.reached, ELSEWHERE)
+    assert size.state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("ahead", "took", "state"),
+    [
+        (0.2, 0.01, State.OK),
+        (1.5, 0.01, State.WARNING),
+        (-90.0, 0.01, State.WARNING),
+        (1.5, 4.0, State.OK),  # half of those four seconds is doubt
+    ],
+)
+def test_clocks(ahead: float, took: float, state: State) -> None:
+    sent = 5000 * SECOND
+    said = answer(sent=sent, took=round(took * SECOND), clock_us=round(
+        sent + (took / 2 - ahead) * SECOND
+    ))  # fmt: skip
+    (only,) = clock.examine([said])
+    assert only.state is state, only
+    side = "ahead of" if ahead > 0 else "behind"
+    assert f"{abs(ahead):.3g} s {side} that of the master's host far" in only.seen
+
+
+def test_the_quickest_answer_tells_the_time() -> None:
+    slow = answer(sent=0, took=8 * SECOND, clock_us=0)
+    quick = answer(sent=10 * SECOND, took=2, clock_us=10 * SECOND + 1)
+    (only,) = clock.examine([slow, quick])
+    assert only.state is State.OK
+    assert "is 0 s" in only.seen
+    assert clock.examine([]) == []
+
+
+@pytest.mark.parametrize(("theirs", "state"), [(0, State.OK), (1, State.WARNING)])
+def test_packet_sizes(theirs: int, state: State) -> None:
+    said = replace(REACHED, mtu=mtu_to(HERE) + theirs)
+    (only,) = mtu.examine(said, HERE)
+    assert only.state is state
+    assert str(mtu_to(HERE)) in only.seen
+
+
+def test_the_kernels_routes() -> None:
+    assert mtu_to(HERE) > 1000
+    assert mtu_to("no address") == 0
+    assert source_of(HERE) == HERE
+    assert is_ours(HERE)
+    assert is_ours("127.0.1.1")
+    assert not is_ours(ELSEWHERE)
+    assert not is_ours("")

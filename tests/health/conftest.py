@@ -1,0 +1,21 @@
+"""The fixture of this room: one job with sick nodes, of which nothing is left at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.health.jobs import Health
+
+
+@pytest.fixture
+def health(elastic_job: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Health]:
+    """See `Health`; a node that left something behind fails the test."""
+    created = Health(elastic_job, tmp_path)
+    yield created
+    report = getattr(request.node, "report_call", None)
+    if report is not None and report.passed:
+        created.close()

@@ -1,0 +1,153 @@
+"""What follows from a verdict: the list, who is refused and for how long, the way back, and a job
+that has too few nodes left."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from typing import Any
+
+import pytest
+
+from elasticrun.testing.job import ElasticJob
+from tests.harness import COMMANDS, ELASTICRUN
+from tests.health.jobs import CHECK, Health
+
+pytestmark = pytest.mark.slow
+
+BAD = "probe-fail=compute@node1"
+
+
+def test_the_list_is_served_to_schedulers(health: Health) -> None:
+    """/status, /metrics and `elasticrun status` name the node, its host and the verdict."""
+    job = health.start("1:2", CHECK, fault=BAD)
+    health.excluded(1)
+    health.world_of(0)
+    url = _page(health.said(0))
+    page = _json(f"{url}status")
+    (listed,) = page["excluded"]
+    assert listed["node"] == "node1"
+    assert listed["host"] == next(n["host"] for n in page["nodes"] if n["node"] == "node0")
+    assert "compute" in listed["reason"]
+    assert 3000 < listed["remaining"] <= 3600
+    with urllib.request.urlopen(f"{url}metrics", timeout=10) as answer:
+        assert re.search(r"^elasticrun_\w*excluded\w* 1\.0$", answer.read().decode(), re.M)
+    shown = _shown(job)
+    assert re.search(r"excluded.*node1|node1.*excluded", shown, re.S), shown
+    health.finish(0, 81)
+
+
+def test_an_excluded_node_is_refused(health: Health) -> None:
+    """It says for how long; the round of the others is not disturbed."""
+    job = health.start("1:2", CHECK, fault=BAD)
+    health.excluded(1)
+    world = health.world_of(0)
+    job.nodes[1].env = {}  # mended, but that is not asked
+    for _ in range(2):
+        job.restart_node(1)
+        assert re.search(r"excluded .*\d+ s\b", health.excluded(1)), health.said(1)
+    health.goes_on(world)
+    assert len(job.worlds()) == 1
+    health.finish(0, 81)
+
+
+def test_a_node_that_gets_well(health: Health) -> None:
+    """When its time is over it is probed anew, alone and with a partner, and let in."""
+    job = health.start("1:2", CHECK, "--exclude-for=4", fault=BAD)
+    health.excluded(1)
+    first = health.world_of(0)
+    job.wait_for(lambda status: not status.excluded)
+    job.nodes[1].env = {"ELASTICRUN_FAULT": ""}
+    job.restart_node(1)
+    health.world_of(0, 1, since=first.began)
+    assert all("with node" in node.health for node in job.status().nodes), job.status()
+    health.finish(0, 0)
+
+
+def test_a_node_that_is_still_bad(health: Health) -> None:
+    """Its time is over, its fault is not: it is excluded again, at the door, and no round ends."""
+    job = health.start("1:2", CHECK, "--exclude-for=4", fault=BAD)
+    health.excluded(1)
+    world = health.world_of(0)
+    job.wait_for(lambda status: not status.excluded)
+    before = len(health.said(1))
+    job.restart_node(1)
+    health.excluded(1)
+    assert "compute" in health.said(1)[before:]
+    health.goes_on(world)
+    assert len(job.worlds()) == 1
+    health.finish(0, 81)
+
+
+def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
+    """Two train; the third is probed at the door, and the round goes on without a pause."""
+    job = health.start("1:3", CHECK, nodes=2)
+    world = health.world_of(0, 1)
+    job.add_node(env={"ELASTICRUN_FAULT": "probe-fail=compute@node2"})
+    health.excluded(2)
+    health.goes_on(world)
+    assert len(job.worlds()) == 1
+    health.finish(0, 0, 81)
+
+
+def test_a_good_newcomer_is_let_in(health: Health) -> None:
+    """Probed at the door, paired at the next gathering."""
+    job = health.start("1:3", CHECK, nodes=2)
+    first = health.world_of(0, 1)
+    job.add_node()
+    world = health.world_of(0, 1, 2, since=first.began)
+    assert world.restarts == 0
+    health.finish(0, 0, 0)
+
+
+def test_an_exclusion_below_min(health: Health) -> None:
+    """The rest waits and says why, and trains when a healthy node has come."""
+    job = health.start("2:2", CHECK, fault=BAD)
+    health.excluded(1)
+    job.wait_for(reason="node1")
+    assert "excluded" in job.status().reason
+    assert health.trained() == set()
+    job.add_node(env={"ELASTICRUN_FAULT": ""})
+    health.world_of(0, 2)
+    health.finish(0, 81, 0)
+
+
+def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
+    """Its ranks die of the script, its probes are good: the next round has it again. Its partner
+    is probed with it, as nobody else could be."""
+    job = health.start("2", CHECK, max_restarts=1)
+    first = health.world_of(0, 1)
+    job.kill_rank(1)
+    second = health.world_of(0, 1, since=first.began)
+    assert second.restarts == 1
+    for number in (0, 1):
+        assert job.output(number).count("this machine is being probed") == 2
+    health.finish(0, 0)
+
+
+def _page(said: str) -> str:
+    found = re.search(r"http://[^\s/]+/", said)
+    assert found, said
+    return found[0]
+
+
+def _json(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        page: dict[str, Any] = json.loads(answer.read())
+    return page
+
+
+def _shown(job: ElasticJob) -> str:
+    """What `elasticrun status` prints of this job."""
+    endpoint = next(w for w in job.nodes[0].command if w.startswith("--rdzv-endpoint="))
+    done = subprocess.run(
+        [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,186 @@
+"""The network check with real probes: one bad node of 2, 3, 4 and 5, a hung probe, a wrong result,
+the test over all nodes; and that nothing of it runs where nobody asked for it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.harness import COMMANDS, ELASTICRUN, clean_environment
+from tests.health.jobs import CHECK, Health
+
+pytestmark = pytest.mark.slow
+
+PAIR = re.compile("(node0 and node1|node1 and node0) failed together")
+
+
+def test_good_nodes_train_together(health: Health) -> None:
+    """Nobody is excluded, one round is formed, and the page says what was measured."""
+    job = health.start("4", CHECK)
+    world = health.world_of(0, 1, 2, 3)
+    status = job.status()
+    assert "4 nodes" in status.check
+    assert status.excluded == ()
+    assert status.round is not None
+    assert status.round.number == 1
+    for node in status.nodes:
+        assert re.search(r"per matmul.*all_reduce of 1 MiB .* with node\d", node.health), node
+    health.goes_on(world)
+    health.finish(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5])
+def test_a_node_that_cannot_talk(health: Health, nodes: int) -> None:
+    """It is found by two partners, ends with a code of its own and a sentence; the others train, on
+    three nodes too, and no rank was ever started on it."""
+    bad = nodes - 1
+    job = health.start(f"{nodes - 1}:{nodes}", CHECK, fault=f"probe-fail=comm@node{bad}")
+    why = health.excluded(bad)
+    assert re.search(rf"node{bad}\b.* with node\d.*comm", why), why
+    health.world_of(*range(bad))
+    listed = health.listed()
+    assert (listed.node, listed.kind) == (f"node{bad}", "failed")
+    assert f"node{bad}" in job.status().check
+    health.finish(*[0] * bad, 81)
+    assert health.trained() == set(range(bad))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
+    """Its own probe tells, so that two nodes suffice."""
+    bad = nodes - 1
+    health.start(f"{nodes - 1}:{nodes}", CHECK, fault=f"probe-fail=compute@node{bad}")
+    why = health.excluded(bad)
+    assert re.search(rf"node{bad}\b.*compute", why), why
+    health.world_of(*range(bad))
+    health.finish(*[0] * bad, 81)
+    assert health.trained() == set(range(bad))
+
+
+def test_a_node_that_computes_wrong(health: Health) -> None:
+    """The matmul ends in time, and its result is not what it was the first time."""
+    health.start("1:2", CHECK, fault="probe-fail=wrong@node1")
+    assert "wrong result" in health.excluded(1)
+    health.world_of(0)
+    health.finish(0, 81)
+
+
+def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> None:
+    """Nothing tells which of two is at fault when both are well alone: neither is excluded, none
+    trains, and both say what would help. Then that comes."""
+    job = health.start("2:3", CHECK, nodes=2, fault="probe-fail=comm@node1")
+    for number in (0, 1):
+        said = job.wait_for_output(number, PAIR)
+        assert re.search("failed together .*comm.* a third node would", said), said
+    assert job.status().excluded == ()
+    job.add_node()
+    why = health.excluded(1)
+    assert re.search(r"node1\b.* with node0 .*node2|node1\b.* with node2", why), why
+    health.world_of(0, 2)
+    health.finish(0, 81, 0)
+    assert health.trained() == {0, 2}
+
+
+def test_two_nodes_that_nobody_joins(health: Health) -> None:
+    """They end as any job below min does, with the pair in the reason."""
+    job = health.start("2", CHECK, "--rdzv-conf=join_timeout=12", fault="probe-fail=comm@node1")
+    result = job.result()
+    assert result.exit_codes == (76, 76), health.said()
+    assert PAIR.search(health.said(0)), health.said(0)
+    assert health.trained() == set()
+
+
+@pytest.mark.parametrize("phase", ["compute", "comm"])
+def test_a_probe_that_hangs(health: Health, phase: str) -> None:
+    """It is ended by its limit, and the verdict says where it hung."""
+    health.start("2:3", CHECK, "--rdzv-conf=probe_timeout=8", fault=f"probe-hang={phase}@node2")
+    why = health.excluded(2)
+    assert re.search(rf"node2\b.*hung in {phase}.*8 s", why), why
+    health.world_of(0, 1)
+    health.finish(0, 0, 81)
+
+
+def test_a_job_of_one_bad_node(health: Health) -> None:
+    """It ends with the same code and the same kind of sentence; no rank was started."""
+    health.start("1", CHECK, fault="probe-fail=compute@node0")
+    assert re.search(r"node0\b.*compute", health.excluded(0))
+    assert health.trained() == set()
+
+
+def test_every_local_rank_is_probed(health: Health) -> None:
+    """Two ranks a node: the world of a probe has both of each node."""
+    job = health.start("2", CHECK, nproc_per_node=2)
+    job.wait_for_world(4)
+    assert all("with node" in node.health for node in job.status().nodes), job.status()
+    health.finish(0, 0)
+
+
+# ---------------------------------------------------------------- --comm-perf-test
+
+
+def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
+    """A line a size, algorithm and bus bandwidth; the job goes on."""
+    job = health.start("3", CHECK, "--comm-perf-test")
+    health.world_of(0, 1, 2)
+    said = health.said()
+    for size in (1, 4, 16):
+        assert re.search(rf"\b{size} MiB\b.* GB/s.* GB/s", said), said
+    assert "GB/s" in job.status().check
+    health.finish(0, 0, 0)
+
+
+def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
+    """With the figure and what was wanted, before any rank was started."""
+    job = health.start("2", "--comm-perf-test", "--comm-perf-threshold=100000")
+    result = job.result()
+    assert result.exit_codes == (1, 1), health.said()
+    assert re.search(r"GB/s.*100000|1e\+05", health.said(0)), health.said(0)
+    assert health.trained() == set()
+
+
+def test_a_bandwidth_that_suffices(health: Health) -> None:
+    health.start("2", "--comm-perf-test", "--comm-perf-threshold=0.000001")
+    health.world_of(0, 1)
+    health.finish(0, 0)
+
+
+# ---------------------------------------------------------------- what is not asked for
+
+
+def test_without_the_flags_not_one_probe_runs(health: Health) -> None:
+    """Every probe would fail here, and none does: nobody is probed. The planted fault is told all
+    the same."""
+    job = health.start("2", fault="probe-fail=compute@*")
+    health.world_of(0, 1)
+    status = job.status()
+    assert status.check == ""
+    assert status.excluded == ()
+    assert {node.health for node in status.nodes} == {""}
+    health.finish(0, 0)
+
+
+def test_planted_faults_are_loud(health: Health) -> None:
+    """Each agent says that faults are planted, and which of them are its own."""
+    job = health.start("2", fault="slow=2x@node1,probe-fail@node9")
+    health.world_of(0, 1)
+    for number in (0, 1):
+        assert "ELASTICRUN_FAULT" in job.output(number)
+    assert "slow=2x" in job.output(1)
+    health.finish(0, 0)
+
+
+def test_a_fault_that_nobody_understands() -> None:
+    """One sentence and the code of a wrong command line."""
+    done = subprocess.run(
+        [*COMMANDS[ELASTICRUN], "--nnodes=1", __file__],
+        env={**clean_environment(), "ELASTICRUN_FAULT": "probe-fails@node1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "probe-fails" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,63 @@
+"""Slow nodes before training: one whose probes take several times as long is told about with its
+figures, and left out where the user wants that."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.health.jobs import CHECK, Health
+
+pytestmark = pytest.mark.slow
+
+RATIO = "--straggler-ratio=2"
+SLOW = "slow=6x"
+"""Agents and whatever else runs share two cores here, so that equal nodes differ by much: the
+planted one is slower by more than that."""
+
+EVIDENCE = r"[\d.]+ (ms|us|s) per matmul, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
+
+
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_a_slow_node_is_told_about(health: Health, nodes: int) -> None:
+    """It trains with the others; the reason has its figure, the others' and the limit."""
+    slow = nodes - 1
+    job = health.start(f"{nodes}", CHECK, RATIO, fault=f"{SLOW}@node{slow}")
+    health.world_of(*range(nodes))
+    assert re.search(rf"node{slow}\b.*slow.*{EVIDENCE}", health.said()), health.said()
+    assert job.status().excluded == ()
+    assert "slow" in next(n.health for n in job.status().nodes if n.node == f"node{slow}")
+    health.finish(*[0] * nodes)
+
+
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health, nodes: int) -> None:
+    slow = nodes - 1
+    health.start(
+        f"{nodes - 1}:{nodes}",
+        *(CHECK, RATIO, "--exclude-straggler"),
+        fault=f"{SLOW}@node{slow}",
+    )
+    assert re.search(EVIDENCE, health.excluded(slow))
+    assert health.listed().kind == "slow"
+    health.world_of(*range(slow))
+    health.finish(*[0] * slow, 81)
+    assert health.trained() == set(range(slow))
+
+
+def test_a_slow_node_that_is_needed_stays(health: Health) -> None:
+    """Never below min, whatever was wanted."""
+    job = health.start("3", CHECK, RATIO, "--exclude-straggler", fault=f"{SLOW}@node2")
+    health.world_of(0, 1, 2)
+    assert re.search(r"node2\b.*slow", health.said()), health.said()
+    assert job.status().excluded == ()
+    health.finish(0, 0, 0)
+
+
+def test_nodes_that_are_alike_are_not_called_slow(health: Health) -> None:
+    """The measure is noisy on two shared cores; that convicts nobody."""
+    job = health.start("4", CHECK, "--straggler-ratio=4", "--exclude-straggler")
+    health.world_of(0, 1, 2, 3)
+    assert job.status().excluded == ()
+    health.finish(0, 0, 0, 0)
