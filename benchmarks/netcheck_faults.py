@@ -134,11 +134,15 @@ def names(count: int) -> list[str]:
     return [f"n{at}" for at in range(count)]
 
 
-def check(count: int, machines: Machines, checks: CheckSpec | None = None) -> Outcome:
-    """One whole check of so many new nodes."""
+def new() -> NetCheck:
+    """A check of a job that has not seen any node."""
     serial = itertools.count()
-    netcheck = NetCheck(checks or CheckSpec(network=True), lambda: f"check-{next(serial)}")
-    return drive(netcheck, names(count), machines, 0.0)
+    return NetCheck(CheckSpec(network=True), lambda: f"check-{next(serial)}")
+
+
+def check(count: int, machines: Machines) -> Outcome:
+    """One whole check of so many new nodes."""
+    return drive(new(), names(count), machines, 0.0)
 
 
 def drive(netcheck: NetCheck, ready: Sequence[str], machines: Machines, now: float) -> Outcome:
@@ -148,7 +152,15 @@ def drive(netcheck: NetCheck, ready: Sequence[str], machines: Machines, now: flo
     while groups:
         outcome.passes += 1
         outcome.groups.append(groups)
-        groups, now = _one_pass(netcheck, groups, machines, now)
+        now += 1.0
+        said = [answer for group in groups for answer in machines.probe(group).items()]
+        groups = []
+        for node, answer in said:
+            netcheck.answered(node, answer, now)
+            groups += netcheck.proceed(now)
+        while not groups and netcheck.busy:
+            now = max(now, netcheck.next_deadline() or now)
+            groups += netcheck.proceed(now)
         for verdict in netcheck.verdicts():
             getattr(outcome, verdict.kind).add(verdict.node)
             outcome.reasons[verdict.node] = verdict.reason
@@ -156,35 +168,14 @@ def drive(netcheck: NetCheck, ready: Sequence[str], machines: Machines, now: flo
     return outcome
 
 
-def _one_pass(
-    netcheck: NetCheck, groups: Sequence[Group], machines: Machines, now: float
-) -> tuple[list[Group], float]:
-    """The groups of the next pass, and when this one was over."""
-    now += 1.0
-    found: list[Group] = []
-    for group in groups:
-        for node, said in machines.probe(group).items():
-            netcheck.answered(node, said, now)
-            found += netcheck.proceed(now)
-    while not found and netcheck.busy:
-        now = max(now, netcheck.next_deadline() or now)
-        found += netcheck.proceed(now)
-    return found, now
-
-
 # ---------------------------------------------------------------- what can be told at all
-
-
-def bad_links(faults: Sequence[Fault]) -> dict[str, int]:
-    """How many bad links each node has."""
-    ends = [end for one in faults if one.kind == "link" for end in (one.node, one.other)]
-    return {node: ends.count(node) for node in ends}
 
 
 def guilty(faults: Sequence[Fault]) -> set[str]:
     """Who may be convicted as failed."""
     nodes = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
-    return nodes | {node for node, count in bad_links(faults).items() if count > 1}
+    ends = [end for one in faults if one.kind == "link" for end in (one.node, one.other)]
+    return nodes | {node for node in ends if ends.count(node) > 1}
 
 
 def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
@@ -210,13 +201,10 @@ def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
         slow = sum(one.kind == "slow-comm" for one in faults)
         return count >= (8 if slow > 1 else 6 if len(faults) > 1 else 4)
     slow_ones = {one.node for one in faults if one.kind == "slow-compute"}
-    timed = [node for node in names(count) if not any(_silences(one, node) for one in faults)]
+    untimed = {one.node for one in faults if one.kind in OWN}
+    timed = [node for node in names(count) if node not in untimed]
     values = [SLOWER if node in slow_ones else 1.0 for node in timed]
     return timed.index(fault.node) in outliers(values, CheckSpec().slow_ratio)
-
-
-def _silences(fault: Fault, node: str) -> bool:
-    return fault.node == node and fault.kind in OWN
 
 
 # ---------------------------------------------------------------- tables
@@ -247,21 +235,22 @@ class Tally:
     decidable: int = 0
     found: int = 0
     wronged: int = 0  # good nodes that were convicted
-    missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)
+    missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)  # or wronged one
     passes: list[int] = field(default_factory=list)
 
     def add(self, count: int, faults: tuple[Fault, ...]) -> None:
         """Plant these, run the check, and compare."""
         outcome = check(count, Machines(faults))
         told = outcome.failed | outcome.slow
-        may_be = decidable_nodes(count, faults)
+        must_be = {one.node for one in faults if decidable(count, one, faults)}
         slow = {one.node for one in faults if one.kind in SLOW}
+        wronged = (outcome.failed - guilty(faults)) | (outcome.slow - slow)
         self.planted += len(faults)
-        self.decidable += len(may_be)
-        self.found += len(may_be & told)
-        self.wronged += len(outcome.failed - guilty(faults)) + len(outcome.slow - slow)
+        self.decidable += len(must_be)
+        self.found += len(must_be & told)
+        self.wronged += len(wronged)
         self.passes.append(outcome.passes)
-        if may_be - told or outcome.failed - guilty(faults) or outcome.slow - slow:
+        if wronged or must_be - told:
             self.missed.append((count, faults))
 
     def row(self, *head: object) -> str:
@@ -270,11 +259,6 @@ class Tally:
         median = statistics.median_low(self.passes) if self.passes else "-"
         cells.append(f"{median}, {max(self.passes, default='-')}")
         return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def decidable_nodes(count: int, faults: Sequence[Fault]) -> set[str]:
-    """Who must be convicted, of something."""
-    return {one.node for one in faults if decidable(count, one, faults)}
 
 
 def sampled(
@@ -357,8 +341,7 @@ def cost(count: int) -> tuple[float, int]:
     """Seconds of CPU for a check of so many nodes with two bad ones in one pair, and its passes;
     without the time of the simulated probes."""
     machines = Machines((Fault("comm", "n0"), Fault("comm", "n1")))
-    serial = itertools.count()
-    netcheck = NetCheck(CheckSpec(network=True), lambda: f"check-{next(serial)}")
+    netcheck = new()
     spent, passes = 0.0, 0
     began = time.process_time()
     groups = netcheck.begin(names(count), 0.0)

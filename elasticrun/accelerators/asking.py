@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 MAX_ANSWER: Final = 256 * 1024
-"""Characters of an answer that are read; a vendor's table of 64 devices has a tenth of it."""
+"""Bytes of an answer that are kept, the last ones; a table of 64 devices has a tenth of them."""
+
+PIECE: Final = 64 * 1024
+"""Bytes read at a time, which is what a pipe holds."""
 
 KILL_GRACE: Final = 1.0
 """Seconds that a killed child may take to go. One whose driver call cannot be interrupted stays
@@ -45,6 +48,7 @@ def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) ->
 
 def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[str, str]:
     import subprocess
+    import time
 
     try:
         child = subprocess.Popen(
@@ -54,14 +58,42 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
     except OSError as error:
         raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
     try:
-        out, err = child.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
+        out, err = _read(child, time.monotonic() + limit)
+    except (subprocess.TimeoutExpired, TimeoutError):
         _abandon(child)
         raise NoAnswer(f"no answer within {limit:g} s") from None
     except BaseException:
         _abandon(child)
         raise
-    return (_text(out), _text(err))
+    return (out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
+    """The last of what the child prints on its two pipes, once it has ended; by hand, because
+    `communicate` keeps all of it. TimeoutError, TimeoutExpired after `end`."""
+    import os
+    import selectors
+    import time
+
+    assert child.stdout is not None
+    assert child.stderr is not None
+    out, err = bytearray(), bytearray()
+    with child.stdout, child.stderr, selectors.PollSelector() as pipes:
+        pipes.register(child.stdout, selectors.EVENT_READ, out)
+        pipes.register(child.stderr, selectors.EVENT_READ, err)
+        while pipes.get_map():
+            left = end - time.monotonic()
+            ready = pipes.select(left) if left > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                piece = os.read(key.fd, PIECE)
+                if not piece:
+                    pipes.unregister(key.fileobj)
+                key.data.extend(piece)
+                del key.data[:-MAX_ANSWER]
+    child.wait(timeout=max(0.0, end - time.monotonic()))
+    return out, err
 
 
 def _abandon(child: Popen[bytes]) -> None:
@@ -73,15 +105,8 @@ def _abandon(child: Popen[bytes]) -> None:
 
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
-    for pipe in (child.stdout, child.stderr):
-        if pipe is not None:
-            pipe.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=KILL_GRACE)
-
-
-def _text(answer: bytes) -> str:
-    return answer[-MAX_ANSWER:].decode(errors="replace")
 
 
 def _last_line(text: str) -> str:

@@ -1,8 +1,8 @@
 """What is wrong with this machine (`elasticrun.doctor`), looked for beside the agent's start.
 
 Nothing waits for it, but with --precheck: then a failed finding ends the agent before it joins.
-What only the job's master can tell is asked much later, when nodes have joined and ranks run, and
-is never more than a warning: the network check is what keeps a node with a bad link out.
+What only the job's master can tell is asked much later, when nodes have joined and ranks run; it
+never ends a node: the network check is what keeps one with a bad link out.
 
 The checks are imported late, in the thread that runs them: the agent's own start is as it was.
 """
@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.agent.identity import names_this_host_only
 from elasticrun.agent.threads import in_thread
 from elasticrun.agent.trust import trust_of
 from elasticrun.config import AgentConfig
@@ -31,6 +30,7 @@ from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.proof import reader_token
 from elasticrun.wire.reaching import reach_me
+from elasticrun.wire.route import names_this_host_only
 from elasticrun.wire.tls import TlsError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Checkup:
             reader = reader_token(trust.token)
             answers, dialled = await ask(master, reader, trust.files, trust.name)
             tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"))
-        except (LinkError, TlsError, OSError) as nothing:
+        except (LinkError, TlsError, OSError, RuntimeError) as nothing:  # no more threads
             logger.info("the master was not asked about this node's ports: %s", nothing)
 
 
@@ -147,7 +147,7 @@ async def ask(
     """Have the master dial some ports of this host: its answers, and its address in numbers.
 
     `reader`: a reader's token; `name`: what its certificate must bear. LinkError, TlsError;
-    OSError where no port can be opened."""
+    OSError where no port can be opened, RuntimeError where no thread can be started."""
     from elasticrun.doctor import ports
     from elasticrun.doctor.ports import Answer
 

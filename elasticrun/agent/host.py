@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from elasticrun.agent.identity import (
-    is_loopback,
-    local_address_to,
-    names_this_host_only,
-    routed_address,
-)
 from elasticrun.config import AgentConfig
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.route import is_loopback, is_ours, names_this_host_only, routed_address
 
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
@@ -88,15 +83,8 @@ def bind_test(address: str, port: int) -> Bind:
                 return Bind.ELSEWHERE
             where = Endpoint(address, port)
             raise HostError(f"cannot listen on {where}: {error.strerror}") from None
-    return Bind.OURS if is_loopback(address) or _is_local(address) else Bind.ELSEWHERE
-
-
-def _is_local(address: str) -> bool:
-    """Whether the address is really this host's: `ip_nonlocal_bind` lets any be bound."""
-    try:
-        return local_address_to(address) == address
-    except OSError:
-        return False
+    # `ip_nonlocal_bind` lets any address be bound.
+    return Bind.OURS if is_ours(address) else Bind.ELSEWHERE
 
 
 def settle(config: AgentConfig) -> Place:
@@ -143,7 +131,7 @@ def _door_address(host: str, addresses: list[str]) -> str:
     else all of them, as torchrun does."""
     if names_this_host_only(host):
         return addresses[0]
-    local = [a for a in addresses if not is_loopback(a) and _is_local(a)]
+    local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
     return local[0] if local else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 

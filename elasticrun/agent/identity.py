@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import ipaddress
 import os
 import re
 import secrets
@@ -15,13 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.wire.published import run_folder
+from elasticrun.wire.route import is_loopback, names_this_host_only, routed_address, source_of
 
 MAX_SLOTS: Final = 4096
 """Agents of one job on one host; beyond it something else is wrong."""
-
-ROUTE_PROBE: Final = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses for documentation (RFC 5737, RFC 3849): connecting a UDP socket to one sends nothing
-and shows which local address the default route uses."""
 
 
 def host_name() -> str:
@@ -129,43 +125,6 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
 # ---------------------------------------------------------------- the address offered
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address in numbers is the host's own loopback."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
-
-
-def names_this_host_only(host: str) -> bool:
-    """Whether an endpoint's host means loopback by what it says, so that no other host can join."""
-    return host.lower().rstrip(".") in ("localhost", "ip6-localhost") or is_loopback(host)
-
-
-def local_address_to(address: str, port: int = 9) -> str:
-    """The local address from which a packet to `address` (in numbers) would leave. OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        probe.connect((address, port))
-        return str(probe.getsockname()[0])
-
-
-def routed_address() -> str:
-    """The local address of the default route, "" if the host has none beyond loopback."""
-    for family, target in ROUTE_PROBE.items():
-        try:
-            address = local_address_to(target)
-        except OSError:
-            continue
-        if not is_loopback(address) and not (family == socket.AF_INET6 and _link_local(address)):
-            return address
-    return ""
-
-
-def _link_local(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_link_local
-
-
 def offered_address(local_addr: str | None, endpoint_host: str, master_address: str) -> str:
     """What other nodes dial to reach a store on this node.
 
@@ -175,7 +134,7 @@ def offered_address(local_addr: str | None, endpoint_host: str, master_address: 
     if local_addr:
         return local_addr
     try:
-        address = local_address_to(master_address)
+        address = source_of(master_address)
     except OSError:
         address = routed_address() or "127.0.0.1"
     if is_loopback(address) and not names_this_host_only(endpoint_host):

@@ -11,20 +11,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.config import AgentConfig
 
 NVML_LIMIT: Final = 10.0
 """Seconds that the child which asks NVML may take; a driver in trouble hangs for minutes."""
 
 NVML_SCRIPT: Final = """
-import os, sys
+import json, os
 import pynvml as n
 n.nvmlInit()
 words = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -37,12 +37,10 @@ else:
             handles.append(n.nvmlDeviceGetHandleByIndex(int(word)))
         else:
             handles.append(n.nvmlDeviceGetHandleByUUID(word))
-for handle in handles:
-    bus = n.nvmlDeviceGetPciInfo(handle).busId
-    print(bus.decode() if isinstance(bus, bytes) else bus)
-print("end")
+buses = [n.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
+print(json.dumps({"buses": [bus.decode() if isinstance(bus, bytes) else bus for bus in buses]}))
 """
-"""Prints the PCI id of every visible device in order, one a line, then `end`; for a child."""
+"""Prints the PCI ids of the visible devices in order; for a child."""
 
 
 class NoBinding(Exception):
@@ -231,26 +229,16 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[list[str], str]:
     """PCI ids of the GPUs that ranks will see, asked of NVML in a child; and why it is not known.
 
     A child, because NVML may hang with its driver, and because the agent keeps no library that it
-    needs once. Blocks for NVML_LIMIT seconds at most."""
+    needs once. Blocks for little more than NVML_LIMIT seconds, whatever the driver does."""
     if not has_nvidia(environ):
         return [], ""
     try:
-        asked = subprocess.run(
-            [sys.executable, "-P", "-c", NVML_SCRIPT],
-            capture_output=True,
-            text=True,
-            timeout=NVML_LIMIT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"NVML did not answer within {NVML_LIMIT:g} s"
-    except OSError as error:
-        return [], f"NVML could not be asked: {error}"
-    words = asked.stdout.split()
-    if words[-1:] != ["end"]:  # not by the exit code: the agent's reaper may have collected it
-        last = asked.stderr.strip().splitlines()[-1:] or ["no answer"]
-        return [], f"NVML could not be asked: {last[0][:200]}"
-    return words[:-1], ""
+        answer = json_of([sys.executable, "-P", "-c", NVML_SCRIPT], environ, NVML_LIMIT)
+    except NoAnswer as why:
+        return [], f"NVML could not be asked: {why}"
+    buses = answer["buses"]
+    assert isinstance(buses, list)
+    return buses, ""
 
 
 def find(config: AgentConfig) -> tuple[list[Binding], str]:

@@ -23,6 +23,7 @@ from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
 from elasticrun.core.effects import AgentEvent, ProbeEnded
+from elasticrun.core.netcheck_terms import duration
 from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 from elasticrun.wire.spawner import (
@@ -62,7 +63,7 @@ class _Probing:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What came of one local rank; `reason` is the whole sentence."""
+    """What came of one local rank; `reason` is the clause about it in `Probed.reason`."""
 
     ok: bool
     phase: ProbePhase
@@ -169,7 +170,7 @@ class Probing:
             environments = [probe_environment(config, rank, os.environ) for rank in ranks]
         except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
             for rank in ranks:
-                self._failed(probing, rank, str(error))
+                self._failed(probing, rank, str(error) or type(error).__name__)
             probing.started = True
             self._look(probing)
             return
@@ -203,13 +204,10 @@ class Probing:
         order, load = probing.order, probing.load
         return ProbePlan(
             check=order.check,
-            local_rank=local_rank,
             rank=order.first_rank + local_rank,
             world_size=order.world_size,
-            node_ranks=self._config.nproc_per_node,
             store_host=order.store.host,
             store_port=order.store.port,
-            host_store=False,
             device=accelerator.device,
             device_index=0 if self._config.virtual_local_rank else local_rank,
             backend=accelerator.backend,
@@ -230,8 +228,7 @@ class Probing:
         limit = probing.order.limit
         for local_rank in range(self._config.nproc_per_node):
             phase = probing.phase(local_rank)
-            where = self._where(probing, local_rank, phase)
-            reason = f"hung in {where}: no end after {limit:g} s (limit {limit:g} s)"
+            reason = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
             hung = _Result(False, phase, phase in OWN_PHASES, False, reason)
             probing.results.setdefault(local_rank, hung)
         probing.started = True
@@ -261,9 +258,9 @@ class Probing:
         phase = probing.phase(local_rank)
         reason = ""
         if said.excused:
-            reason = f"probed{_partners(probing.order)}, where {said.reason}"
+            reason = f"{_another(probing.order)} {said.reason}"
         elif not said.ok:
-            reason = self._sentence(probing, local_rank, phase, said.reason)
+            reason = self._clause(probing, local_rank, said.reason)
         return _Result(
             said.ok,
             phase,
@@ -277,17 +274,18 @@ class Probing:
 
     def _failed(self, probing: _Probing, local_rank: int, why: str) -> None:
         phase = probing.phase(local_rank)
-        reason = self._sentence(probing, local_rank, phase, why)
+        reason = self._clause(probing, local_rank, why)
         failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
         probing.results.setdefault(local_rank, failed)
 
-    def _sentence(self, probing: _Probing, local_rank: int, phase: ProbePhase, why: str) -> str:
-        after = f"{time.monotonic() - probing.began:.2g} s (limit {probing.order.limit:g} s)"
-        return f"failed in {self._where(probing, local_rank, phase)} after {after}: {why}"
+    def _clause(self, probing: _Probing, local_rank: int, why: str) -> str:
+        """The master's sentences name phase and partners before they quote it."""
+        after = duration(time.monotonic() - probing.began)
+        limit = f"{probing.order.limit:g} s"
+        return f"{self._where(local_rank)}after {after}, limit {limit}: {why}"
 
-    def _where(self, probing: _Probing, local_rank: int, phase: ProbePhase) -> str:
-        rank = f" on local rank {local_rank}" if self._config.nproc_per_node > 1 else ""
-        return str(phase) + rank + (_partners(probing.order) if phase not in OWN_PHASES else "")
+    def _where(self, local_rank: int) -> str:
+        return f"local rank {local_rank}, " if self._config.nproc_per_node > 1 else ""
 
     def _together(self, probing: _Probing) -> Probed:
         order, load = probing.order, probing.load
@@ -319,5 +317,8 @@ def _most(values: Iterable[float]) -> float:
     return max(values, default=0.0)
 
 
-def _partners(order: Probe) -> str:
-    return f" with {order.partners}" if order.partners else ""
+def _another(order: Probe) -> str:
+    """Who it was that said it had failed, as far as that is known here."""
+    if not order.partners:
+        return "another local rank"
+    return order.partners if order.group_world_size == 2 else f"one of {order.partners}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.operator_log import logger
+from elasticrun.wire.field_kinds import INT32
 from elasticrun.wire.messages import Start, Steps
 from elasticrun.wire.progress import (
     DATAGRAM_BYTES,
@@ -227,7 +228,7 @@ class Progress:
         report = Steps(
             round=self._start.round,
             step=slowest.step,
-            steps=slowest.steps,
+            steps=min(slowest.steps, INT32),
             seconds=seconds,
             own=own,
             waited=slowest.waited / slowest.owns if slowest.owns else 0.0,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from elasticrun.agent.threads import tell_failure
 from elasticrun.agent.trust import Trust
 from elasticrun.wire import tls
 from elasticrun.wire.channel import Attendance, LinkError, attend, open_channel
@@ -76,6 +77,8 @@ class Session:
         self._silent, self._patience = silent, patience
         bodies: list[Coroutine[Any, Any, None]] = [self._read(heard), self._write(), self._beat()]
         self._tasks = [asyncio.create_task(body) for body in bodies]
+        for task in self._tasks:
+            tell_failure(task, self._end, "the session with the master")
 
     def say(self, report: Report) -> None:
         if len(self._outbox) >= OUTBOX_MOST:

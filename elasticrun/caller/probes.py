@@ -6,6 +6,7 @@ measure could suffer from.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import selectors
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticrun.agent.marked import kill_group
+from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.probes import Telling, exec_command, order_file
 from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, SpawnProbe
 
@@ -67,10 +69,11 @@ class Probes:
             kill_group(probe.child.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill and reap all that are left."""
+        """Kill and reap all that are left, but for those that the kernel does not let die."""
         self.kill()
         for probe in self._probes.values():
-            probe.child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                probe.child.wait(STUCK_AFTER)
         self.let_go()
         self._probes.clear()
 
@@ -119,7 +122,12 @@ def _execute(order: SpawnProbe) -> _Probe:
             )
         finally:
             os.close(file)
-        return _Probe(child, os.pidfd_open(child.pid), telling)
+        try:
+            return _Probe(child, os.pidfd_open(child.pid), telling)
+        except OSError:
+            child.kill()
+            child.wait(STUCK_AFTER)
+            raise
     except OSError:
         telling.close()
         raise

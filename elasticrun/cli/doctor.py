@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.agent.identity import names_this_host_only
 from elasticrun.cli import health, trust, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.flags import Parser, add_flags
@@ -28,6 +27,7 @@ from elasticrun.doctor.checkup import Subject
 from elasticrun.doctor.verdict import failed, failures, ok
 from elasticrun.wire.findings import Finding, State
 from elasticrun.wire.messages import MAX_RANKS
+from elasticrun.wire.route import names_this_host_only
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     asked = Asked(ns, variables)
     where = asked.text("rdzv_endpoint")
     master = _master(asked, where) if where else None
-    found = asyncio.run(examine(_subject(asked, ns.ckpt_dir, where), master))
+    found = asyncio.run(examine(_subject(asked, ns.ckpt_dir, master), master))
     if ns.json:
         shown = {
             "host": socket.gethostname(),
@@ -88,7 +88,7 @@ def _master(asked: Asked, where: str) -> Question:
         raise UsageError(f"--rdzv-endpoint: {wrong}") from None
 
 
-def _subject(asked: Asked, checkpoints: str, where: str) -> Subject:
+def _subject(asked: Asked, checkpoints: str, master: Question | None) -> Subject:
     from elasticrun.cli.devices import this_machine
     from elasticrun.cli.resolve import ranks_per_node
 
@@ -96,7 +96,7 @@ def _subject(asked: Asked, checkpoints: str, where: str) -> Subject:
     if asked.explicitly("nproc_per_node"):
         nproc = ranks_per_node(asked, this_machine(asked.environ), [])
     _, nodes = values.nodes(asked.text("nnodes"))
-    alone = names_this_host_only(where.partition(":")[0]) or not where
+    alone = master is None or names_this_host_only(master.endpoint.host)
     folders = disk.folders(asked.environ, log_dir=asked.value("log_dir"), checkpoints=checkpoints)
     return Subject(
         nproc=nproc,
@@ -121,6 +121,7 @@ async def examine(subject: Subject, master: Question | None) -> list[Finding]:
 
 async def _asked(master: Question) -> list[Finding]:
     from elasticrun.agent.checkup import ask
+    from elasticrun.agent.threads import in_thread
     from elasticrun.wire import tls
     from elasticrun.wire.channel import LinkError, get_status
 
@@ -143,7 +144,7 @@ async def _asked(master: Question) -> list[Finding]:
     return [
         ok(MASTER, f"the master of job {page.job_id!r} answers at {where}"),
         *checkup.of_the_master(answers, dialled),
-        *names.twice(page, (socket.gethostname(), socket.getfqdn())),
+        *await in_thread(lambda: names.twice(page, (socket.gethostname(), socket.getfqdn()))),
     ]
 
 

@@ -205,11 +205,11 @@ class Checking(JobBase):
             self._tell_summary(check)
 
     def _tell_summary(self, check: NetCheck) -> None:
-        before, self._summary = self._summary, check.summary()
-        self._note(self._summary.removeprefix(f"{before}; "))
+        # at the level of warnings: who asks by a flag is to see the answer
         for line in check.perf_lines()[:-1] if not self._is_perf_told else ():
             self._is_perf_told = True  # the last and largest is in the summary
-            self._note(line)
+            self._note(line, "warning")
+        self._note(check.news(), "warning")
 
     def _order(self, groups: tuple[Group, ...]) -> None:
         for group in groups:

@@ -81,7 +81,6 @@ class JobBase:
         self._watched: RoundName | None = None  # whose steps are compared
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
-        self._summary = ""  # of the last check
         self._unheard_for = 0.0  # seconds in which the master did not listen
         self._out: list[fx.JobEffect] = []
         self._membership: Membership

@@ -20,15 +20,15 @@ class MassSilence:
 
     def __init__(self) -> None:
         self._until: float | None = None
-        self._silent: set[str] = set()  # those of whom nothing is known since
+        self._silent: set[str] = set()  # who is silent while verdicts are held back
 
     def holds_until(self, silent: Collection[str], size: int, now: float) -> float | None:
-        """Until when nobody is given up, now that these of the round's `size` nodes are silent;
+        """Until when nobody is given up, now that these of the round's `size` nodes are silent too;
         None: the verdict may be given."""
-        if size < SMALLEST or 2 * len(silent) <= size:
+        self._silent.update(silent)
+        if size < SMALLEST or 2 * len(self._silent) <= size:
             self._over()
             return None
-        self._silent = set(silent)
         if self._until is None:
             self._until = now + MASS_SILENCE_HOLD
         return self._until if now < self._until else None

@@ -73,7 +73,7 @@ class NetCheck:
         self._perf: PerfResult | None = None
         self._verdicts: list[Verdict] = []
         self._reason = ""
-        self._summary = ""
+        self._summary = self._news = ""
 
     # ------------------------------------------------------------ what is known
 
@@ -213,6 +213,11 @@ class NetCheck:
         perf = self._perf.sentence if self._perf else ""
         return "; ".join(part for part in (self._summary, perf) if part)
 
+    def news(self) -> str:
+        """The part of the summary that is new since the last call; "" if none is."""
+        news, self._news = self._news, ""
+        return news
+
     def perf_lines(self) -> tuple[str, ...]:
         """What the perf test measured, a line for each size; none if it was not run."""
         return self._perf.lines if self._perf else ()
@@ -240,7 +245,7 @@ class NetCheck:
         crew = frozenset(known.life for known in present)
         for node in stuck:
             self._known[node].stuck_with = crew
-        self._summary = check.summary(now)
+        self._summary = self._news = check.summary(now)
         self._check = None
         return ()
 
@@ -259,9 +264,10 @@ class NetCheck:
             who = ", ".join(run.lost)
             sentence = f"the comm perf test was not finished because {who} was lost"
             self._perf = PerfResult((), sentence, "")
-            return
-        self._perf_due = False
-        self._perf = result(run, self._ranks, self._checks.perf_floor)
+        else:
+            self._perf_due = False
+            self._perf = result(run, self._ranks, self._checks.perf_floor)
+        self._news = self._perf.sentence
 
     def _note(self, check: Check) -> None:
         """Take over what a pass has shown."""
@@ -278,6 +284,8 @@ class NetCheck:
             known = self._of(node)
             if trial.good:
                 known.standing = Standing.GOOD
+                if not trial.told_slow:  # what it failed with was its partner's, or a link's
+                    known.trouble = ""
             elif trial.alone:
                 known.standing = Standing.ALONE
             elif trial.suspect or known.standing is Standing.GOOD:

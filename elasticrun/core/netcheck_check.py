@@ -96,7 +96,7 @@ class Check:
         """It is suspected for some other reason: it must pass once more."""
         trial = self.trials.get(node)
         if trial is not None:
-            trial.good = trial.fresh = False
+            trial.good = trial.fresh = trial.alone = False
 
     def summary(self, now: float) -> str:
         """What it found, in a sentence."""

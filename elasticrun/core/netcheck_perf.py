@@ -29,8 +29,10 @@ def result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
     bad = [(node, said) for node, said in run.said.items() if not said.ok]
     if bad:
         who = names([node for node, _ in bad])
-        own = next((said for _, said in bad if not said.excused), bad[0][1])
-        why = cut(f"comm perf test {over} failed on {who} in {own.phase} ({quoted(own.reason)})")
+        cause = next((said for _, said in bad if not said.excused), bad[0][1])
+        why = cut(
+            f"comm perf test {over} failed on {who} in {cause.phase} ({quoted(cause.reason)})"
+        )
         return PerfResult((), why, why if floor > 0 else "")
     slowest = _slowest(run, world)
     if not slowest:
@@ -39,11 +41,10 @@ def result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
     lines = tuple(f"all_reduce of {_line(rate)}, {over}" for _, rate in slowest)
     node, last = slowest[-1]
     sentence = cut(f"comm perf test {over}: all_reduce of {_line(last)}")
-    got = 1.0 / last.cost
-    if floor <= 0 or got >= floor * 1e9:
+    if floor <= 0 or last.bus >= floor * 1e9:
         return PerfResult(lines, sentence, "")
     why = f"below the {floor:g} GB/s that are wanted (slowest on {node})"
-    told = f"comm perf test {over}: bus bandwidth {speed(got)} at {size(last.size)}, {why}"
+    told = f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
     return PerfResult(lines, cut(told), cut(told))
 
 
@@ -64,5 +65,5 @@ def _line(rate: Rate) -> str:
     plain = speed(rate.size / rate.seconds)
     return (
         f"{size(rate.size)}: {duration(rate.seconds)}, algorithm bandwidth {plain}, "
-        f"bus bandwidth {speed(1.0 / rate.cost)}"
+        f"bus bandwidth {speed(rate.bus)}"
     )

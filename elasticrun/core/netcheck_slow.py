@@ -7,8 +7,8 @@ checks count among the others.
 All nodes of a group see the same all_reduce. So after one pass groups are compared with groups; the
 nodes of a slow one are measured again, each with a good partner, and then each is judged by itself.
 A single measure convicts nobody of being slow: the second is what counts, and with another partner
-where both may have been the partner's. Groups of different sizes
-are made comparable by what each link carries: 2(n-1)/n of the buffer for n ranks.
+where both may have been the partner's. Groups of different sizes are made comparable by what each
+link carries: 2(n-1)/n of the buffer for n ranks.
 
 Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
 many as the others.

@@ -56,8 +56,13 @@ class Rate:
 
     @property
     def cost(self) -> float:
-        """Seconds for each byte of bus bandwidth."""
+        """Seconds for each byte that a rank sends."""
         return self.seconds / self.traffic
+
+    @property
+    def bus(self) -> float:
+        """Bus bandwidth, in bytes per second."""
+        return self.traffic / self.seconds
 
 
 def names(nodes: Sequence[str]) -> str:

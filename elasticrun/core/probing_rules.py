@@ -52,7 +52,8 @@ class ProbingRules(GroupBase):
         if result.excused:
             self._note(f"the probe of this machine was not finished: {result.reason}")
         elif not result.ok:
-            self._note(f"the probe of this machine failed: {result.reason}", "warning")
+            what = f"the probe of this machine failed in {result.phase}: {result.reason}"
+            self._note(what, "warning")
         self._say(result)
 
     def _probe_lost(self, reason: str) -> None:

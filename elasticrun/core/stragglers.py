@@ -59,7 +59,6 @@ class _Pace:
     """What one node has reported in this round; seconds."""
 
     newest: Steps | None = None
-    heard_at: float | None = None
     reports: deque[Steps] = field(default_factory=lambda: deque(maxlen=WINDOW))
     fresh: bool = False  # has reported since the last judgement
     slow_since: float = math.nan
@@ -114,7 +113,7 @@ class Stragglers:
         pace = self._paces.get(node)
         if pace is None:
             return None
-        pace.newest, pace.heard_at = steps, now
+        pace.newest = steps
         if steps.own > 0.0:
             self._compare(node, pace, steps, now)
         else:
@@ -132,11 +131,6 @@ class Stragglers:
         if pace is not None:
             self._drop(node, pace)
         self._suspects = deque(one for one in self._suspects if one.node != node)
-
-    def last_step(self, node: str) -> float | None:
-        """When this node last reported progress (monotonic); None if never in this round."""
-        pace = self._paces.get(node)
-        return None if pace is None else pace.heard_at
 
     def health(self, node: str) -> str:
         """Its step time and waiting, in words for the status page; "" if it reports none."""
@@ -197,7 +191,7 @@ class Stragglers:
 
     def _costs(self, pace: _Pace, excess: float) -> bool:
         """Whether a node that has so much more to do than the others costs the job something."""
-        return excess >= WORTH * (1.0 - 1.0 / self._ratio) * pace.seconds()
+        return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
 
     @staticmethod
     def _evidence(pace: _Pace, others: Sequence[_Pace], now: float) -> str:

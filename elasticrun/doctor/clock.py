@@ -27,9 +27,13 @@ def examine(answers: Sequence[Answer]) -> list[Finding]:
     doubt = (best.received_us - best.sent_us) / 2e6
     side = "ahead of" if ahead > 0 else "behind"
     seen = (
-        f"this host's clock is {abs(ahead):.3g} s {side} that of the master's host "
-        f"{best.reached.host} (to within {doubt:.2g} s)"
+        f"this host's clock is {_amount(abs(ahead))} {side} that of the master's host "
+        f"{best.reached.host} (to within {_amount(doubt)})"
     )
     if abs(ahead) - doubt > MOST:
         return [warning(CHECK, seen, "set both by NTP (chronyc tracking, timedatectl)")]
     return [ok(CHECK, seen)]
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

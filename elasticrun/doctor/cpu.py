@@ -25,9 +25,9 @@ def examine(
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     usable = min(float(allowed), quota) if quota else float(allowed)
-    seen = f"{usable:.3g} of {host} cores can be used"
+    seen = f"{usable:.4g} of {host} cores can be used"
     held = [f"affinity: {allowed}"] if allowed < host else []
-    held += [f"CPU quota: {quota:.3g}"] if quota and quota < host else []
+    held += [f"CPU quota: {quota:.4g}"] if quota and quota < host else []
     if held:
         seen += f" ({', '.join(held)})"
     if held and ranks > usable:

@@ -66,9 +66,13 @@ def folders(
 
 def examine(folder: Folder) -> list[Finding]:
     """Whether a job can write there, and how much. Blocks as long as the file system does."""
-    path = Path(folder.path).expanduser().absolute()
-    place = _existing(path)
     todo = f"give a folder that this user can write to ({_how(folder.role)})"
+    try:
+        path = Path(folder.path).expanduser().absolute()
+    except RuntimeError:
+        seen = f"{folder.path} cannot be found: this user has no home folder"
+        return [(failed if folder.needed else warning)(folder.check, seen, todo)]
+    place = _existing(path)
     if place != path and not folder.made:
         return [warning(folder.check, f"there is no folder {path}", todo)]
     where = str(path) if place == path else f"{path} (to be made in {place})"
@@ -92,8 +96,9 @@ def examine(folder: Folder) -> list[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    while not path.exists() and path != path.parent:
+    """The folder itself, or the nearest one above it that can be seen."""
+    # Not path.exists(), which raises where a folder above may not be searched.
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path
 

@@ -19,7 +19,7 @@ SINCE: Final = 24 * 3600.0
 """Seconds; what is older is no news."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
-"""The largest log that is read; the kernel's own default is a quarter of a megabyte."""
+"""Most that is read of a log; the kernel's own default is a quarter of a megabyte."""
 
 RECORD: Final = 8192
 """The kernel hands out one record a read, and refuses a buffer that does not hold it."""
@@ -72,6 +72,7 @@ def _pieces(fd: int) -> Iterator[bytes]:
         except BlockingIOError:
             return
         except BrokenPipeError:  # what we were about to read has just been overwritten
+            size += RECORD  # a kernel that writes faster than we read must not hold us for ever
             continue
         if not piece:
             return

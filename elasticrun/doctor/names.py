@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.doctor.verdict import ok, warning
 from elasticrun.wire.findings import Finding
-from elasticrun.wire.route import is_loopback, is_ours, source_of
+from elasticrun.wire.route import is_loopback, is_ours, routed_address
 
 if TYPE_CHECKING:
     from elasticrun.wire.messages import JobStatus
@@ -23,8 +21,8 @@ TWICE: Final = "host name in the job"
 SLOW: Final = 2.0
 """Seconds that a name server may take; several libraries ask it while a rank starts."""
 
-ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route."""
+MAX_SAME: Final = 8
+"""Addresses of nodes with our name that are looked at; each may have to be resolved."""
 
 
 def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
@@ -56,7 +54,7 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
 
 def reverse() -> list[Finding]:
     """The name of the default route's address, and back. Blocks as long as the resolver does."""
-    address = routed()
+    address = routed_address()
     if not address:
         return [ok(REVERSE, "this host has no address beyond loopback")]
     began = time.monotonic()
@@ -75,16 +73,6 @@ def reverse() -> list[Finding]:
     return [ok(REVERSE, seen)]
 
 
-def routed() -> str:
-    """This host's address on its default route, "" if it has none beyond loopback."""
-    for target in ELSEWHERE:
-        with contextlib.suppress(OSError):
-            found = ipaddress.ip_address(_bare(source_of(target)))
-            if not found.is_loopback and not (found.version == 6 and found.is_link_local):
-                return str(found)
-    return ""
-
-
 def resolve(name: str) -> list[str]:
     """Addresses of a name in numbers; none if it does not resolve."""
     try:
@@ -95,19 +83,23 @@ def resolve(name: str) -> list[str]:
 
 
 def twice(page: JobStatus, names: Iterable[str]) -> list[Finding]:
-    """Whether another host of the job has one of these `names`, which should be ours alone."""
+    """Whether another host of the job has one of these `names`, which should be ours alone. Blocks
+    as long as the resolver does where --local-addr is a name."""
     ours = set(names)
-    others = [
-        node
+    same = {
+        node.address: node.host
         for node in page.nodes
-        if node.host in ours and node.state in ("alive", "suspect") and not is_ours(node.address)
-    ]
+        if node.host in ours and node.state in ("alive", "suspect")
+    }
+    others = [address for address in list(same)[:MAX_SAME] if _is_elsewhere(address)]
     if not others:
         return [ok(TWICE, f"no other host of job {page.job_id!r} has this host's name")]
-    seen = f"{others[0].host} is also the name of the host at {others[0].address}"
+    seen = f"{same[others[0]]} is also the name of the host at {others[0]}"
     todo = "give every host a name of its own: logs and gloo take them for one"
     return [warning(TWICE, seen, todo)]
 
 
-def _bare(address: str) -> str:
-    return address.partition("%")[0]
+def _is_elsewhere(address: str) -> bool:
+    """Whether what a node offers as its address is another host's; not if that is not known."""
+    known = resolve(address) if address else []
+    return bool(known) and not any(map(is_ours, known))

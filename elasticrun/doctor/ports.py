@@ -87,10 +87,10 @@ def examine(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> 
         if high
         else "open the TCP ports of this host to the others (firewall, security group)"
     )
-    if reached.address and not straight(reached, dialled):
+    if not straight(reached, dialled):
         seen = (
-            f"the master sees this host as {reached.address}, by way of a door or a proxy, "
-            "so it cannot be seen whether ports of this host are open"
+            f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
+            "a proxy, so it cannot be seen whether ports of this host are open"
         )
         return [ok(CHECK, seen)]
     broken = [answer for answer in answers if not answer.reached.ok]

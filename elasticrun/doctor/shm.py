@@ -27,7 +27,7 @@ BIGGER: Final = (
 
 
 def examine(ranks: int, root: Path = Path("/")) -> list[Finding]:
-    """Whether so many ranks have enough of it below `root`."""
+    """Whether so many ranks of this node (0: not known) have enough of it below `root`."""
     place = root / "dev/shm"
     try:
         found = os.statvfs(place)
@@ -40,11 +40,13 @@ def examine(ranks: int, root: Path = Path("/")) -> list[Finding]:
         return [failed(CHECK, f"{seen}, and this user cannot write there", "chmod 1777 /dev/shm")]
     if total and free < NONE:
         return [failed(CHECK, seen, "remove what dead processes have left there, or " + BIGGER)]
-    wanted = max(1, ranks) * PER_RANK
+    ranks = max(1, ranks)
+    wanted = ranks * PER_RANK
     if total == DOCKER_DEFAULT:
         return [warning(CHECK, f"{seen}, docker's default, which is too little", BIGGER)]
     if total and free < wanted:
-        seen = f"{seen}; data loaders of {ranks} ranks may take {amount(wanted)}"
+        whose = "a rank" if ranks == 1 else f"{ranks} ranks"
+        seen = f"{seen}; data loaders of {whose} may take {amount(wanted)}"
         todo = f"remove what dead processes have left there, or {BIGGER}"
         return [warning(CHECK, seen, todo if free < total // 2 else BIGGER)]
     return [ok(CHECK, seen)]

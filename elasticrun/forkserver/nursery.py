@@ -232,7 +232,7 @@ class Nursery:
                 os.kill(pid, signum)
 
     def kill_ranks(self) -> None:
-        """And probes, whose partners are not to wait for a node that nobody hears of."""
+        """Ranks, and probes: their partners are not to wait for a node that nobody hears of."""
         for each in list(self._children.values()):
             if each.page is not None or each.telling is not None:
                 self.send_signal(each.key, signal.SIGKILL)
@@ -312,6 +312,7 @@ class Nursery:
             each.page.close()
         if each.telling is not None:
             self._relay(each.telling.last_words(code))
+            self._groups.pop(each.key, None)  # nothing is swept after a probe
         if each.failed:
             self._groups.pop(each.key, None)
             what = each.failed if each.page is not None else f"no store: {each.failed}"

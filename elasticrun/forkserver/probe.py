@@ -32,6 +32,10 @@ fork server has of ours in memory."""
 OWN_PHASES: Final = (START, COMPUTE)
 """Whoever fails here has failed with no part of any other node in it."""
 
+TELL_LIMIT: Final = 5.0
+"""Seconds for telling the others of a failure, and at most half of what is left until the limit: a
+store that cannot be reached must not make a failed probe look like one that hangs."""
+
 MAX_REASON: Final = 400
 """Characters of a reason."""
 
@@ -222,7 +226,7 @@ class _Probe:
 
     # ------------------------------------------------------------ the group
 
-    def _connect(self) -> None:
+    def _connect(self, limit: timedelta) -> None:
         import torch.distributed as dist
 
         plan = self._plan
@@ -231,7 +235,7 @@ class _Probe:
             plan.store_host,
             plan.store_port,
             is_master=False,
-            timeout=self._left(),
+            timeout=limit,
             wait_for_workers=False,
         )
         prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
@@ -242,8 +246,8 @@ class _Probe:
         if self._plan.world_size == 1:
             return
         try:
-            self._connect()
-            self._store.set("go", f"rank {self._plan.rank} failed by itself: {reason}")
+            self._connect(min(self._left() / 2, timedelta(seconds=TELL_LIMIT)))
+            self._store.set("go", f"failed by itself: {reason}")
         except Exception:  # the others wait for their limit; our reason stands
             return
 
@@ -252,7 +256,7 @@ class _Probe:
         import torch.distributed as dist
 
         plan = self._plan
-        self._connect()
+        self._connect(self._left())
         if self._store.add("well", 1) == plan.world_size:
             self._store.set("go", "ok")
         self._store.wait(["go"], self._left())

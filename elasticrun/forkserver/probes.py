@@ -100,7 +100,7 @@ class Telling:
                     self._phase, self._done = message.phase, self._done or message.done
                     said.append(message)
         except FrameError as error:
-            self._printed += f"\nwhat it said cannot be understood: {error}".encode()
+            self._keep(f"\nwhat it said cannot be understood: {error}".encode())
         return said
 
     def _keep(self, data: bytes) -> list[ProbeSaid]:

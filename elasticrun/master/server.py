@@ -199,7 +199,7 @@ class Ear:
                 raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
 
-    async def _dial(self, context: Any, keeper: Doorkeeper) -> None:
+    async def _dial(self, context: Any, _keeper: Doorkeeper) -> None:
         """Hear where the reader wants to be dialled, and tell what came of it."""
         try:
             async with self._doorstep.step():  # who says no more takes a place there and none here
@@ -279,6 +279,8 @@ class Ear:
                 raise Wrong(str(wrong)) from None
             if isinstance(report, Hello | Knock | Proof):
                 raise Wrong(f"a second {type(report).__name__} on one stream")
+            if isinstance(report, ReachMe):
+                raise Wrong("ReachMe is what a reader says, not an agent")
             if isinstance(report, Beat):
                 last = report.number
             self._loop.put(Heard(session, report))

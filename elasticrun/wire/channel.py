@@ -334,17 +334,14 @@ class ListenError(OSError):
         self.taken = taken
 
 
-Attend = Callable[[Any], Awaitable[None]]
+Serve = Callable[[Any], Awaitable[None]]
 """Handler of one stream: gets the grpc.aio context, whose read() and write() carry bytes."""
-
-GetStatus = Callable[[Any], Awaitable[None]]
-"""Handler of a reader's stream; the same."""
 
 
 def make_server(
-    attend: Attend,
-    status: GetStatus,
-    reach: GetStatus | None = None,
+    attend: Serve,
+    status: Serve,
+    reach: Serve | None = None,
     *,
     most: int,
     options: Mapping[str, int] = SERVER_OPTIONS,
@@ -358,7 +355,7 @@ def make_server(
     return made
 
 
-def _handler(serve: Attend | GetStatus) -> Any:
+def _handler(serve: Serve) -> Any:
     async def on_stream(_requests: Any, context: Any) -> None:
         await serve(context)
 

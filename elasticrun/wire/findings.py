@@ -18,7 +18,7 @@ class State(StrEnum):
 class Finding:
     """The outcome of one check of one machine.
 
-    check: which check, one or two plain words ("disk log", "shared memory"); one check may have
+    check: which check, some plain words ("disk, log folder", "shared memory"); one check may have
     several findings. seen: what was found, in a sentence, with the figure and the limit.
     todo: what the operator can do; empty where nothing is to be done.
     """

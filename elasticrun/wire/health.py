@@ -59,7 +59,7 @@ class Probed:
     phase: ProbePhase  # where it failed; DONE if it did not
     own: bool  # it failed by itself, with no part of any other node in it (START and COMPUTE)
     excused: bool  # it could not be finished because another node of the group said it had failed
-    reason: str  # one sentence with the measured figure and the limit; "" if ok
+    reason: str  # a clause with the time it took and the limit, without phase and partner; "" if ok
     compute: float  # seconds of one matmul, the slowest local rank's; 0.0: not measured
     flops: float  # floating point operations of one matmul
     transfers: tuple[Transfer, ...]

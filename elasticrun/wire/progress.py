@@ -40,7 +40,7 @@ class RankSteps:
     """The steps of one rank since its last datagram; times in seconds, means over these steps."""
 
     local_rank: int
-    step: int  # the newest
+    step: int  # the newest; not negative
     steps: int  # at least 1
     seconds: float  # of one step, from one call of `progress` to the next
     own: float = math.nan  # of one step, until it entered the last collective; NaN: not known
@@ -89,7 +89,7 @@ def decode(datagram: bytes) -> RankSteps | None:
     if len(datagram) != DATAGRAM_BYTES:
         return None
     version, knows, local_rank, steps, step, seconds, own, waited = _LAYOUT.unpack(datagram)
-    if version != VERSION or knows not in Own.__members__.values() or steps < 1:
+    if version != VERSION or knows not in Own.__members__.values() or steps < 1 or step < 0:
         return None
     if not 0.0 <= seconds <= MAX_SECONDS:
         return None

@@ -1,5 +1,5 @@
-"""What the kernel would do with a packet to an address. Nothing is sent: connecting a UDP socket
-only looks the route up."""
+"""What the kernel would do with a packet to an address, and which addresses are our own. Nothing is
+sent: connecting a UDP socket only looks the route up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Final
 
 DISCARD: Final = 9
 """A port that no packet of ours ever reaches; a lookup needs some port."""
+
+ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route."""
 
 _IP_MTU: Final = 14
 _IPV6_MTU: Final = 24
@@ -21,12 +24,25 @@ def source_of(address: str) -> str:
         return str(sock.getsockname()[0])
 
 
+def routed_address() -> str:
+    """This host's address on its default route, "" if it has none beyond loopback."""
+    for target in ELSEWHERE:
+        try:
+            address = source_of(target)
+        except OSError:
+            continue
+        found = ipaddress.ip_address(_bare(address))
+        if not found.is_loopback and not (found.version == 6 and found.is_link_local):
+            return address
+    return ""
+
+
 def is_ours(address: str) -> bool:
     """Whether `address` (in numbers) is one of this host's own, loopback among them."""
     if is_loopback(address):
         return True
     try:
-        return source_of(address).partition("%")[0] == address.partition("%")[0]
+        return _bare(source_of(address)) == _bare(address)
     except OSError:
         return False
 
@@ -34,9 +50,14 @@ def is_ours(address: str) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether `address` (in numbers) is of loopback, all of which is ours (127.0.1.1, say)."""
     try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(_bare(address)).is_loopback
     except ValueError:
         return False
+
+
+def names_this_host_only(host: str) -> bool:
+    """Whether an endpoint's host means loopback by what it says, so that no other host can join."""
+    return host.lower().rstrip(".") in ("localhost", "ip6-localhost") or is_loopback(host)
 
 
 def mtu_to(address: str) -> int:
@@ -60,3 +81,8 @@ def _looked_up(address: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _bare(address: str) -> str:
+    """Without the interface that a link-local address may name."""
+    return address.partition("%")[0]

@@ -82,13 +82,10 @@ class ProbePlan:
     went well before any collective, so that one that failed does not leave the others hanging."""
 
     check: str
-    local_rank: int
     rank: int  # in the group
     world_size: int
-    node_ranks: int  # how many of these are on this node
     store_host: str
     store_port: int
-    host_store: bool  # unused by most backends; the store already listens
     device: str  # torch's word: cpu, cuda, npu
     device_index: int
     backend: str  # gloo, nccl, hccl

@@ -103,7 +103,9 @@ def test_only_precheck_ends_an_agent(
     async def run() -> str:
         mine = Checkup(agent_config(precheck=level))
         mine.begin()
-        return await mine.unfit()
+        said = await mine.unfit()
+        mine.close()  # the loop goes on in the next test
+        return said
 
     said = aio.run(run())
     assert said.endswith("c: bad; leave (and 1 more)") is unfit

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.agent import identity
 from elasticrun.agent.host import (
     Bind,
     HostError,
@@ -19,6 +18,7 @@ from elasticrun.agent.host import (
 )
 from elasticrun.config import Rendezvous
 from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.route import routed_address
 from tests.agent.configs import agent_config
 from tests.harness import free_port
 
@@ -73,7 +73,7 @@ def test_is_host_1_hosts_although_the_address_is_not_ours() -> None:
 def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    routed = identity.routed_address()
+    routed = routed_address()
     if not routed:
         pytest.skip("this host has no address beyond loopback")
     # Debian writes `127.0.1.1 hostname` into /etc/hosts; this host's resolver is given that line.

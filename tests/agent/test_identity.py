@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import identity
-from elasticrun.agent.identity import identify, names_this_host_only, offered_address
+from elasticrun.agent.identity import host_id, identify, offered_address
+from elasticrun.wire.route import routed_address
 
 
 def test_a_given_id_is_taken(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_agents_of_one_job_get_different_slots_and_the_lowest_free_one(tmp_path:
     assert other.node.endswith("-0")
     first.release()
     again = identify("", "a", environ)
-    assert again.node == identity.host_id() + "-0"
+    assert again.node == host_id() + "-0"
     for each in (second, other, again):
         each.release()
     assert list((tmp_path / "elasticrun" / "slots").iterdir()) == []
@@ -71,21 +71,6 @@ def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     assert (tmp_path / "elasticrun").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(
-    ("host", "only"),
-    [
-        ("localhost", True),
-        ("LOCALHOST.", True),
-        ("127.0.0.1", True),
-        ("::1", True),
-        ("head", False),
-        ("10.0.0.1", False),
-    ],
-)
-def test_names_of_this_host(host: str, only: bool) -> None:
-    assert names_this_host_only(host) is only
-
-
 def test_local_addr_is_offered_as_given() -> None:
     assert offered_address("10.9.8.7", "head", "127.0.0.1") == "10.9.8.7"
 
@@ -95,14 +80,14 @@ def test_an_endpoint_on_loopback_means_loopback() -> None:
 
 
 def test_a_name_that_resolves_to_loopback_is_not_offered_to_other_hosts() -> None:
-    routed = identity.routed_address()
+    routed = routed_address()
     if not routed:
         pytest.skip("this host has no address beyond loopback")
     assert offered_address(None, "debian-host", "127.0.1.1") == routed
 
 
 def test_the_address_of_the_way_to_the_master() -> None:
-    routed = identity.routed_address()
+    routed = routed_address()
     if not routed:
         pytest.skip("this host has no address beyond loopback")
     assert offered_address(None, "head", routed) == routed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from elasticrun.agent import numa
 from elasticrun.agent.numa import Binding, NoBinding, Topology, bind, parse_ranges, place, plan
 from tests.agent.configs import agent_config
 
@@ -112,3 +114,50 @@ def test_the_plan_of_a_job(tmp_path: Path) -> None:
     bindings, note = plan(agent_config(numa_affinity=True), topology, [])
     assert [b.cpus for b in bindings] == [(0, 1), (2, 3)]
     assert note == ""
+
+
+# ---------------------------------------------------------------- the GPUs that ranks will see
+
+PYNVML = """
+import os, signal
+def nvmlInit():
+    {init}
+def nvmlDeviceGetCount():
+    return 2
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+def nvmlDeviceGetPciInfo(handle):
+    from types import SimpleNamespace
+    return SimpleNamespace(busId=f"00000000:0{{handle}}:00.0".encode())
+"""
+
+
+def gpus(
+    folder: Path, patch: pytest.MonkeyPatch, init: str = "pass", **environ: str
+) -> tuple[list[str], str]:
+    """Those that NVML shows here, if its library does `init` first."""
+    (folder / "pynvml.py").write_text(PYNVML.format(init=init))
+    patch.setattr(numa, "has_nvidia", lambda _: True)
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return numa.visible_gpus(kept | {"PYTHONPATH": str(folder)} | environ)
+
+
+def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ["00000000:00:00.0", "00000000:01:00.0"]
+    assert gpus(tmp_path, monkeypatch) == (both, "")
+    assert gpus(tmp_path, monkeypatch, CUDA_VISIBLE_DEVICES="1,0") == (both[::-1], "")
+
+
+def test_a_driver_in_trouble_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = "raise RuntimeError('GPU is lost')"
+    why = "NVML could not be asked: RuntimeError: GPU is lost"
+    assert gpus(tmp_path, monkeypatch, init) == ([], why)
+
+
+def test_a_child_that_hangs_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what it has started, which keeps the pipe to us open."""
+    monkeypatch.setattr(numa, "NVML_LIMIT", 1.0)
+    why = "NVML could not be asked: no answer within 1 s"
+    assert gpus(tmp_path, monkeypatch, "os.fork(); signal.pause()") == ([], why)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import selectors
 import signal
 import socket
 import threading
@@ -12,8 +14,10 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from elasticrun.agent.processes import below
 from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.function_spawner import FunctionSpawner
+from elasticrun.caller.probes import Probes
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.spawner import (
     CloseStore,
@@ -23,6 +27,7 @@ from elasticrun.wire.spawner import (
     ProbeSaid,
     SendSignal,
     Spawned,
+    SpawnFailed,
     SpawnProbe,
     SpawnStore,
     StoreListening,
@@ -87,29 +92,30 @@ class Agent:
 
     def probe(self, store_port: int, rank: int, fault: str = "", check: str = "c") -> int:
         key = self.key()
-        plan = ProbePlan(
-            check=check,
-            local_rank=0,
-            rank=rank,
-            world_size=2,
-            node_ranks=1,
-            store_host="127.0.0.1",
-            store_port=store_port,
-            host_store=False,
-            device="cpu",
-            device_index=0,
-            backend="gloo",
-            matrix=64,
-            dtype="float32",
-            matmuls=2,
-            sizes=(4096,),
-            transfers=2,
-            warmup=1,
-            limit=LIMIT,
-            fault=fault,
-        )
-        self.tell(SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ()))
+        self.tell(order(key, store_port, rank, fault, check))
         return key
+
+
+def order(key: int, store_port: int, rank: int, fault: str = "", check: str = "c") -> SpawnProbe:
+    plan = ProbePlan(
+        check=check,
+        rank=rank,
+        world_size=2,
+        store_host="127.0.0.1",
+        store_port=store_port,
+        device="cpu",
+        device_index=0,
+        backend="gloo",
+        matrix=64,
+        dtype="float32",
+        matmuls=2,
+        sizes=(4096,),
+        transfers=2,
+        warmup=1,
+        limit=LIMIT,
+        fault=fault,
+    )
+    return SpawnProbe(key, plan, {"OMP_NUM_THREADS": "1"}, ("PYTHONHOME",), ())
 
 
 @contextmanager
@@ -167,3 +173,18 @@ def test_a_caller_s_probes_end_with_the_conversation() -> None:
             agent.hears(key, done=False)
     assert gone(pids) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_probe_that_cannot_be_watched_is_not_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    said: list[FromSpawner] = []
+    before = below(os.getpid())
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with selectors.DefaultSelector() as selector:
+        Probes(selector, said.append).start(order(1, 1, 0, "probe-hang=compute"))
+    assert said == [SpawnFailed(1, "no probe could be started: Too many open files")]
+    assert below(os.getpid()) <= before

@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
+from elasticrun.cli import doctor as own
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.status import Question, parse_endpoint
 from elasticrun.testing import hosts
 from elasticrun.testing.hosts import NETNS, Impossible, Lab
 from elasticrun.wire import tls
@@ -135,6 +138,22 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
     )
     assert str(tmp_path) in one(found, "disk, log folder").seen
     assert "/gone (to be made in /)" in one(found, "disk, checkpoint folder").seen
+
+
+@pytest.mark.parametrize(
+    ("where", "several"),
+    [
+        ("", False),
+        ("localhost:1", False),
+        ("[::1]:1", False),
+        ("head:1", True),
+        ("[fd00::1]", True),
+    ],
+)
+def test_a_job_on_loopback_has_one_host(where: str, several: bool) -> None:
+    asked = Asked(own.parser({}).parse_args([]), {})
+    master = Question(parse_endpoint(where)) if where else None
+    assert own._subject(asked, "", master).several is several
 
 
 def test_a_small_shm_of_a_container(environ: dict[str, str]) -> None:

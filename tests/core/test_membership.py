@@ -110,6 +110,21 @@ def test_mass_silence_ends_when_they_are_heard_again() -> None:
     assert crowd.deaths(50.0) == []
 
 
+def test_nodes_whose_streams_stood_are_heard_again_and_the_next_mass_silence_is_held_too() -> None:
+    crowd = Crowd("a", "b", "c")
+    assert crowd.deaths(SLUGGISH_DEAD) == []
+    assert crowd.m.hold_reason()
+    for name in "abc":
+        crowd.m.heard(crowd.sessions[name], SLUGGISH_DEAD + 1.0)
+    assert not crowd.m.hold_reason()
+    for name in "abc":
+        crowd.m.heard(crowd.sessions[name], 1000.0)
+    assert crowd.deaths(1000.0 + SLUGGISH_DEAD) == []
+    crowd.m.left("a", "it was told to go")
+    assert sorted(crowd.deaths(1000.0 + SLUGGISH_DEAD + MASS_SILENCE_HOLD)) == ["b", "c"]
+    assert not crowd.m.hold_reason()
+
+
 def test_half_of_the_nodes_or_two_nodes_are_not_a_mass() -> None:
     crowd = Crowd("a", "b", "c", "d")
     crowd.breaks("a", 10.0)

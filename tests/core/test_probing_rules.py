@@ -69,7 +69,7 @@ def test_the_operator_is_told_with_whom_and_why_it_failed() -> None:
     assert group.status().reason == note.text
     failed = replace(passed("c2"), ok=False, phase=m.ProbePhase.COMM, reason="no route to n1")
     note, say = group.step(fx.ProbeEnded(failed), 1.0)
-    assert note == fx.Note("the probe of this machine failed: no route to n1", "warning")
+    assert note == fx.Note("the probe of this machine failed in comm: no route to n1", "warning")
     assert say == fx.Say(failed)
     group.step(fx.Ordered(replace(PAIR, check="c3")), 1.0)
     excused = replace(failed, check="c3", excused=True, reason="n1 failed")

@@ -73,6 +73,22 @@ def test_a_temporary_folder_that_nobody_makes(tmp_path: Path) -> None:
     assert "TMPDIR" in only.todo
 
 
+def test_a_folder_below_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    """Here a name that no file system takes; for a user who is not root, a folder of root's."""
+    (only,) = disk.examine(Folder("log", str(tmp_path / ("x" * 300)), little=0, none=0))
+    assert "(to be made in " in only.seen
+
+
+def test_a_user_without_a_home() -> None:
+    """The run folder is only wanted; a log folder is needed."""
+    place = "~no-such-user-here/x"
+    (only,) = disk.examine(Folder("run", place, needed=False))
+    assert only.state is State.WARNING
+    assert only.seen == f"{place} cannot be found: this user has no home folder"
+    (only,) = disk.examine(Folder("log", place))
+    assert only.state is State.FAILED
+
+
 def test_the_folders_of_a_job(tmp_path: Path) -> None:
     place = str(tmp_path)
     environ = {"TMPDIR": place, "XDG_RUNTIME_DIR": place}

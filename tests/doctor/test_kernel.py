@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_a_log_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
         os.close(writer)
         os.close(reader)
     assert only.state is State.WARNING
+
+
+def test_a_kernel_that_writes_faster_than_we_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EPIPE on every read: no file can be made to say that."""
+    plant(tmp_path)
+    tries = itertools.count()
+
+    def overwritten(_fd: int, _size: int) -> bytes:
+        assert next(tries) < 100_000, "it never gives up"
+        raise BrokenPipeError
+
+    monkeypatch.setattr(kernel.os, "read", overwritten)
+    (only,) = kernel.examine(tmp_path, NOW)
+    assert only.state is State.OK
 
 
 def test_the_real_one() -> None:

@@ -20,9 +20,10 @@ LOOK = "from elasticrun.doctor.shm import examine\nfound = examine({ranks})"
         ("size=64m", 1, State.WARNING, "docker's default"),
         ("size=512m", 8, State.WARNING, "data loaders of 8 ranks may take 1 GiB"),
         ("size=512m", 2, State.OK, "512 MiB of 512 MiB"),
+        ("size=100m", 0, State.WARNING, "data loaders of a rank may take 128 MiB"),
         ("size=16k", 1, State.FAILED, "16 KiB of 16 KiB"),
     ],
-    ids=["well", "docker", "too-little-for-8", "enough-for-2", "none"],
+    ids=["well", "docker", "too-little-for-8", "enough-for-2", "too-little-for-any", "none"],
 )
 def test_its_size(options: str, ranks: int, state: State, said: str) -> None:
     mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,13 +38,10 @@ class Group:
         self.driver = driver
         self.plan = ProbePlan(
             check=check,
-            local_rank=0,
             rank=0,
             world_size=2,
-            node_ranks=1,
             store_host="127.0.0.1",
             store_port=port,
-            host_store=False,
             device="cpu",
             device_index=0,
             backend="gloo",
@@ -169,7 +167,7 @@ def test_who_fails_alone_excuses_the_other(group: Group, fault: str, reason: str
     assert (bad.ok, bad.own, bad.excused, bad.phase) == (False, True, False, "compute")
     assert bad.reason.startswith(reason)
     assert (good.ok, good.own, good.excused, good.phase) == (False, False, True, "meet")
-    assert good.reason == f"rank 1 failed by itself: {bad.reason}"
+    assert good.reason == f"failed by itself: {bad.reason}"
     assert good.compute > 0
 
 
@@ -179,6 +177,17 @@ def test_who_fails_alone_says_so_without_a_store_too(group: Group) -> None:
         key = group.start(0, "probe-fail=compute", store_port=nobody, limit=1.0)
         (bad,) = group.results([key])
     assert (bad.own, bad.reason) == (True, "a planted fault")
+
+
+@pytest.mark.slow
+def test_telling_the_others_does_not_use_up_the_limit(group: Group) -> None:
+    """Whoever waits for a probe that has failed would take it for one that hangs."""
+    holder, nobody = held_port()
+    began = time.monotonic()
+    with holder:
+        (bad,) = group.results([group.start(0, "probe-fail=compute", store_port=nobody)])
+    assert bad.reason == "a planted fault"
+    assert time.monotonic() - began < LIMIT / 2
 
 
 def test_a_failure_among_them_is_no_one_s_own(group: Group) -> None:

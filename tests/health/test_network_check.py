@@ -97,7 +97,7 @@ def test_a_probe_that_hangs(health: Health, phase: str) -> None:
     """It is ended by its limit, and the verdict says where it hung."""
     health.start("2:3", CHECK, "--rdzv-conf=probe_timeout=8", fault=f"probe-hang={phase}@node2")
     why = health.excluded(2)
-    assert re.search(rf"node2\b.*hung in {phase}.*8 s", why), why
+    assert re.search(rf"node2\b.* in {phase}\b.*hung.*8 s", why), why
     health.world_of(0, 1)
     health.finish(0, 0, 81)
 

@@ -197,13 +197,15 @@ IN = (KNOCK, PROOF, HELLO)
         ((*IN, HELLO), "second Hello"),
         ((*IN, _hello(node="n1")), "second Hello"),
         ((*IN, KNOCK), "second Knock"),
+        ((*IN, report_to_wire(m.ReachMe(2000, bytes(m.NONCE_BYTES)))), "what a reader says"),
         ((*IN, BEAT, b"\x0a\x02\x08\x07"), "protocol 7"),
         ((*IN, b"\xde\xad\xbe\xef"), "no report"),
     ],
     ids=[
         *("beat-first", "hello-first", "proof-first", "reader", "two-knocks", "no-proof"),
         *("no-hello", "two-proofs", "other-node", "other-life", "other-job", "empty", "noise"),
-        *("half", "two-hellos", "turncoat", "knock-again", "late-protocol", "late-noise"),
+        *("half", "two-hellos", "turncoat", "knock-again", "reach-me"),
+        *("late-protocol", "late-noise"),
     ],
 )
 def test_a_wrong_message_ends_its_stream_with_a_sentence(
