@@ -68,10 +68,14 @@ def in_use(
     """The finding on memory (bytes) that strangers hold on a device, None where nobody does.
 
     processes: pid and bytes (None: not told) of those that compute there. Where one of them was
-    started by this process, the job runs already and what is in use is its own.
+    started by this process, the job runs already and what is in use is its own. A driver may count
+    processes as the host does while we run in a container: where one of them is not found here,
+    none of them is surely another's, and that is a warning at most.
     """
-    if any(descends_from_us(pid) for pid, _ in processes):
+    ours = {pid: descends_from_us(pid) for pid, _ in processes}
+    if any(ours.values()):
         return None
+    unknown = sum(found is None for found in ours.values())
     share = used / total if total > 0 else 0.0
     if share < MEMORY_SHARE and not processes:
         return None
@@ -83,19 +87,34 @@ def in_use(
     if len(names) > MAX_NAMED:
         named += f" and {len(names) - MAX_NAMED} more"
     amount = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of its memory"
-    failed = share >= MEMORY_SHARE
-    limit = f", limit {MEMORY_SHARE * 100:g} %" if failed else ""
+    much = share >= MEMORY_SHARE
+    limit = f", limit {MEMORY_SHARE * 100:g} %" if much else ""
+    held_by = f"held by {named or 'processes that cannot be seen from here'}"
+    doubt = _doubt(unknown, len(ours))
     return Finding(
         check,
-        State.FAILED if failed else State.WARNING,
-        f"{device}: {amount} ({share * 100:.0f} %{limit}) held by "
-        f"{named or 'processes that cannot be seen from here'}",
-        "end what another job has left there, or give this job other devices",
+        State.FAILED if much and not unknown else State.WARNING,
+        f"{device}: {amount} ({share * 100:.0f} %{limit}) {held_by}{doubt}",
+        ("see on the host itself whose they are; " if unknown else "")
+        + "end what another job has left there, or give this job other devices",
     )
 
 
-def descends_from_us(pid: int) -> bool:
-    """Whether this process, or one that it has started, started that one (Linux; else False)."""
+def _doubt(unknown: int, processes: int) -> str:
+    """The clause on processes that are not found here, "" where all are."""
+    if not unknown:
+        return ""
+    which = "it is" if processes == 1 else f"{unknown} of these {processes} are"
+    return (
+        f"; {which} not seen from here (ended since, or numbered by a host around this container) "
+        "and may be this job's own"
+    )
+
+
+def descends_from_us(pid: int) -> bool | None:
+    """Whether this process, or one that it has started, started that one; None where that cannot
+    be told: there is no such process here (it has ended, its id is of a host whose processes this
+    container does not see), or no /proc that shows it."""
     for _ in range(MAX_GENERATIONS):
         if pid == os.getpid():
             return True
@@ -103,5 +122,7 @@ def descends_from_us(pid: int) -> bool:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 pid = int(file.read().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
+            return None
+        if pid <= 0:  # its line of parents has ended
             return False
-    return False
+    return None

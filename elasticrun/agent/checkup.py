@@ -43,6 +43,9 @@ ASK_AFTER: Final = 3.0
 ASKERS: Final = 50
 """Nodes of a job that ask its master in one second, spread by chance: each costs a connection."""
 
+GOES_ON: Final = "; the agent goes on"
+"""The end of a line on a failure that ends nothing."""
+
 ANSWER_LIMIT: Final = 6.0
 """Seconds for one answer of the master, which dials us for two at most."""
 
@@ -89,7 +92,7 @@ class Checkup:
         except (OSError, RuntimeError) as wrong:  # no folder we are in; no more threads
             logger.warning("this machine was not looked at: %s", wrong)
             return []
-        tell(findings)
+        tell(findings, "" if self._config.precheck else f"{GOES_ON}: --precheck=1 would end it")
         return findings
 
     async def _ask(self, master: Endpoint, delay: float) -> None:
@@ -98,7 +101,7 @@ class Checkup:
             trust = trust_of(self._config)
             reader = reader_token(trust.token)
             answers, dialled = await ask(master, reader, trust.files, trust.name)
-            tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"))
+            tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON)
         except (LinkError, TlsError, OSError, RuntimeError) as nothing:  # no more threads
             logger.info("the master was not asked about this node's ports: %s", nothing)
 
@@ -133,12 +136,13 @@ def subject(config: AgentConfig) -> Subject:
     )
 
 
-def tell(findings: Iterable[Finding]) -> None:
-    """One line for each that is not well."""
+def tell(findings: Iterable[Finding], and_then: str) -> None:
+    """One line for each that is not well; `and_then` says what follows from a failure."""
     for finding in findings:
-        if finding.state is not State.OK:
-            word = "this machine" if finding.state is State.WARNING else "this machine is unfit"
-            logger.warning("%s: %s", word, in_a_line(finding))
+        if finding.state is State.WARNING:
+            logger.warning("this machine: %s", in_a_line(finding))
+        elif finding.state is State.FAILED:
+            logger.warning("this machine is unfit: %s%s", in_a_line(finding), and_then)
 
 
 async def ask(

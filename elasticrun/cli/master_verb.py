@@ -28,6 +28,7 @@ JOB_FLAGS: Final = (
     "network_check",
     "comm_perf_test",
     "comm_perf_threshold",
+    "precheck",
     "exclude_straggler",
     "straggler_ratio",
     "exclude_for",
@@ -40,7 +41,9 @@ def parser(environ: dict[str, str]) -> Parser:
     made = Parser(
         prog=f"{PROG} master",
         description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",
-        epilog="Where no flag of the job is given, what the first agent brings counts.",
+        epilog="Where no flag of the job is given, what the first agent brings counts. --precheck "
+        "means the checks of the job here (1: --network-check; 2: --comm-perf-test too); a node "
+        "looks at its own machine where it is given it itself.",
         formatter_class=help_formatter(),
     )
     made.add_argument(

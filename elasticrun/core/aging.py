@@ -26,6 +26,7 @@ def aged(facts: Facts, seconds: float) -> Facts:
         fickle=tuple(_left_out(entry, seconds) for entry in facts.fickle),
         blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
         excluded=tuple(_excluded(entry, seconds) for entry in facts.excluded),
+        slow_ages=tuple(age + seconds for age in facts.slow_ages),
     )
 
 

@@ -314,7 +314,8 @@ class Checking(JobBase):
         self._record()
         for session, reason in told:
             if session is not None:
-                self._tell(session, m.Refused(f"this node is excluded: {reason}", EXIT_EXCLUDED))
+                sentence = f"this node is excluded for {seconds:g} s: {reason}"
+                self._tell(session, m.Refused(sentence, EXIT_EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello, now: float) -> bool:
         """Whether this stream is an excluded node's, which has been refused."""

@@ -3,11 +3,13 @@
 A node is excluded by a verdict: it failed the network check ("failed"), or it is too slow ("slow").
 The entry is of a node id on a host: who moves to another host under the same id is a newcomer. When
 its time is over it may come back, and is probed as any newcomer is. At most STRAGGLERS_PER_HOUR
-nodes are excluded for being slow within an hour, so that a wrong measure cannot take a job apart.
+times within an hour a node is excluded for being slow, be it the same one, so that a wrong measure
+cannot take a job apart.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,6 +37,8 @@ class Exclusions:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], _Entry] = {}  # by node id and host, oldest first
+        self._slow: deque[float] = deque(maxlen=STRAGGLERS_PER_HOUR)
+        """When nodes were last excluded for being slow; older ones do not matter any more."""
 
     def add(
         self, node: str, host: str, *, kind: str, reason: str, seconds: float, now: float
@@ -43,6 +47,8 @@ class Exclusions:
         self._forget_old(now)
         self._entries.pop((node, host), None)
         self._entries[node, host] = _Entry(kind, reason, now, now + seconds)
+        if kind == SLOW:
+            self._slow.append(now)
         if len(self._entries) > MAX_EXCLUDED:
             self._entries.pop(next(iter(self._entries)))
 
@@ -58,35 +64,30 @@ class Exclusions:
 
     def may_be_slow(self, now: float) -> bool:
         """Whether one more node may be excluded for being slow."""
-        slow = sum(e.kind == SLOW and now - e.at < HOUR for e in self._entries.values())
-        return slow < STRAGGLERS_PER_HOUR
+        return len(self.slow_ages(now)) < STRAGGLERS_PER_HOUR
 
     def page(self, now: float) -> tuple[ExcludedNode, ...]:
-        """Those that are refused now, for people and for schedulers."""
-        return tuple(one for one in self.record(now) if one.remaining > 0.0)
-
-    # ------------------------------------------------------------ a master's record
-
-    def record(self, now: float) -> tuple[ExcludedNode, ...]:
-        """What the next master must know: those that are refused, and the hour's slow ones."""
+        """Those that are refused now, for people, for schedulers and for the next master."""
         return tuple(
-            ExcludedNode(
-                node, host, entry.kind, entry.reason, now - entry.at, max(0.0, entry.until - now)
-            )
+            ExcludedNode(node, host, entry.kind, entry.reason, now - entry.at, entry.until - now)
             for (node, host), entry in self._entries.items()
-            if _matters(entry, now)
+            if now < entry.until
         )
 
-    def restore(self, excluded: Iterable[ExcludedNode], now: float) -> None:
+    def slow_ages(self, now: float) -> tuple[float, ...]:
+        """How long ago (seconds) nodes were excluded for being slow within the hour, oldest first,
+        STRAGGLERS_PER_HOUR at most; the next master must know of these too."""
+        return tuple(now - at for at in self._slow if now - at < HOUR)
+
+    def restore(
+        self, excluded: Iterable[ExcludedNode], slow_ages: Iterable[float], now: float
+    ) -> None:
         """Take over what another master had recorded."""
+        self._slow.extend(now - age for age in slow_ages)
         for one in excluded:
             self._entries[one.node, one.host] = _Entry(
                 one.kind, one.reason, now - one.age, now + one.remaining
             )
 
     def _forget_old(self, now: float) -> None:
-        self._entries = {key: e for key, e in self._entries.items() if _matters(e, now)}
-
-
-def _matters(entry: _Entry, now: float) -> bool:
-    return now < entry.until or (entry.kind == SLOW and now - entry.at < HOUR)
+        self._entries = {key: e for key, e in self._entries.items() if now < e.until}

@@ -93,5 +93,6 @@ class Facts:
     outcome: End | None
     blamed: tuple[Blamed, ...] = ()
     fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
-    excluded: tuple[ExcludedNode, ...] = ()  # who is refused, and the hour's slow ones
+    excluded: tuple[ExcludedNode, ...] = ()  # who is refused
+    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
     blind: bool = False  # no round, but another master served before, without leaving a record

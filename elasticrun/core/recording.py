@@ -60,7 +60,8 @@ def facts_of(
         outcome=outcome,
         blind=rdzv.is_blind,
         blamed=settlement.blame.record(now),
-        excluded=exclusions.record(now),
+        excluded=exclusions.page(now),
+        slow_ages=exclusions.slow_ages(now),
     )
 
 
@@ -102,7 +103,7 @@ def load(
     settlement.blame.restore(facts.blamed, now)
     membership.remember({one.node: recalled(one, now) for one in facts.left_out})
     stays.restore(facts.fickle, now)
-    exclusions.restore(facts.excluded, now)
+    exclusions.restore(facts.excluded, facts.slow_ages, now)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:

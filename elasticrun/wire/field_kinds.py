@@ -52,7 +52,9 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A duration, neither negative nor without end."""
+    """A duration, neither negative nor without end; `zero`: it may be none at all."""
+
+    zero: bool = True
 
     def load(self, where: str, message: Any, name: str) -> float:
         return self.check(where, getattr(message, name))
@@ -63,6 +65,8 @@ class Seconds:
     def check(self, where: str, value: float) -> float:
         if not (math.isfinite(value) and 0 <= value <= m.MAX_SECONDS):
             raise WireError(f"{where} is {value} s, not between 0 and {m.MAX_SECONDS:.0f} s")
+        if value == 0 and not self.zero:
+            raise WireError(f"{where} is {value} s, with which nothing can be done in time")
         return float(value)
 
 
@@ -79,6 +83,22 @@ class Amount:
     def check(self, where: str, value: float) -> float:
         if not (math.isfinite(value) and value >= 0):
             raise WireError(f"{where} is {value}, which is no amount")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times a usual value something must be to stand out: above 1, and not without end."""
+
+    def load(self, where: str, message: Any, name: str) -> float:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: float) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: float) -> float:
+        if not (math.isfinite(value) and value > 1):
+            raise WireError(f"{where} is {value}, not a ratio above 1")
         return float(value)
 
 

@@ -20,6 +20,7 @@ from elasticrun.wire.field_kinds import (
     Flag,
     Int,
     Name,
+    Ratio,
     Seconds,
     Text,
     WireError,
@@ -78,7 +79,7 @@ class _Many:
             raise WireError(f"{where} lists {count}, more than {self.most}")
 
 
-_Field = Int | Flag | Seconds | Amount | Text | Name | Word | Bytes | _Part | _Many
+_Field = Int | Flag | Seconds | Amount | Ratio | Text | Name | Word | Bytes | _Part | _Many
 
 _PID = Int(-1, INT32)
 _NAME = Name()
@@ -145,9 +146,9 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "perf": Flag(),
         "perf_floor": Amount(),
         "exclude_stragglers": Flag(),
-        "slow_ratio": Amount(),
+        "slow_ratio": Ratio(),
         "slow_for": _SECONDS,
-        "probe_limit": _SECONDS,
+        "probe_limit": Seconds(zero=False),
         "exclude_for": _SECONDS,
     },
     m.RoundReport: _PLACE,

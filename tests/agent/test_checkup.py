@@ -43,7 +43,7 @@ def test_a_failure_is_told_and_ends_nothing(world: World) -> None:
     assert (code, ran) == (0, True)
     (line,) = [line for line in err.splitlines() if "open files" in line]
     assert "this machine is unfit: open files: ulimit -n is 100, with which no rank" in line
-    assert line.endswith("; ulimit -n 1024")
+    assert line.endswith("; ulimit -n 1024; the agent goes on: --precheck=1 would end it")
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -77,21 +77,28 @@ def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(checkup, "checks", lambda _: [Check("planted", lambda: findings)])
 
 
-def test_what_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("level", "then"), [(0, "; the agent goes on: --precheck=1 would end it"), (1, ""), (2, "")]
+)
+def test_what_is_told(
+    level: int, then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     found(monkeypatch, ok("a", "well"), warning("b", "so so", "mend"), failed("c", "bad", "leave"))
 
     async def run() -> str:
-        mine = Checkup(agent_config(precheck=1))
+        mine = Checkup(agent_config(precheck=level))
         mine.begin()
+        assert mine._findings is not None
+        await mine._findings
         return await mine.unfit()
 
     with caplog.at_level(logging.INFO, "elasticrun"):
         unfit = aio.run(run())
     assert caplog.messages == [
         "this machine: b: so so; mend",
-        "this machine is unfit: c: bad; leave",
+        f"this machine is unfit: c: bad; leave{then}",
     ]
-    assert unfit == "--precheck found this machine unfit: c: bad; leave"
+    assert unfit == ("" if then else "--precheck found this machine unfit: c: bad; leave")
 
 
 @pytest.mark.parametrize(("level", "unfit"), [(0, False), (1, True), (2, True)])
@@ -162,7 +169,7 @@ def test_an_agent_of_several_asks_a_while_after_its_welcome(
     """One of a single node has nobody to hear of its ports."""
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
     told: list[list[Finding]] = []
-    monkeypatch.setattr(own, "tell", lambda findings: told.append(list(findings)))
+    monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
     where = Rendezvous("elastic", "localhost", 29400)
 
     async def run() -> None:
@@ -176,6 +183,28 @@ def test_an_agent_of_several_asks_a_while_after_its_welcome(
                 assert [finding.check for finding in told[0]] == ["clock", "ports", "packet size"]
 
     aio.run(run())
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_the_master_finds_ends_no_agent(
+    level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With --precheck neither, and the line promises nothing else."""
+    monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
+    where = Rendezvous("elastic", "localhost", 29400)
+
+    async def run() -> None:
+        async with serving(token=TOKEN) as served:
+            spec = {"max_nodes": 2}
+            mine = Checkup(agent_config(spec, rendezvous=where, token=TOKEN, precheck=level))
+            mine.welcomed(served.endpoint)
+            assert mine._asking is not None
+            await asyncio.wait_for(mine._asking, LIMIT)
+
+    with caplog.at_level(logging.WARNING, "elasticrun"):
+        aio.run(run())
+    assert "this machine is unfit: c: bad; leave; the agent goes on" in caplog.messages
 
 
 def test_a_master_that_does_not_answer_is_no_finding(

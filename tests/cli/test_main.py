@@ -229,6 +229,29 @@ def test_master_with_flags_of_node_health() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "checks"),
+    [
+        (["--precheck=0"], {}, CheckSpec()),
+        (["--precheck=1"], {}, CheckSpec(network=True)),
+        (["--precheck", "2"], {}, CheckSpec(network=True, perf=True)),
+        ([], {"PET_PRECHECK": "2"}, CheckSpec(network=True, perf=True)),
+        (["--precheck=1", "--comm-perf-test"], {}, CheckSpec(network=True, perf=True)),
+    ],
+)
+def test_master_with_precheck_asks_for_the_jobs_checks(
+    words: list[str], environ: dict[str, str], checks: CheckSpec
+) -> None:
+    config = configure(words, environ)
+    assert config.spec is not None
+    assert config.spec.checks == checks
+
+
+def test_master_with_a_level_of_precheck_that_is_none() -> None:
+    with pytest.raises(UsageError, match="--precheck=3: use 0, 1 or 2"):
+        configure(["--precheck=3"], {})
+
+
 # ---------------------------------------------------------------- plug-ins of torchrun's
 
 PLUGIN = """

@@ -17,6 +17,7 @@ MADE = facts(
     blamed=(Blamed("c", 2, 1, 7, 30.0),),
     starved=4.0,
     excluded=(ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),),
+    slow_ages=(20.0, 4.0),
 )
 
 
@@ -30,6 +31,7 @@ def test_ages_grow_and_remainders_shrink() -> None:
     assert older.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
     assert [entry.remaining for entry in older.blamed] == [20.0]
     assert older.excluded == (ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0),)
+    assert older.slow_ages == (30.0, 14.0)
 
 
 def test_a_wait_for_nodes_stands_still_while_there_is_no_master() -> None:
@@ -47,6 +49,7 @@ def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
             fickle=MADE.fickle,
             blamed=MADE.blamed,
             excluded=MADE.excluded,
+            slow_ages=MADE.slow_ages,
         )
         == MADE
     )

@@ -55,10 +55,36 @@ def test_so_many_slow_nodes_in_an_hour_also_when_they_may_be_back() -> None:
         exclusions.add(f"n{number}", "h", kind=SLOW, reason="", seconds=1.0, now=10.0)
     assert not exclusions.may_be_slow(20.0)
     assert exclusions.page(20.0) == ()
+    assert exclusions.may_be_slow(10.0 + HOUR)
+
+
+def test_a_node_that_is_excluded_as_slow_twice_counts_twice() -> None:
+    exclusions = Exclusions()
+    for number in range(STRAGGLERS_PER_HOUR):
+        at = 100.0 * number
+        assert exclusions.may_be_slow(at)
+        exclusions.add("n0", "h", kind=SLOW, reason="", seconds=50.0, now=at)
+    last = 100.0 * (STRAGGLERS_PER_HOUR - 1)
+    assert not exclusions.may_be_slow(last + 60.0)
+    assert not exclusions.may_be_slow(HOUR - 1.0)
+    assert exclusions.may_be_slow(HOUR), "the first verdict is an hour old"
+    exclusions.add("n0", "h", kind=SLOW, reason="", seconds=50.0, now=HOUR)
+    assert not exclusions.may_be_slow(HOUR + 1.0)
+    assert len(exclusions.slow_ages(HOUR)) == STRAGGLERS_PER_HOUR, "no more are kept"
+
+
+def test_slow_verdicts_outlive_a_master() -> None:
+    """Also while it was away, and of nodes that are refused no longer."""
+    first = Exclusions()
+    for _ in range(STRAGGLERS_PER_HOUR):
+        first.add("n0", "h", kind=SLOW, reason="", seconds=1.0, now=10.0)
+    recorded = facts(excluded=first.page(20.0), slow_ages=first.slow_ages(20.0))
+    read = aged(loads(dumps(recorded), Facts), 100.0)
+    assert (read.excluded, read.slow_ages) == ((), (110.0,) * STRAGGLERS_PER_HOUR)
     successor = Exclusions()
-    successor.restore(exclusions.record(20.0), 500.0)
-    assert not successor.may_be_slow(500.0)
-    assert successor.may_be_slow(500.0 + HOUR)
+    successor.restore(read.excluded, read.slow_ages, 5000.0)
+    assert not successor.may_be_slow(5000.0 + HOUR - 111.0)
+    assert successor.may_be_slow(5000.0 + HOUR - 110.0)
 
 
 def test_failed_nodes_do_not_count_as_slow_ones() -> None:
@@ -73,11 +99,11 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 def test_a_successor_goes_on_with_what_is_left_of_the_time() -> None:
-    recorded = facts(excluded=of("a", now=0.0).record(20.0))
+    recorded = facts(excluded=of("a", now=0.0).page(20.0))
     read = aged(loads(dumps(recorded), Facts), 10.0)
     assert read.excluded == (ExcludedNode("a", "h1", FAILED, "it is bad", 30.0, 30.0),)
     exclusions = Exclusions()
-    exclusions.restore(read.excluded, 7000.0)
+    exclusions.restore(read.excluded, (), 7000.0)
     assert "for 25 s more" in exclusions.refusal("a", "h1", 7005.0)
     assert aged(read, 100.0).excluded[0].remaining == 0.0
 
@@ -85,6 +111,7 @@ def test_a_successor_goes_on_with_what_is_left_of_the_time() -> None:
 def test_a_record_of_before_exclusions_is_read() -> None:
     old = plain(facts())
     del old["excluded"]
+    del old["slow_ages"]
     del old["spec"]["checks"]
     read = typed(old, Facts)
     assert read == facts(spec=replace(facts().spec, checks=CheckSpec()))

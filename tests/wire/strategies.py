@@ -14,6 +14,8 @@ NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
 MAYBE = st.text(PRINTABLE, max_size=40)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
 SECONDS = st.floats(0, m.MAX_SECONDS, allow_nan=False)
+LIMITS = st.floats(0, m.MAX_SECONDS, exclude_min=True)
+RATIOS = st.floats(1, exclude_min=True, allow_nan=False, allow_infinity=False)
 AMOUNTS = st.floats(0, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(0, 2**31 - 1)
 LONGS = st.integers(0, 2**63 - 1)
@@ -45,9 +47,9 @@ checks = st.builds(
     st.booleans(),
     AMOUNTS,
     st.booleans(),
-    AMOUNTS,
+    RATIOS,
     SECONDS,
-    SECONDS,
+    LIMITS,
     SECONDS,
 )
 

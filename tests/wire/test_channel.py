@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -86,6 +86,19 @@ def dead_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback that a server may listen on again and again, and nobody else is given.
+
+    The socket that holds it never listens, and shares it with who asks for it by number, as gRPC
+    does (SO_REUSEADDR). The kernel chooses a port that is bound for nobody, neither for another
+    process nor for the dialling client itself, which could connect to itself there."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        yield int(sock.getsockname()[1])
 
 
 # ---------------------------------------------------------------- the two defaults of DROP-IN 2
@@ -185,27 +198,33 @@ def test_without_the_option_a_stopped_client_is_kept(name: str) -> None:
 
 async def _found_again(options: Mapping[str, int], down: float, limit: float) -> bool:
     """Whether a channel that saw its master away for `down` seconds finds the next one."""
-    async with Master() as first:
-        port = first.port
-        channel = c.open_channel(first.endpoint, options)
-        stream = c.attend(channel)
-        await stream.send(m.Beat(1))
-        await stream.receive()
-    async with channel:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(down):
-                while True:
-                    await channel.wait_for_state_change(channel.get_state(try_to_connect=True))
-        async with Master(port=port):
-            try:
-                async with asyncio.timeout(limit):
+    with held_port() as port:
+        async with Master(port=port) as first:
+            channel = c.open_channel(first.endpoint, options)
+            stream = c.attend(channel)
+            await stream.send(m.Beat(1))
+            await stream.receive()
+        async with channel:
+            return await _finds(channel, port, down, limit)
+
+
+async def _finds(channel: Any, port: int, down: float, limit: float) -> bool:
+    """Whether it is connected within `limit` seconds after another master has begun, which is
+    `down` seconds from now."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(down):
+            while True:
+                await channel.wait_for_state_change(channel.get_state(try_to_connect=True))
+    async with Master(port=port):
+        try:
+            async with asyncio.timeout(limit):
+                state = channel.get_state(try_to_connect=True)
+                while state is not c.grpc.ChannelConnectivity.READY:
+                    await channel.wait_for_state_change(state)
                     state = channel.get_state(try_to_connect=True)
-                    while state is not c.grpc.ChannelConnectivity.READY:
-                        await channel.wait_for_state_change(state)
-                        state = channel.get_state(try_to_connect=True)
-            except TimeoutError:
-                return False
-            return True
+        except TimeoutError:
+            return False
+        return True
 
 
 @pytest.mark.slow

@@ -108,9 +108,15 @@ def _hello(**fields: Any) -> bytes:
         ({"spec__join_timeout": float("inf")}, "join_timeout is inf"),
         ({"spec__heartbeat_timeout": -0.5}, "heartbeat_timeout"),
         ({"spec__grow": "never"}, "'never', not one of auto, now"),
-        ({"spec__checks__slow_ratio": -1.0}, "slow_ratio is -1"),
+        ({"spec__checks__slow_ratio": -1.0}, "slow_ratio is -1.0, not a ratio above 1"),
+        ({"spec__checks__slow_ratio": 0.0}, "slow_ratio is 0.0, not a ratio above 1"),
+        ({"spec__checks__slow_ratio": 1.0}, "slow_ratio is 1.0, not a ratio above 1"),
+        ({"spec__checks__slow_ratio": float("inf")}, "slow_ratio is inf"),
+        ({"spec__checks__slow_ratio": float("nan")}, "slow_ratio is nan"),
         ({"spec__checks__perf_floor": float("inf")}, "perf_floor is inf"),
         ({"spec__checks__probe_limit": float("nan")}, "probe_limit is nan"),
+        ({"spec__checks__probe_limit": 0.0}, "probe_limit is 0.0 s, with which nothing can be"),
+        ({"spec__checks__probe_limit": -1.0}, "probe_limit is -1.0 s, not between 0"),
     ],
 )
 def test_a_hello_that_breaks_a_bound(fields: dict[str, Any], said: str) -> None:
