@@ -12,11 +12,12 @@ from tests.health.jobs import CHECK, Health
 pytestmark = pytest.mark.slow
 
 RATIO = "--straggler-ratio=2"
-SLOW = "slow=6x"
+SLOW = "slow=20x"
 """Agents and whatever else runs share two cores here, so that equal nodes differ by much: the
-planted one is slower by more than that."""
+planted one is slower by far more than that, in its matmul and in its all_reduce; which of them shows
+first is all the same."""
 
-EVIDENCE = r"[\d.]+ (ms|us|s) per matmul, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
+EVIDENCE = r"[\d.]+ (ms|us|s)\b.*, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
 
 
 @pytest.mark.parametrize("nodes", [3, 4])
