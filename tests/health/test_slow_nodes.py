@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 RATIO = "--straggler-ratio=2"
 SLOW = "slow=20x"
 """Agents and whatever else runs share two cores here, so that equal nodes differ by much: the
-planted one is slower by far more than that, in its matmul and in its all_reduce; which of them shows
-first is all the same."""
+planted one is slower by far more than that, in its matmul and in its all_reduce; which of the two
+shows first is all the same."""
 
 EVIDENCE = r"[\d.]+ (ms|us|s)\b.*, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
 
