@@ -211,7 +211,7 @@ def test_a_user_port_serves_tcp_init(pairs: Pairs) -> None:
 
 
 def test_own_variables_are_few_and_named(pairs: Pairs) -> None:
-    """Whatever elasticrun itself would put into a rank's environment stands in DIFFERENCES or ADDED."""
+    """Whatever elasticrun itself puts into a rank's environment stands in a table above."""
     _, ours = pairs(CASES["two ranks"])
     extra = {n for n in ours.dumps[0, 0]["environ"] if re.match("(ELASTICRUN|DLROVER)_", n)}
     assert extra - HARNESS <= DIFFERENCES.keys() | ADDED.keys()
