@@ -4,6 +4,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 BIN = $(VENV)/bin
+# tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one
+WORKERS ?= 2
+TOGETHER = -n $(WORKERS) --dist loadfile
 
 .PHONY: help demo test check lint unit bench soak proto wheel-test clean
 help:
@@ -39,12 +42,12 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not slow and not frameworks and not soak"
+	$(BIN)/python -m pytest -q $(TOGETHER) -m "not slow and not frameworks and not soak"
 
 check: lint unit
 
 test: $(VENV)/.frameworks lint
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 	$(MAKE) --no-print-directory wheel-test
 
 wheel-test: $(VENV)/.dev
@@ -57,6 +60,7 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/idle_sessions.py
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/netcheck.py
+	$(BIN)/python benchmarks/snapshots.py
 	$(BIN)/python benchmarks/sim_scale.py --png docs/sim-scale.png
 	$(BIN)/python benchmarks/netcheck_faults.py
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import time
@@ -128,6 +129,30 @@ class Machines:
     def _jitter(self) -> float:
         return 1.0 + self._chance.uniform(-self._noise, self._noise) if self._noise else 1.0
 
+    def begin_pass(self) -> None:
+        """The groups of another pass are probed."""
+
+
+class Restless(Machines):
+    """Matmuls that vary from one to the next by 30 %, from node to node by 10 %, and for all nodes
+    from pass to pass by a factor of two (each the standard deviation of its logarithm)."""
+
+    def __init__(self, count: int, faults: Iterable[Fault], slower: float, seed: int) -> None:
+        super().__init__(faults, seed=seed)
+        self._slower = slower
+        self._node = {node: self._around(0.1) for node in names(count)}
+        self._all = 1.0
+
+    def begin_pass(self) -> None:
+        self._all = self._around(0.7)
+
+    def _compute(self, node: str) -> float:
+        took = MATMUL * self._node[node] * self._all * self._around(0.3)
+        return took * (self._slower if self.has(node, "slow-compute") else 1.0)
+
+    def _around(self, spread: float) -> float:
+        return math.exp(self._chance.gauss(0.0, spread))
+
 
 def names(count: int) -> list[str]:
     """That many nodes."""
@@ -145,13 +170,20 @@ def check(count: int, machines: Machines) -> Outcome:
     return drive(new(), names(count), machines, 0.0)
 
 
-def drive(netcheck: NetCheck, ready: Sequence[str], machines: Machines, now: float) -> Outcome:
-    """Begin a check and answer it to its end."""
-    outcome = Outcome()
+def drive(
+    netcheck: NetCheck,
+    ready: Sequence[str],
+    machines: Machines,
+    now: float,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Begin a check and answer it to its end; `outcome` is filled meanwhile."""
+    outcome = outcome or Outcome()
     groups = list(netcheck.begin(ready, now))
     while groups:
         outcome.passes += 1
         outcome.groups.append(groups)
+        machines.begin_pass()
         now += 1.0
         said = [answer for group in groups for answer in machines.probe(group).items()]
         groups = []
@@ -326,6 +358,17 @@ def noisy(seeds: int) -> tuple[int, int]:
     return seeds, slow
 
 
+def restless(count: int, seeds: int) -> tuple[int, int]:
+    """Checks of so many restless nodes: of how many a node that is ten times as slow is found, and
+    of how many some node is called slow where none is."""
+    found = wronged = 0
+    for seed in range(seeds):
+        faults = (Fault("slow-compute", "n1"),)
+        found += "n1" in check(count, Restless(count, faults, 10.0, seed)).slow
+        wronged += bool(check(count, Restless(count, (), 1.0, seed)).slow)
+    return found, wronged
+
+
 def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple[Fault, ...]]:
     """Double faults of a crowd too large to list."""
     for _ in range(most):
@@ -393,6 +436,14 @@ def main() -> int:
         f"\nNoise of +-20 %: {seeds} checks of 2 to 8 healthy nodes called {slow} nodes slow.\n"
         f"10,000 nodes, two bad ones in one pair: {passes} passes, {spent:.2f} s of CPU."
     )
+    print("Matmuls that vary by 30 %, and from pass to pass by a factor of two, for all nodes:")
+    for count in (2, 3, 4, 8, 64):
+        seeds = (4000 if count < 10 else 1000) // part
+        found, wronged = restless(count, seeds)
+        print(
+            f"{count} nodes: one that is ten times as slow found in {found / seeds:.1%} of "
+            f"{seeds} checks; one called slow where none is in {wronged / seeds:.1%}"
+        )
     return int(bad + slow > 0)
 
 

@@ -156,6 +156,12 @@ can shrink the job faster."""
 EXCLUDE_FOR: Final = 3600.0
 """How long an excluded node is refused; then it may come back and is probed anew."""
 
+# ---------------------------------------------------------------- snapshots
+
+SAVE_LIMIT: Final = 120.0
+"""Seconds that one attempt to write a checkpoint may take until it is given up and its snapshot may
+be overwritten (`--save-limit`); raise it for storage that is slow for the size of the state."""
+
 # ---------------------------------------------------------------- stopping
 
 SHUTDOWN_TIMEOUT: Final = 30

@@ -400,13 +400,24 @@ def shm_entries() -> set[str]:
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
 
 
-def shm_since(before: set[str]) -> list[str]:
+def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
     """Entries of /dev/shm that were not there `before` and that no living process has mapped.
 
     Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
-    they are, and other programs of this machine make and leave them."""
-    fresh = {name for name in shm_entries() if not name.startswith("sem.mp-")} - before
-    return sorted(fresh - _shm_in_use()) if fresh else []
+    they are, and other programs of this machine make and leave them. What a test that runs beside
+    this one has there for a while goes within `limit` seconds, and is not told."""
+    left = {name for name in shm_entries() if not name.startswith("sem.mp-")} - before
+    end = time.monotonic() + limit
+    with INotify() as watcher:
+        if left:
+            watcher.add_watch(SHM, flags.DELETE | flags.MOVED_FROM)
+        while left:
+            left &= shm_entries() - _shm_in_use()
+            rest = end - time.monotonic()
+            if not left or rest <= 0:
+                break
+            watcher.read(timeout=int(rest * 1000) + 1)
+    return sorted(left)
 
 
 def _shm_in_use() -> set[str]:

@@ -39,12 +39,13 @@ def rank_environment(
     environ: Mapping[str, str],
     error_file: str,
     progress: str = "",
+    snapshots: str = "",
 ) -> dict[str, str]:
     """Every variable that this rank gets over the launcher's own environment.
 
     `environ` is the launcher's environment; `error_file` is "" where no file is written, `progress`
-    where nobody hears of its steps. Raises BadEnvironment when CUDA_VISIBLE_DEVICES names fewer
-    devices than virtual local ranks need."""
+    where nobody hears of its steps, `snapshots` where nobody takes its snapshots. Raises
+    BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks need."""
     master = master_endpoint(config, start)
     table = {
         env.RANK: str(start.first_rank + local_rank),
@@ -70,6 +71,8 @@ def rank_environment(
         table[env.OMP_NUM_THREADS] = "1"
     if progress:
         table[env.PROGRESS] = progress
+    if snapshots:
+        table[env.SNAPSHOTS] = snapshots
     if config.virtual_local_rank:
         table[env.LOCAL_RANK] = "0"
         table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)

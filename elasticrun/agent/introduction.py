@@ -6,11 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from elasticrun import __version__
 from elasticrun.agent import identity
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import AgentConfig
+from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire.messages import PROTOCOL_VERSION, Hello
 
 NAME_LIMIT: Final = 2.0
 """Seconds that a name server may take to say how this host is called."""
@@ -23,6 +26,28 @@ class Introduction:
     identity: identity.Identity
     host: str  # its name for people
     events: EventLog
+
+
+def hello(
+    config: AgentConfig, node: str, incarnation: str, host: str, address: str, brain: WorkerGroup
+) -> Hello:
+    """What this node says to a master first. `host`: its name for people; `address`: what other
+    nodes dial."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        version=__version__,
+        node=node,
+        incarnation=incarnation,
+        host=host,
+        address=address,
+        pid=os.getpid(),
+        node_rank=config.node_rank,
+        local_world_size=config.nproc_per_node,
+        role=config.role,
+        spec=config.spec,
+        attached=brain.attached(),
+        last_term=brain.term,
+    )
 
 
 async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:

@@ -10,14 +10,13 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from elasticrun import __version__
 from elasticrun.agent import identity, last_words
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.clearing import clear_descendants, end_callers_ranks
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.host import HostError
-from elasticrun.agent.introduction import introduce
+from elasticrun.agent.introduction import hello, introduce
 from elasticrun.agent.link import Link
 from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.loop import AgentLoop
@@ -28,6 +27,7 @@ from elasticrun.agent.processes import Reaper
 from elasticrun.agent.progress import Progress
 from elasticrun.agent.ranks import Ranks
 from elasticrun.agent.signals import SignalInbox
+from elasticrun.agent.snapshots import Snapshots
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.agent.stores import HOLD, Stores
@@ -37,9 +37,12 @@ from elasticrun.agent.waiting import LongWaits, starting
 from elasticrun.config import EXIT_FAILED, EXIT_UNFIT, AgentConfig
 from elasticrun.core.effects import (
     AgentEffect,
+    AgentEvent,
     CallOffProbe,
     Exit,
+    LinkBack,
     Note,
+    Obey,
     PrepareStore,
     ReleaseStore,
     RunProbe,
@@ -54,7 +57,7 @@ from elasticrun.core.group_states import State
 from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.ids import mint_incarnation
-from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Running, Start, Stopped
+from elasticrun.wire.messages import Finished, Hello, Running, Start, Stopped
 from elasticrun.wire.spawner import (
     Exited,
     FromSpawner,
@@ -161,7 +164,20 @@ class Node:
             lost=self._spawner_lost,
             fatal=self._fatal,
         )
-        hold = 0.0 if spec.max_nodes == 1 else HOLD
+        self._build_parts(0.0 if spec.max_nodes == 1 else HOLD)
+        self._link = Link(
+            lambda: self._meeting.dial,
+            self._hello,
+            self._meeting.overhear(self._from_master),
+            waiting=self._no_master,
+            broken=self._fatal,
+            patience=spec.heartbeat_timeout,
+            trust=trust_of(config),
+        )
+
+    def _build_parts(self, hold: float) -> None:
+        """What has processes of the spawners. `hold`: seconds for which a store's port is held."""
+        config, spec = self._config, self._config.spec
         self._stores = Stores(
             self._spawners, lambda: self._meeting.address, self._loop.deliver, hold=hold
         )
@@ -171,6 +187,13 @@ class Node:
             lambda steps: self._link.offer(steps),
             lambda: self._link.beat_interval,
         )
+        self._snapshots = Snapshots(
+            config,
+            self._spawners,
+            environ=os.environ,
+            link=lambda: self._link,
+            address=lambda: self._meeting.address,
+        )
         self._ranks = Ranks(
             config,
             self._spawners,
@@ -179,17 +202,10 @@ class Node:
             deliver=self._loop.deliver,
             fatal=self._fatal,
             progress=self._progress.place,
+            snapshots=self._snapshots.place,
         )
         self._probing = Probing(config, self._spawners, self._loop.deliver)
-        self._link = Link(
-            lambda: self._meeting.dial,
-            self._hello,
-            self._meeting.overhear(self._loop.deliver),
-            waiting=self._no_master,
-            broken=self._fatal,
-            patience=spec.heartbeat_timeout,
-            trust=trust_of(config),
-        )
+        self._helpers = (self._stores, self._probing, self._snapshots.savers)
 
     async def _set_out(self) -> None:
         """Who we are, where the master is; then dial."""
@@ -203,6 +219,7 @@ class Node:
         introduction = await introduce(config, self._writer)
         self._identity, self._host = introduction.identity, introduction.host
         self._events = introduction.events
+        await self._snapshots.open(self._identity.node)
         config.env.update(planted_in(self._identity.node))
         if unfit := await self._checkup.unfit():
             self._loop.end(Exit(EXIT_UNFIT, unfit, (), 0))
@@ -243,15 +260,17 @@ class Node:
             return
         self._loop.deliver(Signalled(signum, signal.Signals(signum).name, death))
 
+    def _from_master(self, event: AgentEvent) -> None:
+        if isinstance(event, LinkBack):  # what is held comes before all that the brain says
+            self._snapshots.attached()
+        self._loop.deliver(event)
+
     def _spawner_said(self, message: FromSpawner) -> None:
         if isinstance(message, Spawned):
             self._ranks.spawned(message)
-        elif isinstance(message, Exited):
-            if not self._stores.gone(message) and not self._probing.gone(message):
-                self._ranks.exited(message)
-        elif isinstance(message, SpawnFailed):
-            if not self._stores.gone(message) and not self._probing.gone(message):
-                self._ranks.spawn_failed(message)
+        elif isinstance(message, Exited | SpawnFailed):
+            if not any(part.gone(message) for part in self._helpers):
+                self._ranks.gone(message)
         elif isinstance(message, ProbeSaid):
             self._probing.said(message)
         elif isinstance(message, StoreListening):
@@ -263,37 +282,21 @@ class Node:
         self._ranks.all_lost()
         self._probing.all_lost()
         self._stores.all_lost()
+        self._snapshots.savers.all_lost()
         self._loop.deliver(SpawnerLost(reason, time.time_ns() // 1000))
 
     def _no_master(self, reason: str) -> None:
         """The first dial was in vain; told once."""
-        logger.warning(
-            "no job master answers at %s yet (%s); this node dials for %g s",
-            self._meeting.dial,
-            reason,
-            self._config.spec.join_timeout,
-        )
+        dial, limit = self._meeting.dial, self._config.spec.join_timeout
+        words = "no job master answers at %s yet (%s); this node dials for %g s"
+        logger.warning(words, dial, reason, limit)
 
     def _fatal(self, sentence: str) -> None:
         self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
 
     def _hello(self) -> Hello:
-        config = self._config
-        return Hello(
-            protocol=PROTOCOL_VERSION,
-            version=__version__,
-            node=self._identity.node,
-            incarnation=self._incarnation,
-            host=self._host,
-            address=self._meeting.address,
-            pid=os.getpid(),
-            node_rank=config.node_rank,
-            local_world_size=config.nproc_per_node,
-            role=config.role,
-            spec=config.spec,
-            attached=self._brain.attached(),
-            last_term=self._brain.term,
-        )
+        where = (self._host, self._meeting.address)
+        return hello(self._config, self._identity.node, self._incarnation, *where, self._brain)
 
     # ------------------------------------------------------------ what goes out
 
@@ -317,6 +320,8 @@ class Node:
             self._probing.run(effect.order)
         elif isinstance(effect, CallOffProbe):
             self._probing.call_off()
+        elif isinstance(effect, Obey):
+            self._snapshots.obey(effect.order)
         elif isinstance(effect, Note):
             logger.log(LEVELS.get(effect.level, 20), "%s", effect.text)
         status = self._brain.status()
@@ -334,6 +339,7 @@ class Node:
         self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
         self._meeting.store(start.store)
         self._progress.begin(start)
+        self._snapshots.begin(start)
         if self._events is not None:
             waited = now - self._waiting_since
             self._events.rendezvous(start, waited, time.time_ns() // 10**6)
@@ -341,6 +347,8 @@ class Node:
 
     def _say(self, effect: Say) -> None:
         report = effect.report
+        if isinstance(report, Stopped | Finished):
+            self._snapshots.reaped()
         if isinstance(report, Stopped):
             self._waiting_since = time.monotonic()
             self._meeting.store(None)
@@ -353,6 +361,7 @@ class Node:
     async def _leave_nothing(self, outcome: Exit | None) -> None:
         """End every process below this one, tell the user, and give back what was taken."""
         self._ending = True
+        self._snapshots.savers.close()
         self._long_waits.close()
         self._checkup.close()
         for task in self._tasks:
@@ -373,7 +382,9 @@ class Node:
         with contextlib.suppress(TimeoutError):
             await in_thread(lambda: self._output.close(QUIT_LIMIT), limit=4 * QUIT_LIMIT)
         await goodbye
-        await self._meeting.close(job_over=outcome is not None and outcome.signum == 0)
+        job_over = outcome is not None and outcome.signum == 0
+        await self._snapshots.close(job_over=job_over)
+        await self._meeting.close(job_over=job_over)
         with contextlib.suppress(TimeoutError):
             await in_thread(self._identity.release, limit=1.0, name="identity")
         if outcome is not None:

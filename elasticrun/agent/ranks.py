@@ -75,8 +75,10 @@ class Ranks:
         deliver: Callable[[AgentEvent], None],
         fatal: Callable[[str], None],
         progress: Callable[[int], str] = lambda local_rank: "",
+        snapshots: Callable[[int], str] = lambda local_rank: "",
     ) -> None:
-        """`progress`: where this local rank is to tell its steps."""
+        """`progress`: where this local rank is to tell its steps; `snapshots`: where it speaks of
+        its snapshots."""
         self._config = config
         self._spawners = spawners
         self._output = output
@@ -84,6 +86,7 @@ class Ranks:
         self._deliver = deliver
         self._fatal = fatal
         self._progress = progress
+        self._snapshots = snapshots
         self._life: _Life | None = None
         self._sweeping: frozenset[int] = frozenset()
         self._bindings: list[numa.Binding] | None = None
@@ -170,6 +173,13 @@ class Ranks:
         life.pids[local_rank] = message.pid
         self._deliver(RankSpawned(local_rank, message.pid))
 
+    def gone(self, message: Exited | SpawnFailed) -> None:
+        """A rank has ended, or was never born."""
+        if isinstance(message, Exited):
+            self.exited(message)
+        else:
+            self.spawn_failed(message)
+
     def spawn_failed(self, message: SpawnFailed) -> None:
         life = self._life
         if life is None or message.key not in life.keys:
@@ -222,7 +232,9 @@ class Ranks:
         try:
             environments = {
                 rank: rank_environment(
-                    self._config, life.start, rank, os.environ, "", self._progress(rank)
+                    *(self._config, life.start, rank, os.environ, ""),
+                    progress=self._progress(rank),
+                    snapshots=self._snapshots(rank),
                 )
                 for rank in range(self._config.nproc_per_node)
             }

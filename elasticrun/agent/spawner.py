@@ -30,6 +30,7 @@ from elasticrun.wire.spawner import (
     SpawnerReady,
     SpawnProbe,
     SpawnRank,
+    SpawnSaver,
     SpawnStore,
     Stale,
     ToSpawner,
@@ -177,7 +178,7 @@ class Spawners:
     def new_key(self) -> int:
         return next(self._keys)
 
-    def start(self, order: SpawnRank | SpawnStore | SpawnProbe) -> None:
+    def start(self, order: SpawnRank | SpawnStore | SpawnProbe | SpawnSaver) -> None:
         """Give an order that makes a process, to the newest spawner that is ready."""
         self._switch()
         self._current.keys.add(order.key)
@@ -195,6 +196,11 @@ class Spawners:
 
     def owner(self, key: int) -> Spawner | None:
         return next((spawner for spawner in self._all if key in spawner.keys), None)
+
+    def is_old(self, key: int) -> bool:
+        """Whether this process is of a spawner whose place another one has taken, or may take."""
+        self._switch()
+        return self.owner(key) is not self._current
 
     def forget(self, keys: list[int]) -> None:
         """These processes are gone and swept; a replaced spawner ends when it has none left."""

@@ -26,6 +26,7 @@ from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.life import Life
 from elasticrun.caller.probes import Probes
 from elasticrun.caller.rank_process import RankPlan, run_rank
+from elasticrun.caller.savers import Saver
 from elasticrun.caller.store_process import StoreProcess
 from elasticrun.config import STUCK_AFTER
 from elasticrun.wire import env, frames, spawner
@@ -56,6 +57,7 @@ class FunctionSpawner:
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Life] = {}
         self._probes = Probes(self._selector, self._say)
+        self._saver = Saver(self._selector, self._say)
         self._stores: dict[int, StoreProcess] = {}
         self._spare_store: StoreProcess | None = None
         self._last_lives: dict[int, Life] = {}
@@ -150,6 +152,7 @@ class FunctionSpawner:
             self._selector.unregister(self._channel)
             self._channel.close()
             self._kill_all()
+            self._saver.kill()
 
     def _kill_all(self) -> None:
         for key in self._ranks:
@@ -179,8 +182,10 @@ class FunctionSpawner:
                 self._start_store(key, port)
             case spawner.SpawnProbe():
                 self._probes.start(message)
+            case spawner.SpawnSaver():
+                self._saver.start(message)
             case spawner.SendSignal(key, signum):
-                if self._probes.send_signal(key, signum):
+                if self._probes.send_signal(key, signum) or self._saver.send_signal(key, signum):
                     pass
                 elif key in self._ranks:
                     kill_group(self._pids[key], signum)
@@ -273,6 +278,7 @@ class FunctionSpawner:
         for life in self._ranks.values():
             life.results.close()
         self._probes.let_go()
+        self._saver.let_go()
         for store in (*self._stores.values(), self._spare_store):
             if store is not None:
                 store.let_go()
@@ -374,6 +380,7 @@ class FunctionSpawner:
             life.process.join(STUCK_AFTER)
             life.results.close()
         self._probes.close()
+        self._saver.close()
         for store in (*self._stores.values(), self._spare_store):
             if store is not None:
                 store.close()

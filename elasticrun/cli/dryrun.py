@@ -31,6 +31,7 @@ def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, 
         ("restarts", _restarts(config)),
         ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
         ("node health", _health(config)),
+        ("after a failure", _saves(config)),
         ("launch", config.launch + (", learning what to preload" if config.preload_learn else "")),
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
@@ -76,6 +77,16 @@ def _restarts(config: AgentConfig) -> str:
         return "none"
     within = f" within {spec.restart_window:g} s" if spec.restart_window else ""
     return f"{spec.max_restarts}{within}, at most {spec.restart_backoff:g} s apart"
+
+
+def _saves(config: AgentConfig) -> str:
+    saves = config.spec.saves
+    if not saves.at_breakpoint:
+        return "ranks go on from a snapshot in memory, if they have taken any"
+    return (
+        "ranks go on from a snapshot in memory, if they have taken any, and it is written out as "
+        f"a checkpoint, in {saves.limit:g} s at most"
+    )
 
 
 def _health(config: AgentConfig) -> str:

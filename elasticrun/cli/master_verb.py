@@ -32,6 +32,8 @@ JOB_FLAGS: Final = (
     "exclude_straggler",
     "straggler_ratio",
     "exclude_for",
+    "save_at_breakpoint",
+    "save_limit",
 )
 """Flags that make the job's agreement; where none is given, the first agent's counts."""
 

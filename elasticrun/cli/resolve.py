@@ -18,6 +18,7 @@ from elasticrun.cli.meeting import Meeting, find_meeting
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
 
 __all__ = ["Machine", "UsageError", "resolve"]
@@ -158,7 +159,14 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         restart_grace=shutdown if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
         checks=health.checks(asked, conf, meeting.min_nodes),
+        saves=_saves(asked),
     )
+
+
+def _saves(asked: Asked) -> SaveSpec:
+    """What the job does with its snapshots; raises `UsageError`."""
+    limit = values.seconds(str(asked.value("save_limit")), "--save-limit")
+    return SaveSpec(at_breakpoint=asked.switch("save_at_breakpoint"), limit=limit)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:

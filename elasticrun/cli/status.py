@@ -208,6 +208,8 @@ def _lines(page: JobStatus) -> list[str]:
         lines.append(f"last failure: {page.last_failure}")
     if page.check:
         lines.append(page.check)
+    if page.snapshot:
+        lines.append(f"snapshots: {page.snapshot}")
     if page.outcome:
         lines.append(f"outcome: {page.outcome}")
     return lines

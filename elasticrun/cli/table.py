@@ -20,6 +20,7 @@ GROUPS: Final = {
     "output": "output",
     "place": "devices and cores",
     "health": "node health",
+    "saves": "snapshots (of scripts with a Checkpointer)",
     "own": "elasticrun itself",
     "dlrover": "accepted from dlrover-run",
 }
@@ -305,6 +306,16 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "ascend-npu); found by itself where none is given.", "health", kind=str, default="",
         metavar="NAME", origin=DLROVER,
     ),
+    # ------------------------------------------------------------ snapshots
+    Flag(
+        "--save-at-breakpoint", "After a failure, write the newest whole snapshot out as a "
+        "checkpoint, in the background; before the job ends in one too.", "saves", origin=DLROVER,
+    ),
+    Flag(
+        "--save-limit", "Longest time for writing one checkpoint; then the attempt is given up.",
+        "saves", kind=seconds, wants=_SECONDS, default=config.SAVE_LIMIT, metavar="SECONDS",
+        origin=OURS,
+    ),
     # ------------------------------------------------------------ elasticrun itself
     Flag(
         "--status-port", "Port of the job's status page; 0: one that is free.", "own", kind=int,
@@ -318,8 +329,6 @@ FLAGS: Final[tuple[Flag, ...]] = (
         kind=str, choices=("bash", "zsh", "tcsh"), env="", origin=NEWER,
     ),
     # ------------------------------------------------------------ accepted from dlrover-run
-    Flag("--save-at-breakpoint", "Save the state in memory after a failure (nothing yet).",
-         "dlrover", origin=DLROVER),
     Flag("--auto-tunning", "Tune the data loader (nothing yet).", "dlrover", origin=DLROVER),
     Flag(
         "--training-port", "First port of Ascend's collectives (nothing yet).", "dlrover",
@@ -331,5 +340,5 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
 )  # fmt: skip
 
-NOTHING_YET: Final = ("save_at_breakpoint", "auto_tunning", "training_port", "ucp_device_type")
+NOTHING_YET: Final = ("auto_tunning", "training_port", "ucp_device_type")
 """Flags of dlrover-run that are accepted and have no effect in this version."""

@@ -43,6 +43,7 @@ class Attaching(Checking):
             self._rdzv.reborn(node)
         if admission.newer:
             self._unprobed(node, "was replaced by a newer agent", now)
+            self._holds_no_more(node, "was replaced by a newer agent")
             self._doubt(node)
         if admission.forgotten:
             self._roster.forget(admission.forgotten)
@@ -80,6 +81,7 @@ class Attaching(Checking):
             self._rdzv.returned(node, now, within=self.spec.last_call_timeout)
         if self._outcome is None:
             self._probe_again(session, node)
+            self._saves_again(node)
 
     def _welcome(self) -> m.Welcome:
         return m.Welcome(
@@ -131,6 +133,8 @@ class Attaching(Checking):
         self._round = adopt(report)
         self._settlement.budget.adopt(report.restart_count)
         self._settlement.new_round(adopted=True)
+        self._bad_snapshot = ""
+        self._saves.begin_round(report.round, report.world_size, None)
         self._rdzv.adopt(report.world_size, now)
         size = some(report.world_size, "rank")
         self._note(f"round {report.round} with {size} runs already: adopted")
@@ -159,9 +163,11 @@ class Attaching(Checking):
         if member.health is Health.LEFT:
             self._rdzv.gone(node, member.reason, last_word=now)
             self._unprobed(node, member.reason, now)
+            self._holds_no_more(node, f"has gone: {member.reason}")
             self._stale = True
         elif self._outcome is None:
             self._note(f"node {node} is suspect: {member.reason}")
+            self._saves.forget(node, now)
             self._rdzv.lost_contact(node, now, self.spec.heartbeat_timeout + 1.0)
 
     def _bury(self, now: float) -> None:
@@ -177,6 +183,7 @@ class Attaching(Checking):
             self._end_stay(death.node, death.since, now)
             rdzv.gone(death.node, f"is dead: {death.reason}", last_word=last_heard)
             self._unprobed(death.node, f"is dead: {death.reason}", now)
+            self._holds_no_more(death.node, f"is dead: {death.reason}")
             self._stale = True
             if death.session is not None:
                 self._out.append(fx.Hangup(death.session))

@@ -23,10 +23,10 @@ from elasticrun.config import EXIT_EXCLUDED
 from elasticrun.core import effects as fx
 from elasticrun.core.crew import Phase
 from elasticrun.core.exclusion import FAILED, SLOW
-from elasticrun.core.job_base import JobBase
 from elasticrun.core.netcheck import Group, NetCheck, Standing, Verdict
 from elasticrun.core.placement import lay_out, store_host
 from elasticrun.core.rendezvous import Decision, Verb
+from elasticrun.core.saving import Saving
 from elasticrun.core.stragglers import Slowness, Stragglers
 from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
@@ -41,7 +41,7 @@ Sentence = tuple[str, str, str]
 """A node that is to be excluded: its id, the kind, and the reason."""
 
 
-class Checking(JobBase):
+class Checking(Saving):
     """See the module's head."""
 
     # ------------------------------------------------------------ before a round
@@ -304,6 +304,7 @@ class Checking(JobBase):
             host = self._roster[node].hello.host
             self._exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
             self._note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
+        self._are_going(node for node, _, _ in sentences)
         told = [(self._membership.session_of(node), reason) for node, _, reason in sentences]
         for node, _, reason in sentences:
             self._membership.left(node, f"it is excluded: {reason}")

@@ -257,6 +257,13 @@ class CallOffProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class Obey:
+    """Carry out an order about snapshots; the brain only has to know whether one is under way."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """Send this report to the master, when there is one."""
 
@@ -282,6 +289,7 @@ AgentEffect = (
     | ReleaseStore
     | RunProbe
     | CallOffProbe
+    | Obey
     | Say
     | Note
     | Exit
@@ -303,6 +311,7 @@ __all__ = [
     "LinkBack",
     "LinkLost",
     "Note",
+    "Obey",
     "Ordered",
     "Overslept",
     "PrepareStore",

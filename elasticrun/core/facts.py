@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.messages import End, ExcludedNode, JobSpec
+from elasticrun.wire.messages import End, ExcludedNode, JobSpec, Restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class RoundFacts:
     waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one
     fenced: bool = False  # it can complete no further collective
     silent: float = 0.0  # since the last word of the members that have gone
+    restore: Restore | None = None  # the snapshot that it was to go on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,15 @@ class Blamed:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """A snapshot, and how many rounds that went on from it failed by themselves."""
+
+    round: RoundName
+    step: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All of it; the next master believes this and asks the agents for the rest."""
 
@@ -95,4 +105,6 @@ class Facts:
     fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
     excluded: tuple[ExcludedNode, ...] = ()  # who is refused
     slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
+    written: Restore | None = None  # the newest checkpoint that was committed
+    rejected: tuple[Rejected, ...] = ()
     blind: bool = False  # no round, but another master served before, without leaving a record

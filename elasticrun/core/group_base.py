@@ -6,7 +6,7 @@ from elasticrun.config import EXIT_FAILED, MASTER_LOST_TIMEOUT, SPAWN_TIMEOUT
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.effects import AgentEffect, Exit, Note, Say, SignalRanks
 from elasticrun.core.failures import cause_first
-from elasticrun.core.group_states import GroupStatus, State
+from elasticrun.core.group_states import ENDINGS, GroupStatus, State
 from elasticrun.core.local_ranks import LocalRanks
 from elasticrun.core.store_shelf import StoreShelf
 from elasticrun.wire.ids import RoundName
@@ -58,6 +58,7 @@ class GroupBase:
         self._outcome: Exit | None = None
         self._probe_order: Probe | None = None  # under way
         self._probed: Probed | None = None  # the last answer, until a round begins
+        self._persists: dict[str, float] = {}  # attempts to persist -> when they are given up
         self._deadlines: Deadlines[str] = Deadlines()
         self._begun = False
         self._term = 0
@@ -132,6 +133,22 @@ class GroupBase:
         return tuple(self._ranks.failures.values())
 
     def _exit(self, outcome: Exit) -> None:
+        """End the agent; no rank lives here any more. It stays for the snapshots of this node that
+        are being written out: nobody else may have them (COORDINATION 9)."""
+        if self._persists:
+            self._hold(outcome)
+        else:
+            self._over(outcome)
+
+    def _hold(self, outcome: Exit) -> None:
+        self._state = State.HOLDING
+        self._outcome = outcome
+        self._deadlines.clear()
+        self._deadlines.arm("holding", max(self._persists.values()))
+        self._reason = f"{outcome.reason}; this node stays until its part of a checkpoint is saved"
+        self._note(self._reason)
+
+    def _over(self, outcome: Exit) -> None:
         self._state = State.OVER
         self._deadlines.clear()
         self._out.append(outcome)
@@ -139,7 +156,7 @@ class GroupBase:
     def _give_up(self, code: int, sentence: str) -> None:
         """End at once, whatever lives here: nothing more can be done about it."""
         self._say(Leaving(sentence, 0))
-        self._exit(Exit(code, sentence, cause_first(self._failures()), 0))
+        self._over(Exit(code, sentence, cause_first(self._failures()), 0))
 
     def _not_spawned(self) -> None:
         if self._state is State.STARTING:
@@ -151,7 +168,7 @@ class GroupBase:
 
     def _say_all(self, now: float) -> None:
         """All that a master must know that may have heard none of it."""
-        if self._state in (State.ENDING, State.CLEARING) and self._outcome is not None:
+        if self._state in ENDINGS and self._outcome is not None:
             self._say(Leaving(self._outcome.reason, self._outcome.signum))
         self._say_failures()
         if self._state is State.RUNNING:

@@ -21,7 +21,12 @@ class State(StrEnum):
     FINISHED = "finished"  # every rank ended with 0; the job may still need this node
     ENDING = "ending"  # ranks have been told to end; then the agent ends
     CLEARING = "clearing"  # every rank has ended; after the sweep the agent ends
+    HOLDING = "holding"  # as before its end, but a snapshot of this node is still being written out
     OVER = "over"  # the agent was told to exit
+
+
+ENDINGS = (State.ENDING, State.CLEARING, State.HOLDING)
+"""How the agent will end is known; the first reason stands."""
 
 
 class UnexpectedEvent(RuntimeError):

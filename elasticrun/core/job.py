@@ -18,6 +18,7 @@ from elasticrun.core.failures import Bill
 from elasticrun.core.membership import Health
 from elasticrun.core.rendezvous import Decision, Verb
 from elasticrun.core.rounds import begin
+from elasticrun.core.saving import OF_SNAPSHOTS
 from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import RoundName
@@ -54,11 +55,13 @@ class Job(Attaching):
             self._membership.overslept(event.by, beat)
             self._rdzv.overslept(event.by + beat)
             self._settlement.window.overslept(event.by + beat)
+            self._saves.overslept(event.by + beat)
             self._unheard_for += event.by
             self._note(f"the master was away for {event.by:.1f} s; no silence counts", "warning")
         if self._outcome is None:
             self._bury(now)
             self._pursue(now)
+            self._pursue_saves()
             self._advance(now)
             if isinstance(event, fx.Heard) and isinstance(event.report, m.Join):
                 self._tell_to_wait(self._membership.node_of(event.session))
@@ -89,7 +92,10 @@ class Job(Attaching):
                 self._joined(node, now)
         elif isinstance(report, m.Probed):
             self._probed(node, report, now)
+        elif isinstance(report, OF_SNAPSHOTS):
+            self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
+            self._are_going((node,))
             self._membership.left(node, report.reason)
             self._stays.over(node)
             rdzv.leaving(node, now, report.reason)
@@ -109,6 +115,7 @@ class Job(Attaching):
             elif isinstance(report, m.Stopped):
                 rdzv.stopped(node, now)
             elif isinstance(report, m.Steps):
+                self._newest_step = max(self._newest_step, report.step)
                 self._stepped(node, report, now)
             else:
                 rdzv.finished(node)
@@ -133,17 +140,23 @@ class Job(Attaching):
     def _advance(self, now: float) -> None:
         """Ask what is to be done until it is nothing."""
         for _ in range(MAX_DECISIONS):
+            if self._sentence is not None:
+                self._conclude(*self._sentence, now)
+                return
             if self._all_left and self._membership.present() == 0 and not self._rdzv.succeeded:
-                self._end(EXIT_FAILED, "every node has left")
+                self._conclude(EXIT_FAILED, "every node has left", now)
                 return
             unfit = self._perf_failure()
             if unfit:
-                self._end(EXIT_FAILED, unfit)
+                self._conclude(EXIT_FAILED, unfit, now)
                 return
             gate = self._settlement.judge(self._trouble(), self._rdzv.formed_at, now)
             if gate is not None and gate.end:
-                self._end(EXIT_FAILED, gate.end)
+                self._conclude(EXIT_FAILED, gate.end, now)
                 return
+            if self._bad_snapshot and self._rdzv.phase is Phase.RUNNING:
+                self._settlement.window.excuse(self._bad_snapshot)
+                self._reopen(self._bad_snapshot, now)
             decision = self._rdzv.decide(now)
             if decision.verb is Verb.FORM and gate is not None:
                 decision = Decision(Verb.WAIT, gate.reason, gate.until)
@@ -163,7 +176,7 @@ class Job(Attaching):
                 self._settlement.window.excuse(decision.reason)
                 self._reopen(decision.reason, now)
             else:
-                self._end(decision.exit_code, decision.reason)
+                self._conclude(decision.exit_code, decision.reason, now)
                 return
         raise RuntimeError("the rendezvous does not come to rest")
 
@@ -249,6 +262,8 @@ class Job(Attaching):
     def _form(self, limit: int, now: float) -> None:
         """Settle what the last round costs, and give every member its place in the next."""
         trouble = self._trouble()
+        failed = self._settlement.window.opened_at is not None or bool(trouble)
+        snapshot = self._choose_snapshot(trouble)
         note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
         if note:
             self._note(note)
@@ -257,7 +272,7 @@ class Job(Attaching):
         name = RoundName(self._term, self._number, self._mint())
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
         count = self._settlement.budget.count
-        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of)
+        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, snapshot)
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""
@@ -268,11 +283,27 @@ class Job(Attaching):
         size = f"{some(round_.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
         self._note(f"round {name.number} begins: {size}")
         self._record()
+        self._round_begins(round_)
         for node in round_.members:
             start = round_.start(node)
             assert start is not None
             self._broadcast((node,), start)
+        if failed:
+            self._save_at_breakpoint(round_)
         self._probe_the_left_out(now)
+
+    def _conclude(self, exit_code: int, reason: str, now: float) -> None:
+        """The job is to end, and nothing changes that any more: as soon as its last snapshot is
+        written out, where it has one that is to be."""
+        if self._sentence is None:
+            self._sentence = (exit_code, reason)
+            if self._is_to_be_saved(exit_code) and self._rdzv.phase is Phase.RUNNING:
+                self._reopen(reason, now)
+        held = self._hold_for_saves(exit_code, now)
+        if held is not None:
+            self._wait(held, None)
+        else:
+            self._end(exit_code, reason)
 
     def _end(self, exit_code: int, reason: str) -> None:
         failures = () if exit_code == EXIT_OK else self._settlement.failures

@@ -1,7 +1,7 @@
 """What the master's brain knows, the picture it gives of it, its record, and how it speaks.
 
-What it makes of it is in `checking` (the health of nodes), `attaching` (streams) and `job` (reports
-and decisions).
+What it makes of it is in `saving` (snapshots), `checking` (the health of nodes), `attaching`
+(streams) and `job` (reports and decisions).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.crew import Phase
 from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts
@@ -81,11 +82,18 @@ class JobBase:
         self._watched: RoundName | None = None  # whose steps are compared
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
+        self._newest_step = -1  # that ranks of the present round have told of
+        self._bad_snapshot = ""  # why the present round cannot go on from its snapshot
+        self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
+        self._sentenced_at: float | None = None
+        self._is_last_saved = False  # what that leaves is being written out, or was
+        self._save_by = 0.0  # when that is given up
         self._unheard_for = 0.0  # seconds in which the master did not listen
         self._out: list[fx.JobEffect] = []
         self._membership: Membership
         self._rdzv: Rendezvous
         self._settlement: Settlement
+        self._saves: BreakpointSave
 
     @property
     def term(self) -> int:
@@ -110,6 +118,7 @@ class JobBase:
             self._until,
             self._record_due(),
             self._check_due(),
+            self._saves.next_deadline(),
         )
         return min((when for when in deadlines if when is not None), default=None)
 
@@ -132,6 +141,7 @@ class JobBase:
             health=self._health,
             excluded=self._exclusions.page(self._now),
             check=self._netcheck.summary() if self._netcheck else "",
+            snapshot=self._saves.status(),
         )
 
     def _health(self, node: str) -> str:
@@ -151,6 +161,7 @@ class JobBase:
         self._membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
         self._rdzv = Rendezvous(spec, now)
         self._settlement = Settlement(spec)
+        self._saves = BreakpointSave(spec.saves, self._mint)
         facts, self._facts = self._facts, None
         if facts is not None:
             self._number = facts.number
@@ -163,6 +174,7 @@ class JobBase:
                 settlement=self._settlement,
                 stays=self._stays,
                 exclusions=self._exclusions,
+                saves=self._saves,
                 now=now,
             )
             self._note(_in_words(facts))
@@ -196,6 +208,7 @@ class JobBase:
                     settlement=self._settlement,
                     stays=self._stays,
                     exclusions=self._exclusions,
+                    saves=self._saves,
                     outcome=self._outcome,
                     now=self._now,
                 )

@@ -48,6 +48,7 @@ def picture(
     health: Callable[[str], str],
     excluded: tuple[ExcludedNode, ...],
     check: str,
+    snapshot: str,
 ) -> JobStatus:
     """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest;
     `health`: node -> what its probes and steps have shown."""
@@ -88,6 +89,7 @@ def picture(
         outcome=outcome,
         excluded=excluded,
         check=check,
+        snapshot=snapshot,
     )
 
 

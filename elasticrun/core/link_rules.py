@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticrun.core import effects as fx
 from elasticrun.core.group_base import GroupBase
-from elasticrun.core.group_states import State
+from elasticrun.core.group_states import ENDINGS
 from elasticrun.wire import messages as m
 
 
@@ -39,7 +39,7 @@ class LinkRules(GroupBase):
         self._say_all(now)
 
     def _link_gone(self, reason: str, now: float) -> None:
-        ending = self._state in (State.ENDING, State.CLEARING)  # then it needs no master any more
+        ending = self._state in ENDINGS  # then it needs no master any more
         if not self._link_lost and not ending:
             self._note(
                 f"no master answers ({reason}); this node goes on for "

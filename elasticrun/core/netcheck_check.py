@@ -66,7 +66,9 @@ class Check:
         for trial in self._open():
             if convicted(telling(trial, self.trials), self._proved):
                 self._convict(trial)
-        self._paces.judge(self.trials, worked)
+        said = [answer for run in passed.runs for answer in run.said.items()]
+        computed = {node: answer.compute for node, answer in said if answer.compute > 0}
+        self._paces.judge(self.trials, worked, computed)
         for node, evidence in self._paces.slow.items():
             self.trials[node].told_slow = True
             self._tell("slow", node, words.cut(f"{node} is slow, measured twice: {evidence}"))

@@ -11,17 +11,23 @@ paired with each other, and suspects crossed with suspects of other groups: if t
 nodes among them a pass will bring them together before long. Who is left is probed alone, once, to
 see whether its own probes tell.
 
-Nodes that were slow are measured a second time beside good ones that were not. O(n log n) a pass.
+Nodes that were slow are measured a second time beside good ones that were not, some of which are
+measured just for the comparison. O(n log n) a pass.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elasticrun.core.netcheck_trials import FailedGroup, Trial
 
 Nodes = tuple[str, ...]
+
+BESIDE = 5
+"""Good nodes that are measured in the same pass as those whose matmul was slow: their median tells
+how the pass differs from the one before. With fewer, chance has a say in who is called slow; more
+cost no time either, as they wait anyway, but help little."""
 
 
 def first_pass(trials: dict[str, Trial]) -> list[Nodes]:
@@ -67,7 +73,19 @@ def later_pass(
             groups.append((partner, node))
         elif alone_will_do:
             groups.append((node,))
+    if any(slow.values()):
+        there = {node for group in groups for node in group}
+        wanted = BESIDE - sum(one.node in there and not one.told_slow for one in good)
+        groups.extend(_beside(free, trials, max(0, wanted)))
     return groups
+
+
+def _beside(free: Iterable[str], trials: Mapping[str, Trial], wanted: int) -> list[Nodes]:
+    """So many that are measured just for the comparison, from the middle of `free`, the fastest
+    first: who was the fastest of many was so by chance too, and would seem to have lost speed."""
+    idle = [node for node in free if not trials[node].alone]
+    first = max(0, len(idle) - wanted) // 2
+    return [(node,) for node in idle[first : first + wanted]]
 
 
 def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:

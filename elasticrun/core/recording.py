@@ -6,6 +6,7 @@ round they run, what failed, what has stopped. Beats and joins are no facts.
 
 from __future__ import annotations
 
+from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts, RoundFacts
 from elasticrun.core.membership import Health, Membership
@@ -34,6 +35,7 @@ def facts_of(
     settlement: Settlement,
     stays: Stays,
     exclusions: Exclusions,
+    saves: BreakpointSave,
     outcome: End | None,
     now: float,
 ) -> Facts:
@@ -62,6 +64,8 @@ def facts_of(
         blamed=settlement.blame.record(now),
         excluded=exclusions.page(now),
         slow_ages=exclusions.slow_ages(now),
+        written=saves.written,
+        rejected=saves.rejected(),
     )
 
 
@@ -83,6 +87,7 @@ def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
         waiting=was.waiting,
         fenced=was.fenced,
         silent=was.silent,
+        restore=round_.restore,
     )
 
 
@@ -95,6 +100,7 @@ def load(
     settlement: Settlement,
     stays: Stays,
     exclusions: Exclusions,
+    saves: BreakpointSave,
     now: float,
 ) -> Round | None:
     """Give every machine what it knew; the round of the record, None if none was formed."""
@@ -104,6 +110,7 @@ def load(
     membership.remember({one.node: recalled(one, now) for one in facts.left_out})
     stays.restore(facts.fickle, now)
     exclusions.restore(facts.excluded, facts.slow_ages, now)
+    saves.restore(facts.written, facts.rejected)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:
@@ -139,4 +146,5 @@ def load(
         redial=redial,
     )
     rdzv.restore_wait(facts.starved, now)
+    saves.begin_round(was.name, was.world_size, was.restore)
     return restore(was)

@@ -8,9 +8,10 @@ from typing import Any
 
 from elasticrun.core.placement import Candidate, is_loopback
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.messages import CheckSpec, Hello, JobSpec
+from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, SaveSpec
 
 _Pair = tuple[str, Any, Any]
+_Spec = JobSpec | CheckSpec | SaveSpec
 
 MAX_HOST_ADDRESSES = 4
 """Addresses that are remembered of one host name; by then the operator has been told thrice."""
@@ -127,12 +128,16 @@ def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
     """Where an agent was started with other numbers than the job has."""
     return [
         f"{name}={its} (the job: {own})"
-        for mine, yours in ((theirs, ours), (theirs.checks, ours.checks))
+        for mine, yours in (
+            (theirs, ours),
+            (theirs.checks, ours.checks),
+            (theirs.saves, ours.saves),
+        )
         for name, its, own in _pairs(mine, yours)
-        if its != own and name != "checks"
+        if its != own and name not in ("checks", "saves")
     ]
 
 
-def _pairs(theirs: JobSpec | CheckSpec, ours: JobSpec | CheckSpec) -> Iterator[_Pair]:
+def _pairs(theirs: _Spec, ours: _Spec) -> Iterator[_Pair]:
     for field in fields(theirs):
         yield field.name, getattr(theirs, field.name), getattr(ours, field.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from elasticrun.core.facts import RoundFacts, Seat
 from elasticrun.core.placement import Candidate, choose, lay_out
 from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.messages import Hello, RoundReport, Start
+from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class Round:
     members: dict[str, Seat] = field(default_factory=dict)  # by node
     seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
     why_stopped: str = ""
+    restore: Restore | None = None  # the snapshot that its ranks go on from
 
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
@@ -52,6 +53,7 @@ class Round:
             restart_count=self.restart_count,
             store=self.store,
             host_store=node == self.store_node,
+            restore=self.restore,
         )
 
 
@@ -91,6 +93,7 @@ def restore(facts: RoundFacts) -> Round:
         inherited=True,
         adopted=facts.adopted,
         why_stopped=facts.over,
+        restore=facts.restore,
     )
     for seat in facts.seats:
         round_.seat(seat)
@@ -104,14 +107,16 @@ def begin(
     previous: Round | None,
     restart_count: int,
     life_of: Callable[[str], str],
+    snapshot: Restore | None = None,
 ) -> Round:
     """Give `limit` of the ready nodes their places in a new round. `life_of`: node -> the
-    incarnation of its agent."""
+    incarnation of its agent; `snapshot`: what the ranks go on from."""
     seats = previous.seats if previous else {}
     chosen = choose(ready, limit, seats)
     world = lay_out(chosen, seats)
     by_name = {one.node: one for one in chosen}
     round_ = Round(name, world.world_size, restart_count, world.store, world.store_host)
+    round_.restore = snapshot
     for place in world.places:
         one = by_name[place.node]
         round_.seat(

@@ -90,6 +90,7 @@ def order_in_words(order: m.Order) -> str:
                 f"Start {order.round}: group {order.group_rank}/{order.group_world_size}, ranks "
                 f"from {order.first_rank} of {order.world_size}, store {order.store}"
                 f"{' (its own)' if order.host_store else ''}, restarts {order.restart_count}"
+                f"{_restored(order)}"
             )
         case m.Stop():
             return f"Stop {order.round}: {order.reason}"
@@ -110,7 +111,12 @@ def order_in_words(order: m.Order) -> str:
                 f"store {order.store}, limit {order.limit:g} s"
             )
         case _:
-            return type(order).__name__
+            return snapshot_words(order)
+
+
+def _restored(order: m.Start) -> str:
+    on = order.restore
+    return "" if on is None else f", from step {on.step} of round {on.round}"
 
 
 def report_in_words(report: m.Report) -> str:
@@ -143,7 +149,53 @@ def report_in_words(report: m.Report) -> str:
                 f"{report.own:.3g} s its own"
             )
         case _:
-            return type(report).__name__
+            return snapshot_words(report)
+
+
+def snapshot_words(message: m.Report | m.Order) -> str:
+    """A message about snapshots as one line; another one's name."""
+    match message:
+        case m.Holdings():
+            return f"Holdings: {', '.join(map(_holding, message.held)) or 'none'}"
+        case m.WhereIs():
+            return f"WhereIs rank {message.rank} at step {message.step}"
+        case m.ShardBad():
+            return f"ShardBad rank {message.rank} at step {message.step}: {message.reason}"
+        case m.Holder():
+            if message.saver is None:
+                return f"Holder of rank {message.rank} at step {message.step}: {message.reason}"
+            what = f"rank {message.rank} at step {message.step}"
+            return f"Holder of {what}: {message.saver}, as rank {message.holds}"
+        case m.Persisted():
+            what = "committed" if message.committed else "written"
+            said = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
+            return f"Persisted {message.attempt}: {said}"
+        case m.Watermark():
+            return f"Watermark {message.round.number}: step {message.step}"
+        case m.Persist():
+            role = "coordinates" if message.coordinates else f"with {message.coordinator}"
+            return (
+                f"Persist {message.attempt} ({message.reason}): step {message.step} of round "
+                f"{message.round.number}, ranks {_numbers(message.ranks)}, shared "
+                f"{_numbers(message.shared)} of {message.writers}, {role}"
+            )
+        case m.CommitCheckpoint():
+            return f"CommitCheckpoint {message.attempt}"
+        case m.PersistOver():
+            end = "committed" if message.ok else f"over: {message.reason}"
+            return f"PersistOver {message.attempt or '(wanted)'}: step {message.step} {end}"
+        case _:
+            return type(message).__name__
+
+
+def _holding(one: m.Holding) -> str:
+    wanted = " (wanted)" if one.wanted else ""
+    return f"step {one.step} of round {one.round.number}{wanted}"
+
+
+def _numbers(ranks: tuple[int, ...]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:MOST_NAMED])) + more if ranks else "none"
 
 
 def facts_in_words(facts: Facts) -> str:
@@ -160,6 +212,8 @@ def facts_in_words(facts: Facts) -> str:
         words.append(f"{len(facts.left_out)} left out")
     if facts.excluded:
         words.append(f"{len(facts.excluded)} excluded")
+    if facts.written is not None:
+        words.append(f"step {facts.written.step} written")
     if facts.starved:
         words.append(f"below its smallest size for {facts.starved:.1f} s")
     if facts.outcome is not None:

@@ -16,6 +16,8 @@ What it promises
 * A fork server that does not start the ranks within SPAWN_TIMEOUT ends the agent.
 * While no master answers the ranks go on, for `master_lost_timeout` at most. That bound is one
   half of a fence: a master that hears nobody waits a little longer before it begins a new round.
+* The agent does not end while a snapshot of this node is being written out (HOLDING), for as long
+  as the order gave it; a further death signal ends it at once. Its ranks get no second more.
 * Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master takes every report twice.
 
@@ -37,8 +39,9 @@ from elasticrun.config import (
 from elasticrun.core import effects as fx
 from elasticrun.core.failures import cause_first
 from elasticrun.core.group_base import newer
-from elasticrun.core.group_states import State, UnexpectedEvent
+from elasticrun.core.group_states import ENDINGS, State, UnexpectedEvent
 from elasticrun.core.group_table import Rules, draw_table, tabulate
+from elasticrun.core.holding_rules import HoldingRules
 from elasticrun.core.link_rules import LinkRules
 from elasticrun.core.local_ranks import SIGKILL
 from elasticrun.core.probing_rules import ProbingRules
@@ -51,7 +54,7 @@ SWEEP_GRACE = 5.0
 4.7 s to flush (DROP-IN 10). Never more than the grace of the ranks themselves."""
 
 
-class WorkerGroup(LinkRules, ProbingRules):
+class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
     """The local ranks of one node; see the module's head. What it knows is kept by `GroupBase`."""
 
     # ------------------------------------------------------------ the shape of a brain
@@ -282,8 +285,8 @@ class WorkerGroup(LinkRules, ProbingRules):
         self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
     ) -> None:
         """End the agent with `outcome`, as soon as no rank lives here."""
-        if self._state in (State.ENDING, State.CLEARING):
-            return  # the first reason stands
+        if self._state in ENDINGS:
+            return
         self._call_off_probe()
         self._outcome = outcome
         self._reason = outcome.reason
@@ -314,6 +317,8 @@ class WorkerGroup(LinkRules, ProbingRules):
                 self._not_spawned()
             elif key == "master-lost":
                 self._master_lost(now)
+            elif key == "holding":
+                self._held_long_enough(now)
 
     def _master_lost(self, now: float) -> None:
         waited = f"no master answered for {self._master_lost_timeout:g} s"
@@ -339,21 +344,28 @@ _CALM = (*_IDLE, State.PROBING)
 _LIVE = (State.STARTING, State.RUNNING)
 _DYING = (State.STOPPING, State.ENDING)
 _SWEPT = (State.SWEEPING, State.CLEARING)
-_HERE = tuple(state for state in State if state is not State.OVER)
-_BUSY = tuple(state for state in _HERE if state not in _CALM)
+_HERE = tuple(state for state in State if state not in (State.HOLDING, State.OVER))
+_ALIVE = (*_HERE, State.HOLDING)
+_BUSY = tuple(state for state in _ALIVE if state not in _CALM)
 
 G = WorkerGroup
 _BEFORE: Rules = (
-    (_HERE, (fx.StoreReady,), G._store_ready),
-    (_HERE, (fx.StoreLost,), G._store_lost),
+    (_ALIVE, (fx.StoreReady,), G._store_ready),
+    (_ALIVE, (fx.StoreLost,), G._store_lost),
     (_HERE, (fx.SpawnerLost,), G._spawner_lost),
     (_HERE, (fx.Signalled,), G._signalled),
-    (_HERE, (fx.LinkLost,), G._link_lost_event),
-    (_HERE, (fx.LinkBack,), G._link_back),
-    (_HERE, (m.Welcome,), G._welcome),
+    (_ALIVE, (fx.LinkLost,), G._link_lost_event),
+    (_ALIVE, (fx.LinkBack,), G._link_back),
+    (_ALIVE, (m.Welcome,), G._welcome),
     (_HERE, (m.End,), G._end),
     (_HERE, (m.Refused,), G._refused),
     (_HERE, (m.Wait,), G._wait),
+    ((State.HOLDING,), (fx.SpawnerLost,), G._saver_lost),
+    ((State.HOLDING,), (fx.Signalled,), G._signalled_holding),
+    ((State.HOLDING,), (m.End, m.Refused, m.Wait, m.Start, m.Stop), G._ignore),
+    (_ALIVE, (m.Persist,), G._persist),
+    (_ALIVE, (m.PersistOver,), G._persist_over),
+    (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder), G._obey),
     (_CALM, (m.Start,), G._started),
     (_CALM, (m.Stop,), G._ignore),
     (_LIVE, (m.Start,), G._restarted),

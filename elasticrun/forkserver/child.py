@@ -24,7 +24,7 @@ from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.reread import EnvironmentCheck
 from elasticrun.wire.env import OMP_NUM_THREADS
-from elasticrun.wire.spawner import SpawnProbe, SpawnRank
+from elasticrun.wire.spawner import SpawnProbe, SpawnRank, SpawnSaver
 
 CANNOT_START = 125
 """Exit code of a child that could not become a rank; the page says why."""
@@ -92,7 +92,9 @@ def fail(page: Page, reason: str) -> NoReturn:
     os._exit(CANNOT_START)
 
 
-def environment(baseline: Baseline, order: SpawnRank | SpawnProbe) -> dict[bytes, bytes]:
+def environment(
+    baseline: Baseline, order: SpawnRank | SpawnProbe | SpawnSaver
+) -> dict[bytes, bytes]:
     """The child's variables: the server's first ones, less `unset`, with `env`, in that order."""
     environ = dict(baseline.environ)
     for name in order.unset:

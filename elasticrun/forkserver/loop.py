@@ -23,6 +23,7 @@ from elasticrun.wire.spawner import (
     SendSignal,
     SpawnProbe,
     SpawnRank,
+    SpawnSaver,
     SpawnStore,
     Sweep,
     Swept,
@@ -137,6 +138,8 @@ class Server:
                 self._nursery.spawn_store(order)
             case SpawnProbe():
                 self._nursery.spawn_probe(order)
+            case SpawnSaver():
+                self._nursery.spawn_saver(order)
             case SendSignal():
                 self._nursery.send_signal(order.key, order.signal)
             case CloseStore():

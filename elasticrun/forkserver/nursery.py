@@ -1,4 +1,4 @@
-"""Ranks, store hosts and probes: how they are born, what they say while they live, how they end."""
+"""Ranks, store hosts, probes, the saver: how they are born, what they say, how they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from elasticrun.forkserver import child, linux, probes, store_host, trust
+from elasticrun.forkserver import child, linux, probes, savers, store_host, trust
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
@@ -26,6 +26,7 @@ from elasticrun.wire.spawner import (
     SpawnFailed,
     SpawnProbe,
     SpawnRank,
+    SpawnSaver,
     SpawnStore,
     Stale,
     StoreListening,
@@ -48,6 +49,7 @@ class _Child:
     port: int = 0  # a store host's
     ready: int = -1  # its pipe, until it has said that it listens
     telling: probes.Telling | None = None  # a probe's
+    saves: bool = False  # the saver
     failed: str = ""
 
 
@@ -187,6 +189,38 @@ class Nursery:
         finally:
             os._exit(1)
 
+    def spawn_saver(self, order: SpawnSaver) -> None:
+        """Fork or exec the saver; Spawned or SpawnFailed, then Exited at its end. One that is there
+        already is killed: whoever orders another has given it up."""
+        for each in self._children.values():
+            if each.saves:
+                self.send_signal(each.key, signal.SIGKILL)
+        try:
+            with _signals_held():
+                pid = os.fork()
+                if pid == 0:
+                    self._leave()
+                    self._become_saver(order)
+        except OSError as error:
+            self._tell(SpawnFailed(order.key, f"no saver could be started: {error.strerror}"))
+            return
+        self._children[pid] = _Child(order.key, pid, saves=True)
+        self._groups[order.key] = pid
+        self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
+
+    def _become_saver(self, order: SpawnSaver) -> NoReturn:
+        try:
+            self._become_helper(savers.NAME)
+            environ = child.environment(self._prepared.birth.baseline, order)
+            if not self._prepared.can_fork_stores:
+                savers.exec_instead(order, environ)
+            child.set_environ({**environ, **savers.ONE_THREAD})
+            savers.fork_saver(order)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(1)
+
     def _become_helper(self, name: bytes) -> None:
         """In a fresh fork: a process of ours that is shielded, and ends with the server."""
         linux.die_with_parent(signal.SIGKILL)
@@ -312,7 +346,8 @@ class Nursery:
             each.page.close()
         if each.telling is not None:
             self._relay(each.telling.last_words(code))
-            self._groups.pop(each.key, None)  # nothing is swept after a probe
+        if each.telling is not None or each.saves:
+            self._groups.pop(each.key, None)  # nothing is swept after them
         if each.failed:
             self._groups.pop(each.key, None)
             what = each.failed if each.page is not None else f"no store: {each.failed}"

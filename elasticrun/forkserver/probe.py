@@ -8,6 +8,7 @@ the store before any collective begins, so that they need not wait for it until 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import signal
@@ -38,6 +39,10 @@ store that cannot be reached must not make a failed probe look like one that han
 
 MAX_REASON: Final = 400
 """Characters of a reason."""
+
+SLOW_PIECE: Final = 0.005
+"""A planted slowness takes a matmul or an all_reduce for this many seconds at the least, and so can
+be told from what a busy machine makes of a piece of work that takes less."""
 
 ROUGHLY: Final = 0.01
 """How far a number may be from what it must be: the rounding of bfloat16 is 1/256, and a library
@@ -195,10 +200,10 @@ class _Probe:
         first = product.clone()
         self._settle()
         began = time.perf_counter()
-        for n in range(plan.matmuls):
-            for _ in range(self._times(n)):
-                torch.mm(left, right, out=product)
+        for _ in range(plan.matmuls):
+            torch.mm(left, right, out=product)
         self._settle()
+        self._be_slow(time.perf_counter() - began, plan.matmuls)
         took = time.perf_counter() - began
         self._compute = took / max(1, plan.matmuls)
         self._timed += took
@@ -207,10 +212,6 @@ class _Probe:
         self._check(left, right, product)
         if not bool(((product - first).abs() <= ROUGHLY * first).all()):
             raise Failed("the matmul computed a wrong result: another one than the first time")
-
-    def _times(self, n: int) -> int:
-        """How often the n-th piece of work is done: a planted slow=2.5x is 2, 3, 2, 3 ... times."""
-        return int((n + 1) * self._slow) - int(n * self._slow)
 
     def _check(self, left: Any, right: Any, product: Any) -> None:
         """The product is finite, and right as far as the sums of its rows tell."""
@@ -284,42 +285,45 @@ class _Probe:
             began = time.perf_counter()
             for _ in range(self._plan.transfers):
                 self._all_reduce(buffer)
-                if self._slow > 1.0:
-                    self._settle()
-                    self._burn(own * (self._slow - 1.0))
+                self._be_slow(own, 1)
             self._settle()
             took = time.perf_counter() - began
             self._transfers.append(took / max(1, self._plan.transfers))
             self._timed += took
 
     def _agree(self, size: int) -> float:
-        """Warm up with all_reduces of ones, each of which must give the sum; how long one took."""
+        """Warm up with all_reduces of ones, each of which must give the sum; what the fastest
+        took."""
         torch = self._torch
-        took = 0.0
+        best = math.inf
         for _ in range(max(1, self._plan.warmup)):
             buffer = torch.ones(max(1, size // 4), dtype=torch.float32, device=self._device)
             self._settle()
             began = time.perf_counter()
             self._all_reduce(buffer)
             self._settle()
-            took = time.perf_counter() - began
+            best = min(best, time.perf_counter() - began)
             low, high = float(buffer.min()), float(buffer.max())
             if not low == high == self._plan.world_size:
                 raise Failed(
                     f"the all_reduce gave a wrong sum: {low:g} to {high:g} "
                     f"in the place of {self._plan.world_size}"
                 )
-        return took
+        return best
 
     def _all_reduce(self, buffer: Any) -> None:
         import torch.distributed as dist
 
         dist.all_reduce(buffer)
 
-    def _burn(self, seconds: float) -> None:
-        """A planted slow node is busy with itself, while the others wait for it."""
-        block = self._torch.ones(64 * 1024)
-        until = time.perf_counter() + seconds
+    def _be_slow(self, took: float, pieces: int) -> None:
+        """Where slowness was planted: be busy until so many pieces of work, which have taken `took`
+        seconds, have taken so many times as long. In all_reduces the others wait for it."""
+        if self._slow == 1.0:
+            return
+        self._settle()
+        block = self._torch.ones(16 * 1024)  # one thread's work
+        until = time.perf_counter() + (self._slow - 1.0) * max(took, pieces * SLOW_PIECE)
         while time.perf_counter() < until:
             block.add_(1.0)
 

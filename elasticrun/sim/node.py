@@ -7,7 +7,6 @@ signals ranks, sweeps, and ends. Everything takes a little virtual time and can 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from elasticrun.core.effects import (
     LinkBack,
     LinkLost,
     Note,
+    Obey,
     Ordered,
     PrepareStore,
     RankExited,
@@ -37,9 +37,11 @@ from elasticrun.core.effects import (
 )
 from elasticrun.core.failures import classify
 from elasticrun.core.worker_group import WorkerGroup
+from elasticrun.sim.memory import Memory
 from elasticrun.sim.network import Stream
 from elasticrun.sim.probes import ProbeShell, report_steps
 from elasticrun.sim.ranks import Rank
+from elasticrun.sim.setup import NodeSetup as NodeSetup
 from elasticrun.sim.words import in_short
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import (
@@ -47,7 +49,6 @@ from elasticrun.wire.messages import (
     Beat,
     Failure,
     Hello,
-    JobSpec,
     Order,
     Report,
     Wait,
@@ -60,24 +61,6 @@ if TYPE_CHECKING:
 SIGKILL, SIGTERM = 9, 15
 DEATH = 0.002
 """Seconds from a signal to the end of a rank that does not handle it."""
-
-
-@dataclass(slots=True)
-class NodeSetup:
-    """How a node is started."""
-
-    name: str
-    spec: JobSpec
-    nproc: int = 1
-    node_rank: int = -1
-    role: str = "default"
-    shutdown_timeout: float = 30.0
-    exit_barrier: float | None = None
-    first_store: float = 1.0  # the first store waits for torch's import
-    store: float = 0.05
-    spawn: float = 0.005
-    term: float = 0.0  # seconds that its ranks take to obey SIGTERM
-    term_code: int | None = None  # their exit code then; None: die of the signal
 
 
 class Node:
@@ -103,6 +86,7 @@ class Node:
         self._dialling = False
         self._last_wait = ""
         self._probe = ProbeShell(world, self)
+        self.memory = Memory(world, self)
         self.group = WorkerGroup(
             nproc=setup.nproc,
             restart_grace=setup.spec.restart_grace,
@@ -145,7 +129,7 @@ class Node:
     def _perform(self, effect: AgentEffect) -> None:
         after = self.world.clock.after
         if isinstance(effect, Say):
-            self._say(effect.report)
+            self.say(effect.report)
         elif isinstance(effect, Note):
             if effect.text != self._last_wait:  # the trace has it already, as an order
                 self.world.trace(self.name, effect.text)
@@ -160,6 +144,8 @@ class Node:
             after(0.001, partial(self._swept, self._spawner))
         elif isinstance(effect, RunProbe | CallOffProbe):
             self._probe.perform(effect)
+        elif isinstance(effect, Obey):
+            self.memory.obey(effect.order)
         elif isinstance(effect, Exit):
             self._exit(effect)
 
@@ -180,6 +166,7 @@ class Node:
             return
         self.stream = self.world.new_stream(self, master)
         self.stream.hello(self.hello())
+        self.memory.say()
         self.feed(LinkBack())
         self._beat(self.stream)
 
@@ -228,6 +215,7 @@ class Node:
             return
         if self.alive and stream is self.stream:
             self.stream = None
+            self.memory.link_lost()
             self.feed(LinkLost(reason))
             self._dial_again()
 
@@ -239,7 +227,8 @@ class Node:
             stream.report(Beat(self.beats))
         self.world.clock.after(self.world.pace(), lambda: self._beat(stream))
 
-    def _say(self, report: Report) -> None:
+    def say(self, report: Report) -> None:
+        """Send a report, if there is a stream."""
         if self.stream is not None:
             if self.world.traced:
                 self.world.trace(self.name, f"> {in_short(report)}")
@@ -274,6 +263,7 @@ class Node:
 
     def _spawn(self, effect: SpawnRanks) -> None:
         start, spawner = effect.start, self._spawner
+        self.memory.started(start)
         self.ranks.clear()
 
         def born(local_rank: int) -> None:

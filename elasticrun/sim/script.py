@@ -16,6 +16,11 @@ Node health: `check network=1 slow_for=5` (a line like `job`) sets how the job l
 `fault b compute` (or comm, hang, none; `fault b link c`) and `slow b 3` plant what `sim.probes`
 knows; `world steps=1` has nodes report their steps.
 
+Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
+step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `world
+state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
+many snapshots; `disk a full` (or stuck, ok) and `spoil a 120` plant what `sim.memory` knows.
+
 `python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
@@ -111,6 +116,10 @@ def _read_line(script: Script, words: list[str], line: str) -> None:
         pairs = _pairs(words[1:]).items()
         checks = {name: _like(getattr(script.spec.checks, name), value) for name, value in pairs}
         script.spec = replace(script.spec, checks=replace(script.spec.checks, **checks))
+    elif words[0] == "saves":
+        pairs = _pairs(words[1:]).items()
+        saves = {name: _like(getattr(script.spec.saves, name), value) for name, value in pairs}
+        script.spec = replace(script.spec, saves=replace(script.spec.saves, **saves))
     elif words[0] == "world":
         script.world.update(_pairs(words[1:]))
     else:
@@ -136,6 +145,8 @@ def run(script: Script, prepare: Callable[[World], None] | None = None) -> World
         steps=script.world.get("steps", "0") == "1",
     )
     world.records = []
+    world.shelves.state = script.world.get("state", "ddp")
+    world.shelves.slots = int(script.world.get("slots", "2"))
     if prepare is not None:
         prepare(world)
     world.start_master(script.spec)
@@ -148,6 +159,7 @@ def run(script: Script, prepare: Callable[[World], None] | None = None) -> World
         if verb is None:
             raise ScriptError(f"{line!r}: there is no {words[0]}")
         verb(world, script.spec, words[1:])
+    world.worlds.faults += world.shelves.faults
     world.lines.extend(f"FAULT: {fault}" for fault in world.worlds.faults)
     return world
 
@@ -279,6 +291,23 @@ def _fault(world: World, spec: JobSpec, words: list[str]) -> None:
         raise ScriptError(str(fault)) from None
 
 
+def _snap(world: World, spec: JobSpec, words: list[str]) -> None:
+    names = [word for word in words[1:] if word != "persist"]
+    for node in [world.nodes[name] for name in names] or list(world.nodes.values()):
+        if node.alive:
+            node.memory.commit(int(words[0]), persist="persist" in words)
+
+
+def _disk(world: World, spec: JobSpec, words: list[str]) -> None:
+    if words[1] not in ("full", "stuck", "ok"):
+        raise ScriptError(f"no disk is {words[1]}")
+    world.shelves.disks[words[0]] = "" if words[1] == "ok" else words[1]
+
+
+def _spoil(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.nodes[words[0]].memory.spoil(int(words[1]))
+
+
 def _slow(world: World, spec: JobSpec, words: list[str]) -> None:
     world.bench.slow[words[0]] = float(words[1])
 
@@ -288,6 +317,8 @@ def _status(world: World, spec: JobSpec, words: list[str]) -> None:
         return
     status = world.master.job.status()
     world.trace("status", f"{status.phase}, {status.reason or 'nothing is awaited'}")
+    if status.snapshot:
+        world.trace("status", status.snapshot)
     for node in status.nodes:
         why = f": {node.reason}" if node.reason else ""
         health = f" [{node.health}]" if node.health else ""
@@ -326,6 +357,9 @@ VERBS: dict[str, Verb] = {
     "stuck": _stuck,
     "fault": _fault,
     "slow": _slow,
+    "snap": _snap,
+    "disk": _disk,
+    "spoil": _spoil,
     "left-over": _left_over,
     "master": _master,
     "status": _status,

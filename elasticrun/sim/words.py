@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from elasticrun.core.trace_form import snapshot_words
 from elasticrun.wire.messages import (
     Beat,
+    CommitCheckpoint,
     Finished,
     Hello,
+    Holder,
+    Holdings,
     Join,
     Leaving,
     Order,
+    Persist,
+    Persisted,
+    PersistOver,
     Probe,
     Probed,
     RanksFailed,
     Refused,
     Report,
     Running,
+    ShardBad,
     Start,
     Steps,
     Stop,
     Stopped,
     Stopping,
     Wait,
+    Watermark,
     Welcome,
+    WhereIs,
+)
+
+_ABOUT_SNAPSHOTS = (
+    Holdings
+    | WhereIs
+    | ShardBad
+    | Persisted
+    | Watermark
+    | Persist
+    | CommitCheckpoint
+    | PersistOver
+    | Holder
 )
 
 
@@ -31,8 +53,10 @@ def in_short(message: Report | Order) -> str:
         return (
             f"Start {message.round.number}: group {message.group_rank}/{message.group_world_size}, "
             f"ranks from {message.first_rank} of {message.world_size}, store {message.store.host}, "
-            f"restarts {message.restart_count}"
+            f"restarts {message.restart_count}{_from(message)}"
         )
+    if isinstance(message, _ABOUT_SNAPSHOTS):
+        return snapshot_words(message)
     if isinstance(message, Stop):
         return f"Stop {message.round.number}: {message.reason}"
     if isinstance(message, RanksFailed):
@@ -62,3 +86,8 @@ def in_short(message: Report | Order) -> str:
     exit_code = getattr(message, "exit_code", 0)
     reason = getattr(message, "reason", "")
     return f"End {exit_code}: {reason}"
+
+
+def _from(start: Start) -> str:
+    on = start.restore
+    return "" if on is None else f", from step {on.step} of round {on.round.number}"

@@ -15,6 +15,7 @@ from elasticrun.core.facts import Facts
 from elasticrun.core.pace import beat_interval
 from elasticrun.sim.clock import Clock
 from elasticrun.sim.master import Master, act_name
+from elasticrun.sim.memory import Shelves
 from elasticrun.sim.network import Stream
 from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.probes import Bench
@@ -89,6 +90,7 @@ class World:
         self.beat_interval = beat_interval
         self.steps = steps
         self.bench = Bench()
+        self.shelves = Shelves()
         self.traced = traced
         self._breaking: set[RoundName] = set()
         self._sessions = itertools.count(1)

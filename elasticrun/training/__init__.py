@@ -1,10 +1,28 @@
-"""WHAT A TRAINING SCRIPT MAY IMPORT; every part of it works, and does nothing, without an agent.
+"""WHAT A TRAINING SCRIPT MAY IMPORT; every part of it works without an agent.
 
-`progress(step)`, once a step after the optimizer's, lets the job find a node that is slow.
-Forbidden here: to raise into the script or to block it, a thread or a hook in it, to import torch
-(what the script has imported is used), and every other room but a few names of `wire`.
+`progress(step)`, once a step after the optimizer's, lets the job find a node that is slow; without
+an agent it does nothing. `Checkpointer` keeps the state in memory and in storage; with its name
+comes torch, so it is imported when it is first asked for.
+Forbidden here: to raise into the script or to block it (but for what `Checkpointer` says of
+itself), a thread or a hook in it, to import torch for `progress` (what the script has imported is
+used), and every other room but `checkpointing` and a few names of `wire`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from elasticrun.training.telling import progress
 
-__all__ = ["progress"]
+if TYPE_CHECKING:
+    from elasticrun.checkpointing.checkpointer import Checkpointer, Keep
+
+__all__ = ["Checkpointer", "Keep", "progress"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Checkpointer", "Keep"):
+        from elasticrun.checkpointing import checkpointer
+
+        return getattr(checkpointer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

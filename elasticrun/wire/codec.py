@@ -57,6 +57,10 @@ _REPORTS: Final[dict[str, type[Any]]] = {
     "probed": m.Probed,
     "steps": m.Steps,
     "reach_me": m.ReachMe,
+    "holdings": m.Holdings,
+    "where_is": m.WhereIs,
+    "shard_bad": m.ShardBad,
+    "persisted": m.Persisted,
 }
 _ORDERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,
@@ -68,6 +72,11 @@ _ORDERS: Final[dict[str, type[Any]]] = {
     "end": m.End,
     "echo": m.Echo,
     "probe": m.Probe,
+    "watermark": m.Watermark,
+    "persist": m.Persist,
+    "commit_checkpoint": m.CommitCheckpoint,
+    "persist_over": m.PersistOver,
+    "holder": m.Holder,
 }
 _ANSWERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,

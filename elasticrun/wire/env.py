@@ -108,6 +108,12 @@ NODE_FAULT: Final = "ELASTICRUN_NODE_FAULT"
 PROGRESS: Final = "ELASTICRUN_PROGRESS"
 """In ranks: where `elasticrun.training.progress` tells their steps (`wire/progress.py`)."""
 
+SNAPSHOTS: Final = "ELASTICRUN_SNAPSHOTS"
+"""In ranks: where `elasticrun.training.Checkpointer` speaks to its agent (`wire/snapshots.py`)."""
+
+SHM_DIR: Final = "ELASTICRUN_SHM_DIR"
+"""Where segments are kept; a folder on a tmpfs, /dev/shm if it is not set."""
+
 # ---------------------------------------------------------------- torch's own recorder
 
 FLIGHT_RECORDER_SIZE: Final = "TORCH_FR_BUFFER_SIZE"

@@ -6,8 +6,10 @@
 probe-fail[=compute|comm|wrong]   its probes fail: in the matmul, in the all_reduce (the default),
                                   or by a matmul whose result is wrong
 probe-hang[=compute|meet|comm]    its probes stop for ever in that phase (the default is comm)
-slow=3x                           its matmuls and all_reduces take three times as long, and so does
-                                  its own part of every step that `elasticrun.training` is told of
+slow=3x                           its matmuls and all_reduces take three times as long (and 10 ms
+                                  longer at the least, so that it shows on a busy machine), and so
+                                  does its own part of every step that `elasticrun.training` is told
+                                  of
 
 They are for tests, and for people who want to see what happens; the agent says loudly that they
 are there. A rank and a probe are given those of their own node (`own_words`), without the node.

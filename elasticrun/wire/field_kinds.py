@@ -123,6 +123,7 @@ class Name:
     """A name: one printable line that is never cut, because a cut name is another name."""
 
     empty: bool = False
+    most: int = m.MAX_NAME  # characters
 
     def load(self, where: str, message: Any, name: str) -> str:
         return self.check(where, getattr(message, name))
@@ -133,8 +134,8 @@ class Name:
     def check(self, where: str, value: str) -> str:
         if not value and not self.empty:
             raise WireError(f"{where} is empty")
-        if len(value) > m.MAX_NAME:
-            raise WireError(f"{where} has {len(value)} characters, more than {m.MAX_NAME}")
+        if len(value) > self.most:
+            raise WireError(f"{where} has {len(value)} characters, more than {self.most}")
         if not value.isprintable():
             raise WireError(f"{where} holds a character that cannot be printed")
         return value

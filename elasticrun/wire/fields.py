@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticrun.wire import messages as m
+from elasticrun.wire.agreement import agree
 from elasticrun.wire.field_kinds import (
     INT32,
     INT64,
@@ -27,6 +28,8 @@ from elasticrun.wire.field_kinds import (
     Word,
 )
 from elasticrun.wire.ids import Endpoint, RoundName
+
+_PID = Int(-1, INT32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +56,24 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Many:
-    """A bounded list: of messages (`of`) or of process ids."""
+    """A bounded list: of messages (`of`) or of whole numbers (`each`)."""
 
     most: int
     of: type[Any] | None = None
+    each: Int = _PID
 
     def load(self, where: str, message: Any, name: str) -> tuple[Any, ...]:
         values = getattr(message, name)
         self.bound(where, len(values))
         if self.of is None:
-            return tuple(_PID.check(where, pid) for pid in values)
+            return tuple(self.each.check(where, number) for number in values)
         return tuple(load(self.of, part, where) for part in values)
 
     def store(self, where: str, message: Any, name: str, value: tuple[Any, ...]) -> None:
         self.bound(where, len(value))
         target = getattr(message, name)
         if self.of is None:
-            target.extend(_PID.check(where, pid) for pid in value)
+            target.extend(self.each.check(where, number) for number in value)
             return
         for item in value:
             store(item, target.add(), where)
@@ -81,7 +85,6 @@ class _Many:
 
 _Field = Int | Flag | Seconds | Amount | Ratio | Text | Name | Word | Bytes | _Part | _Many
 
-_PID = Int(-1, INT32)
 _NAME = Name()
 _MAYBE = Name(empty=True)
 _TEXT = Text()
@@ -108,6 +111,10 @@ _PLACE: Final[dict[str, _Field]] = {
     "restart_count": _COUNT,
     "store": _ENDPOINT,
 }
+
+_SNAPSHOT: Final[dict[str, _Field]] = {"round": _ROUND, "step": Int(0, INT64)}
+_ATTEMPT = Name(most=m.MAX_ATTEMPT)
+_MAYBE_ENDPOINT = _Part(Endpoint, optional=True)
 
 _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     RoundName: {"term": Int(0, INT64), "number": Int(1, INT64), "nonce": _NAME},
@@ -140,7 +147,9 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "restart_grace": _SECONDS,
         "master_lost_timeout": _SECONDS,
         "checks": _Part(m.CheckSpec),
+        "saves": _Part(m.SaveSpec),
     },
+    m.SaveSpec: {"at_breakpoint": Flag(), "limit": Seconds(zero=False)},
     m.CheckSpec: {
         "network": Flag(),
         "perf": Flag(),
@@ -228,7 +237,13 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     },
     m.Refused: {"reason": _TEXT, "exit_code": _EXIT},
     m.Wait: {"reason": _TEXT},
-    m.Start: {**_PLACE, "role_first_rank": _RANK, "role_world_size": _WORLD, "host_store": Flag()},
+    m.Start: {
+        **_PLACE,
+        "role_first_rank": _RANK,
+        "role_world_size": _WORLD,
+        "host_store": Flag(),
+        "restore": _Part(m.Restore, optional=True),
+    },
     m.Stop: {"round": _ROUND, "reason": _TEXT},
     m.End: {"exit_code": _EXIT, "reason": _TEXT, "failures": _FAILURES},
     m.Echo: {"number": Int(0, INT64), "beat_interval": _SECONDS},
@@ -288,6 +303,53 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "outcome": _TEXT,
         "excluded": _Many(m.MAX_EXCLUDED, m.ExcludedNode),
         "check": _TEXT,
+        "snapshot": _TEXT,
+    },
+    m.Holding: {
+        **_SNAPSHOT,
+        "first_rank": _RANK,
+        "world_size": _WORLD,
+        "contents": _Many(m.MAX_CONTENTS, each=Int(0, INT64)),
+        "wanted": Flag(),
+    },
+    m.Holdings: {"saver": _MAYBE_ENDPOINT, "held": _Many(m.MAX_HOLDINGS, m.Holding)},
+    m.Restore: {**_SNAPSHOT, "world_size": _WORLD},
+    m.ShardBad: {**_SNAPSHOT, "rank": _RANK, "reason": _TEXT},
+    m.WhereIs: {**_SNAPSHOT, "rank": _RANK},
+    m.Holder: {
+        **_SNAPSHOT,
+        "rank": _RANK,
+        "holds": _RANK_OR_NONE,
+        "saver": _MAYBE_ENDPOINT,
+        "reason": _TEXT,
+    },
+    m.Watermark: _SNAPSHOT,
+    m.Persist: {
+        "attempt": _ATTEMPT,
+        **_SNAPSHOT,
+        "world_size": _WORLD,
+        "ranks": _Many(m.MAX_LOCAL_RANKS, each=_RANK),
+        "shared": _Many(m.MAX_LOCAL_RANKS, each=_RANK),
+        "writers": Int(1, m.MAX_RANKS),
+        "coordinates": Flag(),
+        "coordinator": _MAYBE_ENDPOINT,
+        "reason": Word(("periodic", "breakpoint", "asked")),
+        "limit": Seconds(zero=False),
+    },
+    m.CommitCheckpoint: {"attempt": _ATTEMPT},
+    m.PersistOver: {
+        "attempt": Name(empty=True, most=m.MAX_ATTEMPT),
+        **_SNAPSHOT,
+        "ok": Flag(),
+        "reason": _TEXT,
+    },
+    m.Persisted: {
+        "attempt": _ATTEMPT,
+        "ok": Flag(),
+        "committed": Flag(),
+        "reason": _TEXT,
+        "nbytes": Int(0, INT64),
+        "seconds": _SECONDS,
     },
 }
 
@@ -299,25 +361,12 @@ def load(of: type[Any], message: Any, where: str) -> Any:
     """The dataclass `of` read from a protobuf message; WireError names the field, below `where`."""
     rows = _FIELDS[of]
     made = of(**{name: rule.load(f"{where}.{name}", message, name) for name, rule in rows.items()})
-    _agree(made, where)
+    agree(made, where)
     return made
 
 
 def store(value: Any, message: Any, where: str) -> None:
     """Fill a protobuf message from a dataclass; WireError names the field, below `where`."""
-    _agree(value, where)
+    agree(value, where)
     for name, rule in _FIELDS[type(value)].items():
         rule.store(f"{where}.{name}", message, name, getattr(value, name))
-
-
-def _agree(value: Any, where: str) -> None:
-    """What no field can say alone."""
-    match value:
-        case m.JobSpec() if value.min_nodes > value.max_nodes:
-            raise WireError(f"{where}: min_nodes {value.min_nodes} > max_nodes {value.max_nodes}")
-        case m.Start() | m.RoundReport() | m.Probe():
-            if value.group_rank >= value.group_world_size or value.first_rank >= value.world_size:
-                raise WireError(
-                    f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
-                    f"{value.first_rank} of {value.world_size}"
-                )

@@ -1,7 +1,8 @@
-"""Frames of `wire.spawner` messages: four bytes of length (big endian), then one JSON object.
+"""Frames of messages: four bytes of length (big endian), then one JSON object.
 
-Used by both ends of the spawner's socketpair: the agent (or a caller of elastic_launch) and the
-fork server. Pure functions and a buffer, no socket; whoever owns the socket feeds bytes in.
+Used between the agent (or a caller of elastic_launch) and the fork server (`wire.spawner`), between
+ranks, savers and their agent (`wire.snapshots`), and between savers (`wire.bulk`). Pure functions
+and a buffer, no socket; whoever owns the socket feeds bytes in.
 Anything that is not exactly one of the expected messages raises `FrameError`, whose text is one
 sentence for the operator: there is no second guess about what a peer may have meant.
 """
@@ -15,9 +16,13 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elasticrun.wire.spawner import MAX_FRAME_BYTES, FromSpawner, ToSpawner
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Room for an environment of 2 MB (Linux' own bound for one exec) with its JSON escapes."""
 
 LENGTH_BYTES = 4
 _INT_BOUND = 2**63
@@ -30,8 +35,9 @@ class FrameError(ValueError):
 # ---------------------------------------------------------------- encoding
 
 
-def encode(message: ToSpawner | FromSpawner) -> bytes:
-    """One whole frame. Raises FrameError if it would be longer than MAX_FRAME_BYTES."""
+def encode(message: DataclassInstance) -> bytes:
+    """One whole frame of a message of one of the unions. Raises FrameError if it would be longer
+    than MAX_FRAME_BYTES."""
     body = {"type": type(message).__name__, **_plain(message)}
     payload = json.dumps(body, separators=(",", ":")).encode("ascii")
     if len(payload) > MAX_FRAME_BYTES:
@@ -62,7 +68,7 @@ class FrameBuffer:
     """
 
     def __init__(self, union: Any) -> None:
-        """`union` is `ToSpawner` or `FromSpawner`: the messages that may come."""
+        """`union`, such as `ToSpawner` or `FromRank`: the messages that may come."""
         self._types = types_of(union)
         for cls in self._types.values():
             _fields(cls)
@@ -169,5 +175,5 @@ def _scalar(cls: type, value: Any, where: str) -> Any:
 
 
 def types_of(union: types.UnionType) -> dict[str, type]:
-    """The messages of `ToSpawner` or `FromSpawner` by their names on the wire."""
+    """The messages of a union by their names on the wire."""
     return {t.__name__: t for t in typing.get_args(union)}

@@ -25,8 +25,26 @@ from elasticrun.wire.health import (
     Transfer as Transfer,
 )
 from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.page import JobStatus as JobStatus, NodeStatus as NodeStatus
+from elasticrun.wire.saving import (
+    MAX_ATTEMPT as MAX_ATTEMPT,
+    MAX_CONTENTS as MAX_CONTENTS,
+    MAX_HOLDINGS as MAX_HOLDINGS,
+    CommitCheckpoint as CommitCheckpoint,
+    Holder as Holder,
+    Holding as Holding,
+    Holdings as Holdings,
+    Persist as Persist,
+    Persisted as Persisted,
+    PersistOver as PersistOver,
+    Restore as Restore,
+    SaveSpec as SaveSpec,
+    ShardBad as ShardBad,
+    Watermark as Watermark,
+    WhereIs as WhereIs,
+)
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -111,6 +129,7 @@ class JobSpec:
     restart_grace: float  # how long a rank may take to die when its group is restarted
     master_lost_timeout: float
     checks: CheckSpec = field(default_factory=CheckSpec)
+    saves: SaveSpec = field(default_factory=SaveSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +284,10 @@ Report = (
     | Probed
     | Steps
     | ReachMe
+    | Holdings
+    | WhereIs
+    | ShardBad
+    | Persisted
 )
 
 
@@ -314,6 +337,7 @@ class Start:
     restart_count: int
     store: Endpoint
     host_store: bool  # this node's store is the one: keep it
+    restore: Restore | None = None  # the snapshot that all ranks go on from; None: none in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,48 +365,25 @@ class Echo:
     beat_interval: float = 0.0  # how often to beat from now on; 0: as before
 
 
-Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe
+Order = (
+    Challenge
+    | Welcome
+    | Refused
+    | Wait
+    | Start
+    | Stop
+    | End
+    | Echo
+    | Probe
+    | Watermark
+    | Persist
+    | CommitCheckpoint
+    | PersistOver
+    | Holder
+)
 
 
 # ---------------------------------------------------------------- Status
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
-    """One node, as the status page shows it."""
-
-    node: str
-    host: str
-    address: str
-    state: str  # the membership word: alive, suspect, dead, left
-    activity: str  # joining, at-the-door, starting, running, stopping, finished, spare
-    reason: str  # why it waits, empty if it does not
-    group_rank: int  # -1: has no place in the current round
-    first_rank: int
-    local_world_size: int
-    pids: tuple[int, ...]
-    health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """The job as one page: what a person asks first, and why anything waits."""
-
-    job_id: str
-    phase: str  # gathering, running, stopping, ended
-    reason: str
-    round: RoundName | None
-    world_size: int
-    restart_count: int
-    restarts_left: int
-    max_restarts: int
-    min_nodes: int
-    max_nodes: int
-    nodes: tuple[NodeStatus, ...]
-    last_failure: str
-    outcome: str
-    excluded: tuple[ExcludedNode, ...] = ()
-    check: str = ""  # what the last network check found, in a sentence; "" if there was none
 
 
 StatusAnswer = Challenge | Refused | JobStatus | Reached

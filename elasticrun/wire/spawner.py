@@ -1,8 +1,8 @@
 """The messages between an agent and its spawner (the fork server, or a caller of elastic_launch).
 
-They travel over a private socketpair as frames: four bytes of length (big endian), then a JSON
-object `{"type": <class name>, ...fields}`. No pickle; a frame is at most MAX_FRAME_BYTES long, and
-one that is not understood ends the conversation with a sentence.
+They travel over a private socketpair as frames (`wire.frames`): four bytes of length (big endian),
+then a JSON object `{"type": <class name>, ...fields}`. No pickle; a frame is bounded, and one that
+is not understood ends the conversation with a sentence.
 
 A *key* names one process the spawner was told to start; the agent never uses a key twice.
 """
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-
-MAX_FRAME_BYTES = 4 * 1024 * 1024
-"""Room for an environment of 2 MB (Linux' own bound for one exec) with its JSON escapes."""
 
 
 class EntryKind(StrEnum):
@@ -111,6 +108,20 @@ class SpawnProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class SpawnSaver:
+    """Start the saver, one a node. It dials `place`, an abstract socket of the agent, and speaks
+    `wire.snapshots` there from then on; it ends with that conversation (Exited)."""
+
+    key: int
+    place: str
+    host: str  # address where it serves other nodes, "" for nowhere
+    secret: str  # hex; what another node's saver must prove to know, "" for nothing
+    env: dict[str, str]
+    unset: tuple[str, ...]
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendSignal:
     """Send a signal to the process group of a rank (or to a store host)."""
 
@@ -148,7 +159,16 @@ class Pet:
 
 
 ToSpawner = (
-    Configure | SpawnRank | SpawnStore | SpawnProbe | SendSignal | Sweep | CloseStore | Quit | Pet
+    Configure
+    | SpawnRank
+    | SpawnStore
+    | SpawnProbe
+    | SpawnSaver
+    | SendSignal
+    | Sweep
+    | CloseStore
+    | Quit
+    | Pet
 )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from multiprocessing.util import get_temp_dir
 
 import psutil
 import pytest
@@ -29,17 +30,20 @@ def ours() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings from outside, logs under the test's own folder, no process left."""
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No settings from outside, logs in a folder of the test's own, no process left. (That folder's
+    name is short: multiprocessing's fork server has a Unix socket in it.)"""
     import os
 
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    get_temp_dir()  # multiprocessing's own in this process, which outlives a test
+    folder = tempfile.mkdtemp(prefix="er-api-")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setenv("TMPDIR", folder)
     before = ours()
     yield
+    shutil.rmtree(folder, ignore_errors=True)
     multiprocessing.active_children()  # reaps
     _, alive = psutil.wait_procs(ours() - before, timeout=LIMIT)
     assert not alive, [process.cmdline() for process in alive]

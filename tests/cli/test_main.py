@@ -17,6 +17,7 @@ from elasticrun.cli.master_verb import configure
 from elasticrun.cli.program import check_program
 from elasticrun.cli.values import UsageError
 from elasticrun.wire.messages import CheckSpec
+from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.harness import clean_environment
 
@@ -192,6 +193,26 @@ def test_dry_run_shows_node_health(tmp_path: Path) -> None:
     assert rows["accelerator"] == ["cpu", "--accelerator"]
 
 
+@pytest.mark.parametrize(
+    ("words", "summary"),
+    [
+        ((), "ranks go on from a snapshot in memory, if they have taken any"),
+        (
+            ("--save-at-breakpoint", "--save-limit=30"),
+            "ranks go on from a snapshot in memory, if they have taken any, and it is written out "
+            "as a checkpoint, in 30 s at most",
+        ),
+    ],
+)
+def test_dry_run_shows_what_happens_after_a_failure(
+    words: tuple[str, ...], summary: str, tmp_path: Path
+) -> None:
+    done = command("--dry-run", *words, "s.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (shown,) = [line for line in done.stdout.splitlines() if line.startswith("after a failure")]
+    assert shown.split(maxsplit=3)[3] == summary
+
+
 def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
     done = command("--dry-run", "missing.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -227,6 +248,19 @@ def test_master_with_flags_of_node_health() -> None:
     assert config.spec.checks == CheckSpec(
         network=True, exclude_stragglers=True, slow_ratio=3.0, probe_limit=4.0
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (["--save-at-breakpoint", "--save-limit=9"], {}),
+        (["--save-limit=9"], {"PET_SAVE_AT_BREAKPOINT": "1"}),
+    ],
+)
+def test_master_with_flags_of_snapshots(words: list[str], environ: dict[str, str]) -> None:
+    config = configure(words, environ)
+    assert config.spec is not None
+    assert config.spec.saves == SaveSpec(at_breakpoint=True, limit=9.0)
 
 
 @pytest.mark.parametrize(

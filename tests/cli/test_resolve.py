@@ -16,6 +16,7 @@ from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, LogPlan, Rendezvous
 from elasticrun.wire.messages import CheckSpec, JobSpec
+from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
 
 PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
@@ -251,6 +252,7 @@ ERRORS = [
     ("--straggler-ratio=-2", {}, 2, "--straggler-ratio=-2 is not a ratio above 1"),
     ("--comm-perf-threshold=-1", {}, 2, "--comm-perf-threshold=-1 is not 0 GB/s or more"),
     ("--exclude-for 0", {}, 1, "--exclude-for=0 is not a positive number of seconds"),
+    ("--save-limit 0", {}, 1, "--save-limit=0 is not a positive number of seconds"),
     ("--exclude-for 1e10", {}, 1, "the longest time there is here is 1e+09 s"),
     ("--rdzv-conf probe_timeout=0", {}, 1, "probe_timeout=0 is not a positive"),
     ("--rdzv-conf straggler_time=soon", {}, 1, "straggler_time=soon is not a positive"),
@@ -284,6 +286,7 @@ PARSE_ERRORS = [
     ("--shutdown-timeout nan", {}, "is not a number of seconds"),
     ("--launch x", {}, "invalid choice: 'x'"),
     ("--straggler-ratio inf", {}, "'inf' is not a number"),
+    ("--save-limit inf", {}, "'inf' is not a number of seconds"),
     ("--comm-perf-threshold fast", {}, "'fast' is not a number of GB/s"),
     ("--precheck all", {}, "'all' is not a whole number"),
     ("", {"ELASTICRUN_STRAGGLER_RATIO": "x"}, "(from ELASTICRUN_STRAGGLER_RATIO) is not a number"),
@@ -455,6 +458,15 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--auto-config --nnodes 4", {}, "spec.checks", CheckSpec(network=True)),
     ("--auto-config --nnodes 3:8 --rdzv-backend c10d", {}, "spec.checks", CheckSpec()),
     ("--auto-config --nnodes 4:8 --rdzv-backend c10d", {}, "spec.checks.network", True),
+    # snapshots
+    ("", {}, "spec.saves", SaveSpec()),
+    ("--save-at-breakpoint", {}, "spec.saves", SaveSpec(at_breakpoint=True)),
+    ("--save_at_breakpoint", {}, "spec.saves.at_breakpoint", True),
+    ("", {"PET_SAVE_AT_BREAKPOINT": "1"}, "spec.saves.at_breakpoint", True),
+    ("", {"PET_SAVE_AT_BREAKPOINT": "0"}, "spec.saves.at_breakpoint", False),
+    ("--save-limit 7.5", {}, "spec.saves", SaveSpec(limit=7.5)),
+    ("--save_limit=600", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 600.0),
+    ("", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 5.0),
 ]  # fmt: skip
 
 

@@ -97,6 +97,10 @@ ADDED = {
         r"elasticrun-[0-9a-f]{32}/\d+",
         "where elasticrun.training.progress tells the steps; read by nobody else",
     ),
+    "ELASTICRUN_SNAPSHOTS": (
+        r"elasticrun-[0-9a-f]{32}/\d+",
+        "where elasticrun.training.Checkpointer speaks to its agent; read by nobody else",
+    ),
 }
 """What torchrun does not set, in every rank of ours."""
 

@@ -117,6 +117,7 @@ def test_values_on_the_command_line(dest: str, text: str) -> None:
         ["--", "s.py", "-t"],
         ["s.py", "--", "-t", "--"],
         ["--no-such-flag", "s.py"],
+        ["--lo=x", "s.py"],
         ["--nproc-per-node=2", "--nproc_per_node", "4", "s.py"],
         ["--standalone=1", "s.py"],
         ["--max-restarts", "s.py"],

@@ -15,10 +15,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from elasticrun.wire.frames import LENGTH_BYTES, FrameBuffer, FrameError, encode
+from elasticrun.wire.frames import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    FrameBuffer,
+    FrameError,
+    encode,
+)
 from elasticrun.wire.serverstart import SERVER_FILE, SHIELDED
 from elasticrun.wire.spawner import (
-    MAX_FRAME_BYTES,
     CloseStore,
     Entry,
     EntryKind,

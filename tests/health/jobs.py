@@ -22,6 +22,10 @@ PACES = "paces.py"
 CHECK = "--network-check"
 EXCLUDED = 81
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Of every probe and rank: agents share the cores here, and threads that wait for each other in a
+loop, as OpenMP's do, would make a matmul ten times as long, now of this node and now of that."""
+
 
 class Health:
     """The job of one test; see the module's head."""
@@ -37,7 +41,8 @@ class Health:
     ) -> ElasticJob:
         """Start the job, the larger number of nodes together if not said otherwise; `fault` is told
         to all of them, `more` as for `elastic_job`."""
-        env = {**more.pop("env", {}), **({"ELASTICRUN_FAULT": fault} if fault else {})}
+        env = {**ONE_THREAD, **more.pop("env", {})}
+        env |= {"ELASTICRUN_FAULT": fault} if fault else {}
         words = {"nodes": int(nnodes.rpartition(":")[2]), "together": True, **more}
         words |= {"nnodes": nnodes, "options": options, "env": env}
         job: ElasticJob = self._start(str(SCRIPTS / script), self._folder, **words)
@@ -73,6 +78,11 @@ class Health:
         assert self.job is not None
         (found,) = self.job.status().excluded
         return found
+
+    def measured(self) -> str:
+        """What the last probes of each node have measured; for the message of a failure."""
+        assert self.job is not None
+        return "\n".join(f"{one.node}: {one.health}" for one in self.job.status().nodes)
 
     def trained(self) -> set[int]:
         """The nodes whose ranks have done a step so far."""

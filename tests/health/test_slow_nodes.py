@@ -12,7 +12,7 @@ from tests.health.jobs import CHECK, Health
 pytestmark = pytest.mark.slow
 
 RATIO = "--straggler-ratio=2"
-SLOW = "slow=20x"
+SLOW = "slow=10x"
 """Agents and whatever else runs share two cores here, so that equal nodes differ by much: the
 planted one is slower by far more than that, in its matmul and in its all_reduce; which of the two
 shows first is all the same."""
@@ -20,38 +20,30 @@ shows first is all the same."""
 EVIDENCE = r"[\d.]+ (ms|us|s)\b.*, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
 
 
-@pytest.mark.parametrize("nodes", [3, 4])
-def test_a_slow_node_is_told_about(health: Health, nodes: int) -> None:
+def test_a_slow_node_is_told_about(health: Health) -> None:
     """It trains with the others; the reason has its figure, the others' and the limit."""
-    slow = nodes - 1
-    job = health.start(f"{nodes}", CHECK, RATIO, fault=f"{SLOW}@node{slow}")
-    health.world_of(*range(nodes))
-    assert re.search(rf"node{slow}\b.*slow.*{EVIDENCE}", health.said()), health.said()
+    job = health.start("4", CHECK, RATIO, fault=f"{SLOW}@node3")
+    health.world_of(0, 1, 2, 3)
+    assert re.search(rf"node3\b.*slow.*{EVIDENCE}", health.said()), health.measured()
     assert job.status().excluded == ()
-    assert "slow" in next(n.health for n in job.status().nodes if n.node == f"node{slow}")
-    health.finish(*[0] * nodes)
+    assert "slow" in next(n.health for n in job.status().nodes if n.node == "node3")
+    health.finish(0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("nodes", [3, 4])
-def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health, nodes: int) -> None:
-    slow = nodes - 1
-    health.start(
-        f"{nodes - 1}:{nodes}",
-        *(CHECK, RATIO, "--exclude-straggler"),
-        fault=f"{SLOW}@node{slow}",
-    )
-    assert re.search(EVIDENCE, health.excluded(slow))
+def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health) -> None:
+    health.start("2:3", CHECK, RATIO, "--exclude-straggler", fault=f"{SLOW}@node2")
+    assert re.search(EVIDENCE, health.excluded(2)), health.measured()
     assert health.listed().kind == "slow"
-    health.world_of(*range(slow))
-    health.finish(*[0] * slow, 81)
-    assert health.trained() == set(range(slow))
+    health.world_of(0, 1)
+    health.finish(0, 0, 81)
+    assert health.trained() == {0, 1}
 
 
 def test_a_slow_node_that_is_needed_stays(health: Health) -> None:
     """Never below min, whatever was wanted."""
     job = health.start("3", CHECK, RATIO, "--exclude-straggler", fault=f"{SLOW}@node2")
     health.world_of(0, 1, 2)
-    assert re.search(r"node2\b.*slow", health.said()), health.said()
+    assert re.search(r"node2\b.*slow", health.said()), health.measured()
     assert job.status().excluded == ()
     health.finish(0, 0, 0)
 
@@ -60,5 +52,5 @@ def test_nodes_that_are_alike_are_not_called_slow(health: Health) -> None:
     """The measure is noisy on two shared cores; that convicts nobody."""
     job = health.start("4", CHECK, "--straggler-ratio=4", "--exclude-straggler")
     health.world_of(0, 1, 2, 3)
-    assert job.status().excluded == ()
+    assert job.status().excluded == (), health.measured()
     health.finish(0, 0, 0, 0)

@@ -31,7 +31,7 @@ def test_a_straggler_is_told_about(health: Health) -> None:
 @pytest.mark.parametrize("waiting", [True, False], ids=["spare-waits", "spare-comes-later"])
 def test_a_straggler_is_swapped_for_a_spare(health: Health, waiting: bool) -> None:
     """It ends with the code of the excluded; the spare takes its place at no cost of a restart."""
-    conf = "--rdzv-conf=straggler_time=15" if waiting else SOON
+    conf = "--rdzv-conf=straggler_time=8" if waiting else SOON
     job = health.start("3:3", conf, "--exclude-straggler", fault=SLOW, script=PACES)
     first = health.world_of(0, 1, 2)
     if not waiting:

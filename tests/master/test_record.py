@@ -356,19 +356,22 @@ def test_three_masters_that_fail_on_one_state_within_a_minute(
     assert ("3 masters have failed on it" in caplog.text) != kept
 
 
-def test_it_stays_small_and_is_loaded_whole_after_thirty_days(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rounds", [120, pytest.param(720, marks=pytest.mark.soak)], ids=["five-days", "thirty-days"]
+)
+def test_it_stays_small_and_is_loaded_whole(tmp_path: Path, rounds: int) -> None:
     """1,000 nodes, a round an hour: what is kept does not grow with the length of a job."""
 
     async def run() -> None:
         async with opened(tmp_path) as store:
             await store.load()
-            for number in range(1, 30 * 24 + 1):
+            for number in range(1, rounds + 1):
                 await _written(store, facts(number, nodes=1000))
         size = sum(f.stat().st_size for f in tmp_path.iterdir())
         assert size <= 1024 * 1024, f"{size} bytes"
         found = await _load(tmp_path)
         assert found is not None
-        assert (found.number, len(found.order)) == (720, 1000)
+        assert (found.number, len(found.order)) == (rounds, 1000)
 
     aio.run(run())
 

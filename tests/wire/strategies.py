@@ -73,6 +73,7 @@ def specs(draw: Any, job_id: str | None = None) -> m.JobSpec:
         restart_grace=draw(SECONDS),
         master_lost_timeout=draw(SECONDS),
         checks=draw(checks),
+        saves=draw(st.builds(m.SaveSpec, st.booleans(), LIMITS)),
     )
 
 
@@ -94,6 +95,9 @@ def places(draw: Any) -> dict[str, Any]:
 round_reports = places().map(lambda place: m.RoundReport(**place))
 
 
+restores = st.builds(m.Restore, rounds, LONGS, st.integers(1, m.MAX_RANKS))
+
+
 @st.composite
 def starts(draw: Any) -> m.Start:
     return m.Start(
@@ -101,6 +105,7 @@ def starts(draw: Any) -> m.Start:
         role_first_rank=draw(st.integers(0, m.MAX_RANKS)),
         role_world_size=draw(st.integers(1, m.MAX_RANKS)),
         host_store=draw(st.booleans()),
+        restore=draw(st.none() | restores),
     )
 
 
@@ -171,6 +176,38 @@ probed = st.builds(
     SECONDS,
 )
 
+RANKS = st.integers(0, m.MAX_RANKS)
+ATTEMPTS = st.text(PRINTABLE, min_size=1, max_size=m.MAX_ATTEMPT)
+
+
+@st.composite
+def holdings(draw: Any) -> m.Holding:
+    contents = draw(st.lists(LONGS, min_size=1, max_size=20))
+    first = draw(st.integers(0, m.MAX_RANKS - len(contents)))
+    world = draw(st.integers(first + len(contents), m.MAX_RANKS))
+    return m.Holding(draw(rounds), draw(LONGS), first, world, tuple(contents), draw(st.booleans()))
+
+
+@st.composite
+def persists(draw: Any) -> m.Persist:
+    world = draw(st.integers(1, m.MAX_RANKS))
+    ranks = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=8, unique=True))
+    coordinator = draw(st.none() | endpoints)
+    return m.Persist(
+        attempt=draw(ATTEMPTS),
+        round=draw(rounds),
+        step=draw(LONGS),
+        world_size=world,
+        ranks=tuple(ranks),
+        shared=tuple(draw(st.lists(st.sampled_from(ranks), max_size=8, unique=True))),
+        writers=draw(st.integers(len(ranks), m.MAX_RANKS)),
+        coordinates=coordinator is None,
+        coordinator=coordinator,
+        reason=draw(st.sampled_from(("periodic", "breakpoint", "asked"))),
+        limit=draw(LIMITS),
+    )
+
+
 later_reports: st.SearchStrategy[m.Report] = st.one_of(
     st.builds(m.Join, endpoints),
     st.builds(m.Running, rounds, pid_lists),
@@ -183,6 +220,14 @@ later_reports: st.SearchStrategy[m.Report] = st.one_of(
     probed,
     st.builds(m.Steps, rounds, LONGS, st.integers(1, 2**31 - 1), SECONDS, SECONDS, SECONDS),
     st.builds(m.ReachMe, st.integers(1024, 65535), nonces),
+    st.builds(
+        m.Holdings,
+        st.none() | endpoints,
+        st.lists(holdings(), max_size=m.MAX_HOLDINGS).map(tuple),
+    ),
+    st.builds(m.WhereIs, rounds, LONGS, RANKS),
+    st.builds(m.ShardBad, rounds, LONGS, RANKS, TEXTS),
+    st.builds(m.Persisted, ATTEMPTS, st.booleans(), st.booleans(), TEXTS, LONGS, SECONDS),
 )
 reports: st.SearchStrategy[m.Report] = (
     hellos() | later_reports | knocks | st.builds(m.Proof, proofs)
@@ -208,6 +253,19 @@ orders: st.SearchStrategy[m.Order] = st.one_of(
     st.builds(m.End, EXITS, TEXTS, failure_lists),
     st.builds(m.Echo, LONGS, SECONDS),
     probes(),
+    st.builds(m.Watermark, rounds, LONGS),
+    persists(),
+    st.builds(m.CommitCheckpoint, ATTEMPTS),
+    st.builds(m.PersistOver, st.just("") | ATTEMPTS, rounds, LONGS, st.booleans(), TEXTS),
+    st.builds(
+        m.Holder,
+        rounds,
+        LONGS,
+        RANKS,
+        st.integers(-1, m.MAX_RANKS),
+        st.none() | endpoints,
+        TEXTS,
+    ),
 )
 
 node_statuses = st.builds(
@@ -249,6 +307,7 @@ statuses = st.builds(
     TEXTS,
     TEXTS,
     st.lists(excluded, max_size=4).map(tuple),
+    TEXTS,
     TEXTS,
 )
 reached = st.builds(

@@ -281,3 +281,62 @@ def test_a_number_too_large_for_the_wire_is_a_sentence() -> None:
         codec.report_to_wire(m.Beat(2**70))
     with pytest.raises(WireError):
         codec.report_to_wire(m.Beat("seven"))  # type: ignore[arg-type]
+
+
+PERSIST = m.Persist(
+    "a1", ROUND, 120, 4, (0, 1), (0,), 4, True, None, reason="periodic", limit=120.0
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": ()}, "no rank"),
+        ({"ranks": (0, 4)}, "beyond 4"),
+        ({"shared": (2,)}, "not among its 4 writers"),
+        ({"writers": 1}, "not among its 1 writers"),
+        ({"coordinates": False}, "is told who does"),
+        ({"coordinator": Endpoint("h", 1)}, "is told who does"),
+        ({"attempt": ""}, "attempt is empty"),
+        ({"attempt": "x" * 65}, "attempt has 65 characters, more than 64"),
+        ({"limit": 0.0}, "limit is 0.0 s"),
+        ({"reason": "whim"}, "'whim', not one of"),
+        ({"step": -1}, "step is -1"),
+    ],
+    ids=str,
+)
+def test_an_order_to_persist_that_cannot_be(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(WireError, match=said):
+        codec.order_to_wire(dataclasses.replace(PERSIST, **change))
+
+
+HOLDING = m.Holding(ROUND, 120, 0, 4, (7, 0), wanted=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"contents": ()}, "0 ranks from rank 0 on of 4"),
+        ({"first_rank": 3}, "2 ranks from rank 3 on of 4"),
+        ({"contents": (-1,)}, "contents is -1"),
+        ({"world_size": 0}, r"world_size|2 ranks from rank 0 on of 0"),
+    ],
+    ids=str,
+)
+def test_a_holding_that_cannot_be(change: dict[str, Any], said: str) -> None:
+    wrong = dataclasses.replace(HOLDING, **change)
+    with pytest.raises(WireError, match=said):
+        codec.report_to_wire(m.Holdings(None, (wrong,)))
+
+
+def test_what_a_node_holds_is_bounded_and_fits_into_a_message() -> None:
+    half = m.MAX_CONTENTS // 2
+    long = m.Holding(ROUND, 2**62, 0, half, (2**63 - 1,) * half, wanted=True)
+    both = m.Holdings(Endpoint("h", 4000), (long, long))
+    assert codec.report_from_wire(codec.report_to_wire(both)) == both
+    with pytest.raises(WireError, match="lists 4098 ranks, more than 4096"):
+        codec.report_to_wire(
+            m.Holdings(None, (long, long, dataclasses.replace(HOLDING, contents=(1, 1))))
+        )
+    with pytest.raises(WireError, match="lists 9, more than 8"):
+        codec.report_to_wire(m.Holdings(None, (HOLDING,) * 9))

@@ -178,6 +178,7 @@ class JobSpec(_message.Message):
     RESTART_GRACE_FIELD_NUMBER: _builtins.int
     MASTER_LOST_TIMEOUT_FIELD_NUMBER: _builtins.int
     CHECKS_FIELD_NUMBER: _builtins.int
+    SAVES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
@@ -194,6 +195,8 @@ class JobSpec(_message.Message):
     master_lost_timeout: _builtins.float
     @_builtins.property
     def checks(self) -> Global___CheckSpec: ...
+    @_builtins.property
+    def saves(self) -> Global___SaveSpec: ...
     def __init__(
         self,
         *,
@@ -212,14 +215,37 @@ class JobSpec(_message.Message):
         restart_grace: _builtins.float = ...,
         master_lost_timeout: _builtins.float = ...,
         checks: Global___CheckSpec | None = ...,
+        saves: Global___SaveSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class SaveSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_BREAKPOINT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    at_breakpoint: _builtins.bool
+    limit: _builtins.float
+    def __init__(
+        self,
+        *,
+        at_breakpoint: _builtins.bool = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_breakpoint", b"at_breakpoint", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveSpec: _TypeAlias = SaveSpec  # noqa: Y015
 
 @_typing.final
 class RoundReport(_message.Message):
@@ -680,6 +706,155 @@ class ReachMe(_message.Message):
 Global___ReachMe: _TypeAlias = ReachMe  # noqa: Y015
 
 @_typing.final
+class Holding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    FIRST_RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    first_rank: _builtins.int
+    world_size: _builtins.int
+    wanted: _builtins.bool
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        first_rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        contents: _abc.Iterable[_builtins.int] | None = ...,
+        wanted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "first_rank", b"first_rank", "round", b"round", "step", b"step", "wanted", b"wanted", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class Holdings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAVER_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def saver(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    def __init__(
+        self,
+        *,
+        saver: Global___Endpoint | None = ...,
+        held: _abc.Iterable[Global___Holding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saver", b"saver"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "saver", b"saver"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holdings: _TypeAlias = Holdings  # noqa: Y015
+
+@_typing.final
+class WhereIs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhereIs: _TypeAlias = WhereIs  # noqa: Y015
+
+@_typing.final
+class ShardBad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    rank: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reason", b"reason", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardBad: _TypeAlias = ShardBad  # noqa: Y015
+
+@_typing.final
+class Persisted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.str
+    ok: _builtins.bool
+    committed: _builtins.bool
+    reason: _builtins.str
+    nbytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.str = ...,
+        ok: _builtins.bool = ...,
+        committed: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        nbytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed", b"committed", "nbytes", b"nbytes", "ok", b"ok", "reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Persisted: _TypeAlias = Persisted  # noqa: Y015
+
+@_typing.final
 class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,6 +872,10 @@ class Report(_message.Message):
     PROBED_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     REACH_ME_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    WHERE_IS_FIELD_NUMBER: _builtins.int
+    SHARD_BAD_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -725,6 +904,14 @@ class Report(_message.Message):
     def steps(self) -> Global___Steps: ...
     @_builtins.property
     def reach_me(self) -> Global___ReachMe: ...
+    @_builtins.property
+    def holdings(self) -> Global___Holdings: ...
+    @_builtins.property
+    def where_is(self) -> Global___WhereIs: ...
+    @_builtins.property
+    def shard_bad(self) -> Global___ShardBad: ...
+    @_builtins.property
+    def persisted(self) -> Global___Persisted: ...
     def __init__(
         self,
         *,
@@ -742,12 +929,16 @@ class Report(_message.Message):
         probed: Global___Probed | None = ...,
         steps: Global___Steps | None = ...,
         reach_me: Global___ReachMe | None = ...,
+        holdings: Global___Holdings | None = ...,
+        where_is: Global___WhereIs | None = ...,
+        shard_bad: Global___ShardBad | None = ...,
+        persisted: Global___Persisted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -881,6 +1072,7 @@ class Start(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     HOST_STORE_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -893,6 +1085,8 @@ class Start(_message.Message):
     def round(self) -> Global___Round: ...
     @_builtins.property
     def store(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def restore(self) -> Global___Restore: ...
     def __init__(
         self,
         *,
@@ -906,14 +1100,41 @@ class Start(_message.Message):
         restart_count: _builtins.int = ...,
         store: Global___Endpoint | None = ...,
         host_store: _builtins.bool = ...,
+        restore: Global___Restore | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Restore(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    world_size: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restore: _TypeAlias = Restore  # noqa: Y015
 
 @_typing.final
 class Stop(_message.Message):
@@ -1031,6 +1252,169 @@ class Probe(_message.Message):
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
+class Watermark(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Watermark: _TypeAlias = Watermark  # noqa: Y015
+
+@_typing.final
+class Persist(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
+    COORDINATES_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.str
+    step: _builtins.int
+    world_size: _builtins.int
+    writers: _builtins.int
+    coordinates: _builtins.bool
+    reason: _builtins.str
+    limit: _builtins.float
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def shared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def coordinator(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.str = ...,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        shared: _abc.Iterable[_builtins.int] | None = ...,
+        writers: _builtins.int = ...,
+        coordinates: _builtins.bool = ...,
+        coordinator: Global___Endpoint | None = ...,
+        reason: _builtins.str = ...,
+        limit: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinates", b"coordinates", "coordinator", b"coordinator", "limit", b"limit", "ranks", b"ranks", "reason", b"reason", "round", b"round", "shared", b"shared", "step", b"step", "world_size", b"world_size", "writers", b"writers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Persist: _TypeAlias = Persist  # noqa: Y015
+
+@_typing.final
+class CommitCheckpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitCheckpoint: _TypeAlias = CommitCheckpoint  # noqa: Y015
+
+@_typing.final
+class PersistOver(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.str
+    step: _builtins.int
+    ok: _builtins.bool
+    reason: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.str = ...,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        ok: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ok", b"ok", "reason", b"reason", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PersistOver: _TypeAlias = PersistOver  # noqa: Y015
+
+@_typing.final
+class Holder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    SAVER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    rank: _builtins.int
+    holds: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def saver(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        holds: _builtins.int = ...,
+        saver: Global___Endpoint | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "saver", b"saver"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds", b"holds", "rank", b"rank", "reason", b"reason", "round", b"round", "saver", b"saver", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1043,6 +1427,11 @@ class Order(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     CHALLENGE_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
+    WATERMARK_FIELD_NUMBER: _builtins.int
+    PERSIST_FIELD_NUMBER: _builtins.int
+    COMMIT_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PERSIST_OVER_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1061,6 +1450,16 @@ class Order(_message.Message):
     def challenge(self) -> Global___Challenge: ...
     @_builtins.property
     def probe(self) -> Global___Probe: ...
+    @_builtins.property
+    def watermark(self) -> Global___Watermark: ...
+    @_builtins.property
+    def persist(self) -> Global___Persist: ...
+    @_builtins.property
+    def commit_checkpoint(self) -> Global___CommitCheckpoint: ...
+    @_builtins.property
+    def persist_over(self) -> Global___PersistOver: ...
+    @_builtins.property
+    def holder(self) -> Global___Holder: ...
     def __init__(
         self,
         *,
@@ -1073,12 +1472,17 @@ class Order(_message.Message):
         echo: Global___Echo | None = ...,
         challenge: Global___Challenge | None = ...,
         probe: Global___Probe | None = ...,
+        watermark: Global___Watermark | None = ...,
+        persist: Global___Persist | None = ...,
+        commit_checkpoint: Global___CommitCheckpoint | None = ...,
+        persist_over: Global___PersistOver | None = ...,
+        holder: Global___Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "echo", b"echo", "end", b"end", "kind", b"kind", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1189,6 +1593,7 @@ class StatusReply(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -1201,6 +1606,7 @@ class StatusReply(_message.Message):
     last_failure: _builtins.str
     outcome: _builtins.str
     check: _builtins.str
+    snapshot: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1225,10 +1631,11 @@ class StatusReply(_message.Message):
         outcome: _builtins.str = ...,
         excluded: _abc.Iterable[Global___ExcludedNode] | None = ...,
         check: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

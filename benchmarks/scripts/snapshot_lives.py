@@ -1,0 +1,95 @@
+"""A rank with a large state that takes a snapshot every step, and is killed after some of them.
+
+argv: GiB of state, number of tensors, samples of each kind, lives. Every life but the last ends by
+SIGKILL; the next one has to go on at the step after the last snapshot. Seconds of everything go to
+$BENCH_STEPS/figures, a line of JSON each; `dies` and `again` are told by datagram as well.
+
+In a life that may take its time (the first), each snapshot is measured beside a copy of the same
+bytes into warm shared memory, in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from report import report
+from state import Shared, State, timed
+
+from elasticrun.training import Checkpointer
+
+PAUSE = 0.5
+"""Seconds between two snapshots: a training step, in which the saver hashes the last one."""
+
+LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def figure(name: str, seconds: float) -> None:
+    """Write one sample down."""
+    line = json.dumps({"name": name, "life": LIFE, "seconds": seconds}) + "\n"
+    with (Path(os.environ["BENCH_STEPS"]) / "figures").open("a") as file:
+        file.write(line)
+
+
+def train(state: State, step: int) -> None:
+    """One step: it changes the state, and needs the other ranks."""
+    with torch.no_grad():
+        state.weights[0].fill_(float(step))
+    dist.all_reduce(torch.ones(1))
+
+
+def at(state: State) -> int:
+    """The step that the state has seen."""
+    return int(state.weights[0][-1].item())
+
+
+def main() -> None:
+    """Train, save, die; the last life ends well."""
+    gib, count, samples, lives = float(sys.argv[1]), *map(int, sys.argv[2:5])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    state = State(gib, count)
+    folder = os.path.join(os.environ["BENCH_STEPS"], "checkpoints")
+    checkpointer = Checkpointer(folder, model=state, every=1)
+    began = time.perf_counter()
+    start = checkpointer.restore()
+    restored = time.perf_counter() - began
+    if LIFE == 0:
+        state.fill(0.0)
+    else:
+        figure("restore", restored)
+        assert at(state) == start > 0, f"restored step {start}, but the state is of {at(state)}"
+    step = start + 1
+    train(state, step)
+    report("again")
+    name = "first" if LIFE == 0 else "first after restart"
+    stall = timed(lambda: checkpointer.step(step))
+    figure(name if checkpointer.stats.snapshots else f"{name}: skipped", stall)
+    tensors = state.tensors()
+    shared = Shared(tensors) if LIFE == 0 else None
+    for _ in range(samples if shared else 2):
+        time.sleep(PAUSE)
+        if shared:
+            figure("memcpy", timed(lambda: shared.take(tensors)))
+            figure("memcpy back", timed(lambda: shared.give(tensors)))
+        step += 1
+        train(state, step)
+        before = checkpointer.stats.snapshots
+        stall = timed(lambda step=step: checkpointer.step(step))
+        figure("stall" if checkpointer.stats.snapshots > before else "skipped", stall)
+    if lives - 1 > LIFE:
+        figure("last step", float(step))
+        report("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

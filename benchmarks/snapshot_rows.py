@@ -1,0 +1,169 @@
+"""The measurements of snapshots: each starts real jobs (or a plain process, for a floor) and gives
+seconds by name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from rows import NO_BACKOFF, own
+from stage import ELASTICRUN, SCRIPTS, Job, TookTooLong, free_port, job
+
+Samples = dict[str, list[float]]
+
+LIMIT = 240.0
+"""Seconds that one job of a measurement may take: at 1 GiB, on pages never touched before."""
+
+
+def floors(gib: float, count: int, samples: int) -> Samples:
+    """memcpy, O_DIRECT and torch's own saves of the same state, in a plain process."""
+    folder = Path(tempfile.mkdtemp(prefix="elasticrun-bench-"))
+    words = (str(gib), str(count), str(samples), str(folder), str(free_port()))
+    try:
+        done = subprocess.run(
+            (sys.executable, str(SCRIPTS / "snapshot_floors.py"), *words),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=2 * LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise TookTooLong(f"the floors: not within {late.timeout:g} s") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if done.returncode:
+        raise TookTooLong(f"the floors ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    found: Samples = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def figures(run: Job) -> list[dict[str, float | str]]:
+    """What the job's ranks have written down so far."""
+    path = run.folder / "figures"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
+    """The seconds of each name, in the order in which they were written."""
+    found: Samples = {}
+    for row in rows:
+        found.setdefault(str(row["name"]), []).append(float(row["seconds"]))
+    return found
+
+
+READY = ("--preload=torch._dynamo,torch.distributed.checkpoint.state_dict",)
+"""What a Checkpointer imports of torch, made ready in the fork server."""
+
+
+def lives(gib: float, count: int, samples: int, deaths: int, *more: str) -> Samples:
+    """Stalls beside memcpy in a first life, then so many SIGKILLs, each with the restore, the first
+    snapshot after it, and the seconds from the death to a step of training again."""
+    with job(ELASTICRUN) as run:
+        words = (str(gib), str(count), str(samples), str(deaths + 1))
+        flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *NO_BACKOFF, *more)
+        run.start(*flags, script="snapshot_lives.py", arguments=words)
+        _through(run, deaths)
+        rows = figures(run)
+        found = by_name(rows)
+        found["killed → training again"] = recoveries(run, deaths)
+        return found
+
+
+def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]:
+    """Seconds from the death of a rank to a step of training again, the state loaded from disk."""
+    with job(launcher) as run:
+        words = (str(gib), str(count), str(deaths + 1))
+        flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
+        run.start(*flags, script="snapshot_disk.py", arguments=words)
+        _through(run, deaths)
+        return recoveries(run, deaths)
+
+
+def _through(run: Job, deaths: int) -> None:
+    """Until the last life has done its first step, and the job has ended well."""
+    for life in range(deaths + 1):
+        run.until(lambda life=life: bool(run.of("again", life)), LIMIT)
+        if not run.of("again", life):
+            raise TookTooLong(f"{run.launcher}: life {life} never trained\n{run.console()}")
+    _end(run)
+
+
+def _end(run: Job) -> None:
+    agent = run.agents[0]
+    run.until(lambda: agent.poll() is not None, LIMIT)
+    if agent.wait(LIMIT):
+        raise TookTooLong(f"{run.launcher} ended with {agent.poll()}\n{run.console()}")
+
+
+def recoveries(run: Job, deaths: int) -> list[float]:
+    """Seconds from each death to the next life's first step."""
+    pairs = ((run.of("dies", life), run.of("again", life + 1)) for life in range(deaths))
+    return [again[0].time - died[0].time for died, again in pairs if died and again]
+
+
+def persists(gib: float, count: int, samples: int) -> Samples:
+    """Seconds from the end of `step()` to the marker, and the CPU seconds of every process of the
+    job but the rank, by kind."""
+    with job(ELASTICRUN) as run:
+        words = (str(gib), str(count), str(samples))
+        run.start("--nproc-per-node=1", script="snapshot_persist.py", arguments=words)
+        used: list[dict[str, float]] = []
+        for number in range(samples + 2):
+            run.until(lambda number=number: len(run.of("ready")) > number, LIMIT)
+            if len(run.of("ready")) <= number:
+                raise TookTooLong(f"no checkpoint was written\n{run.console()}")
+            used.append(processor(run, {fact.pid for fact in run.facts}))
+        _end(run)
+        found = by_name(figures(run))
+        for before, after in list(itertools.pairwise(used))[1:]:
+            spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+            for kind, seconds in spent.items():
+                found.setdefault(f"cpu of {kind}", []).append(seconds)
+            found.setdefault("cpu of all", []).append(sum(spent.values()))
+        return found
+
+
+def processor(run: Job, ranks: set[int]) -> dict[str, float]:
+    """CPU seconds so far of the job's processes but the ranks, by kind."""
+    found: dict[str, float] = {}
+    for process in run.processes():
+        if process.pid not in ranks:
+            with contextlib.suppress(OSError, psutil.Error):
+                kind, used = kind_of(process), process.cpu_times()  # of threads that ended too
+                found[kind] = found.get(kind, 0.0) + used.user + used.system
+    return found
+
+
+def kind_of(process: psutil.Process) -> str:
+    """Which of the launcher's processes this is; the saver and a store host are children of the
+    fork server that look as it does, and only the saver has a large state mapped."""
+    command = " ".join(process.cmdline())
+    if "elasticrun.master" in command:
+        return "master"
+    if "forkserver" not in command:
+        return "agent"
+    parent = process.parent()
+    forked = parent is not None and "forkserver" in " ".join(parent.cmdline())
+    return "saver" if forked and process.memory_info().shared > 64 << 20 else "fork server"
+
+
+def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
+    """Seconds of a step of a small model on two ranks, block by block, with a snapshot each and
+    without."""
+    with job(ELASTICRUN) as run:
+        words = (str(pairs), str(steps))
+        run.start("--nproc-per-node=2", script="snapshot_training.py", arguments=words)
+        _end(run)
+        return figures(run)

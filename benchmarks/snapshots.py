@@ -1,0 +1,235 @@
+"""What snapshots cost and give, each figure beside its floor of the same run.
+
+    python benchmarks/snapshots.py [--quick] [--gib G] [--tensors N,...] [--only WORD] [--json FILE]
+
+One rank with so much state, in 64 tensors and in 4,096, under the real command and agent: the stall
+of a snapshot beside a copy of the same bytes in the same process, in turn; the first one after a
+SIGKILL; the checkpoint on disk beside a plain O_DIRECT write and torch's own saves; the restore;
+and the seconds from the SIGKILL to a training step again. Then two ranks that train a small model,
+with a snapshot every step and without, block by block. Medians, the worst in brackets. Results go
+to benchmarks/results/ with the date and the machine, or to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import report
+import snapshot_rows as rows
+from stage import ELASTICRUN, TORCHRUN, TookTooLong
+
+SAMPLES = 5
+
+
+@dataclass
+class Row:
+    """One line of the table: ours, its floor or peer, and what is wanted of the two."""
+
+    name: str
+    unit: str = "s"
+    ours: Sequence[float] = ()
+    floor: Sequence[float] = ()
+    floor_name: str = ""
+    most: float | None = None
+    """The bar on our median, in the unit."""
+    ratio: float | None = None
+    """The bar on our median as a multiple of the floor's."""
+
+    def met(self) -> bool | None:
+        """Whether the bars are met; None where there is none."""
+        if self.most is None and self.ratio is None:
+            return None
+        if not self.ours or (self.ratio is not None and not self.floor):
+            return False
+        middle = statistics.median(self.ours)
+        good = self.most is None or middle <= self.most
+        return good and (self.ratio is None or middle <= self.ratio * statistics.median(self.floor))
+
+    def markdown(self) -> str:
+        """The line itself."""
+        cells = [self.name, self._cell(self.floor, self.floor_name), self._cell(self.ours)]
+        both = self.ours and self.floor
+        ratio = statistics.median(self.ours) / statistics.median(self.floor) if both else None
+        cells.append("" if ratio is None else f"{ratio:.2f}")
+        wanted = [] if self.ratio is None else [f"≤ {self.ratio:g} ×"]
+        wanted += [] if self.most is None else [f"≤ {self.most:g} {self.unit}"]
+        cells.append(" and ".join(wanted))
+        cells.append({None: "", True: "met", False: "**missed**"}[self.met()])
+        return "| " + " | ".join(cells) + " |"
+
+    def _cell(self, found: Sequence[float], name: str = "") -> str:
+        if not found:
+            return f"{name}: -" if name else "-"
+        middle, worst, unit = statistics.median(found), max(found), self.unit
+        if unit == "s" and worst < 1:
+            middle, worst, unit = middle * 1000, worst * 1000, "ms"
+        return f"{name + ': ' if name else ''}{middle:.3g} {unit} ({worst:.3g})"
+
+
+@dataclass
+class Found:
+    """All samples of one number of tensors, by name."""
+
+    floors: rows.Samples = field(default_factory=dict)
+    lives: rows.Samples = field(default_factory=dict)
+    persists: rows.Samples = field(default_factory=dict)
+    disk: rows.Samples = field(default_factory=dict)
+    ready: rows.Samples = field(default_factory=dict)
+
+    def table(self) -> list[Row]:
+        """What there is to say of them."""
+        floor, ours, kept = self.floors.get, self.lives.get, self.persists.get
+        none: list[float] = []
+        again = ours("killed → training again", none)
+        return [
+            Row(
+                "stall of a snapshot",
+                *("s", ours("stall", none), ours("memcpy", none), "memcpy in the same process"),
+                ratio=1.15,
+            ),
+            Row("–", "s", ours("stall", none), floor("async_save", none), "torch async_save, shm"),
+            Row(
+                "–",
+                *("s", ours("stall", none), floor("async_save, default", none)),
+                "torch async_save",
+            ),
+            Row(
+                "first snapshot after a restart",
+                *("s", ours("first after restart", none), ours("stall", none), "warm stall"),
+                ratio=1.3,
+            ),
+            Row(
+                "–",
+                *("s", ours("first after restart", none), floor("async_save, first", none)),
+                "torch async_save, shm",
+            ),
+            Row("first snapshot of a job", "s", ours("first", none)),
+            Row(
+                "checkpoint on disk, fsync",
+                *("s", kept("persist", none), floor("O_DIRECT", none), "O_DIRECT write"),
+                ratio=1.3,
+            ),
+            Row("–", "s", kept("persist", none), floor("dcp.save", none), "dcp.save, fsync"),
+            Row(
+                "– CPU of the saver",
+                *("CPU-s", kept("cpu of saver", none), floor("O_DIRECT cpu", none)),
+                "O_DIRECT write",
+                most=0.1,
+            ),
+            Row(
+                "– CPU of agent, master, fork server, saver",
+                *("CPU-s", kept("cpu of all", none), floor("dcp.save cpu", none), "dcp.save"),
+            ),
+            Row(
+                "restore() from memory into existing tensors",
+                *("s", ours("restore", none), ours("memcpy back", none), "memcpy, warm mapping"),
+                ratio=1.3,
+            ),
+            Row(
+                "–",
+                *("s", ours("restore", none), floor("memcpy back, fresh mapping", none)),
+                "memcpy, fresh mapping",
+            ),
+            Row("rank killed → training again", "s", again, (), "", most=0.5),
+            Row(
+                "–",
+                *("s", again, self.disk.get(ELASTICRUN, none)),
+                "elasticrun, dcp.load from disk",
+            ),
+            Row("–", "s", again, self.disk.get(TORCHRUN, none), "torchrun, dcp.load from disk"),
+            Row(
+                "–, with --preload of what of torch it imports",
+                *("s", self.ready.get("killed → training again", none), again, "without"),
+                most=0.5,
+            ),
+            Row("– of it, restore()", "s", self.ready.get("restore", none)),
+        ]
+
+
+def measure(gib: float, count: int, samples: int, only: str) -> Found:
+    """All samples of one number of tensors; what takes too long is said and left out."""
+    found = Found()
+    parts = {
+        "floors": lambda: found.floors.update(rows.floors(gib, count, samples)),
+        "lives": lambda: found.lives.update(rows.lives(gib, count, samples, samples)),
+        "ready": lambda: found.ready.update(rows.lives(gib, count, 1, samples, *rows.READY)),
+        "persists": lambda: found.persists.update(rows.persists(gib, count, samples)),
+        "disk": lambda: found.disk.update(
+            {name: rows.from_disk(name, gib, count, 2) for name in (ELASTICRUN, TORCHRUN)}
+        ),
+    }
+    for name, take in parts.items():
+        if only in name:
+            try:
+                take()
+            except TookTooLong as late:
+                print(f"  {name}: {late}", file=sys.stderr)
+    return found
+
+
+def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
+    """How much a snapshot every step slows a small model down."""
+    try:
+        blocks = rows.training(pairs, steps)
+    except TookTooLong as late:
+        print(f"  training: {late}", file=sys.stderr)
+        blocks = []
+    found = rows.by_name(blocks)
+    taken = sum(int(b["taken"]) for b in blocks)
+    wanted = steps * len(found.get("with snapshots", []))
+    row = Row(
+        f"a step of a small model on 2 ranks, a snapshot each ({taken} of {wanted} taken)",
+        *("s", found.get("with snapshots", []), found.get("without", []), "without"),
+        ratio=1.02,
+    )
+    return row, {**found, "taken": [float(taken)], "wanted": [float(wanted)]}
+
+
+def main() -> int:
+    """Measure, print, write; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description="Snapshots beside their floors.")
+    parser.add_argument("--quick", action="store_true", help="0.25 GiB, few samples")
+    parser.add_argument("--gib", type=float, default=0.0, help="GiB of state; 1")
+    parser.add_argument("--tensors", default="64,4096", help="numbers of tensors; 64,4096")
+    parser.add_argument(
+        "--only", default="", help="floors, lives, ready, persists, disk or training"
+    )
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    gib = options.gib or (0.25 if options.quick else 1.0)
+    samples = 2 if options.quick else SAMPLES
+    about = report.begin()
+    written: dict[str, object] = {"gib": gib}
+    missed = list[str]()
+
+    def show(table: Sequence[Row]) -> None:
+        for row in table:
+            if options.only and not row.ours:
+                continue
+            print(row.markdown(), flush=True)
+            missed.extend([row.name] if row.met() is False else [])
+
+    for count in map(int, options.tensors.split(",")):
+        if options.only == "training":
+            break
+        found = measure(gib, count, samples, options.only)
+        print(f"\n| {gib:g} GiB in {count} tensors | floor, peer | elasticrun | ratio | wanted | |")
+        print("|---|---|---|---|---|---|")
+        show(found.table())
+        written[f"{count} tensors"] = asdict(found)
+    if options.only in ("", "training"):
+        row, blocks = training_row(*((3, 50) if options.quick else (15, 100)))
+        print("\n| training | without | with | ratio | wanted | |\n|---|---|---|---|---|---|")
+        show([row])
+        written["training"] = blocks
+    report.write("snapshots", about, written, options.json)
+    return report.verdict(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What this node holds, as the master is told it.
+
+Read from the segments themselves: a notice over a socket may be lost with its rank, what was
+committed may not.
+
+While ranks live, a step counts once all of them have committed it. Of ranks that are gone a step
+counts that only some have committed, unless there is one of the same round that all of them have:
+what belongs to a rank alone (its random numbers, its data loader) is in nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elasticrun.agent.held import Held
+from elasticrun.agent.segment_folder import Life
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import MAX_CONTENTS, MAX_HOLDINGS, Holding, Start
+from elasticrun.wire.segment import Snapshot, round_key
+from elasticrun.wire.snapshots import RankHere
+
+
+class Inventory:
+    """The rounds whose snapshots may lie here, and which of them the ranks want written."""
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        self._lives: dict[bytes, Life] = {}
+        self._wanted: set[tuple[bytes, int]] = set()
+        self._folder_told = False
+        self.present: Life | None = None
+        """The newest life of the local ranks."""
+
+    def adopt(self, lives: Iterable[Life]) -> None:
+        """Those of the agent before us."""
+        self._lives = {life.key: life for life in lives}
+
+    def begin(self, start: Start, held: Iterable[Held]) -> None:
+        """A new life; older ones of which nothing lies here are forgotten."""
+        name = start.round
+        place = (start.first_rank, start.world_size, self._nproc)
+        life = Life(name.term, name.number, name.nonce, *place)
+        self._lives.pop(life.key, None)
+        self._lives[life.key] = self.present = life
+        self._folder_told = False
+        needed = {snapshot.round for one in held for snapshot in one.snapshots()} | {life.key}
+        self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
+
+    def told(self, here: RankHere) -> str:
+        """Where the checkpoints of the present life go; a sentence if ranks do not agree on it. The
+        first one counts."""
+        assert self.present is not None
+        said = (here.folder, here.keep_last, here.keep_every)
+        if not self._folder_told:
+            self._folder_told = True
+            folder, last, every = said
+            life = replace(self.present, folder=folder, keep_last=last, keep_every=every)
+            self._lives[life.key] = self.present = life
+        elif said != (self.present.folder, self.present.keep_last, self.present.keep_every):
+            return (
+                f"local rank {here.local_rank} names another folder for checkpoints, or another "
+                f"number of them to keep, than the first one did: {self.present.folder} counts"
+            )
+        return ""
+
+    def lives(self) -> list[Life]:
+        """All that are known, the newest last."""
+        return list(self._lives.values())
+
+    def life(self, name: RoundName) -> Life | None:
+        return self._lives.get(round_key(name))
+
+    # ------------------------------------------------------------ single snapshots
+
+    def find(
+        self, held: Iterable[Held], name: RoundName, step: int, rank: int
+    ) -> tuple[Held, Snapshot] | None:
+        """The snapshot of this rank of (round, step), if it lies here."""
+        life = self.life(name)
+        if life is None:
+            return None
+        for one in held:
+            if one.local_rank >= 0 and life.first_rank + one.local_rank == rank:
+                snapshot = one.find(life.key, step)
+                if snapshot is not None:
+                    return one, snapshot
+        return None
+
+    def all_of(
+        self, held: Iterable[Held], name: RoundName, step: int
+    ) -> list[tuple[Held, Snapshot, int]]:
+        """Every snapshot of (round, step) that lies here, with its rank."""
+        life = self.life(name)
+        found: list[tuple[Held, Snapshot, int]] = []
+        for one in held:
+            snapshot = None if life is None or one.local_rank < 0 else one.find(life.key, step)
+            if life is not None and snapshot is not None:
+                found.append((one, snapshot, life.first_rank + one.local_rank))
+        return found
+
+    # ------------------------------------------------------------ all of them
+
+    def want(self, round: bytes, step: int) -> None:
+        """The ranks want this one written."""
+        self._wanted.add((round, step))
+
+    def unwant(self, round: bytes, step: int) -> None:
+        self._wanted.discard((round, step))
+
+    def wants(self, round: bytes, step: int) -> bool:
+        return (round, step) in self._wanted
+
+    def holdings(self, held: Iterable[Held], *, living: bool) -> tuple[Holding, ...]:
+        """All that is held, the newest first; `living`: ranks of the present life may still
+        write."""
+        contents = self._contents(held)
+        self._wanted &= contents.keys()
+        found: list[Holding] = []
+        order = {key: at for at, key in enumerate(self._lives)}
+        listed = 0
+        for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
+            life, row = self._lives[key], tuple(contents[key, step])
+            partly = 0 in row
+            if partly and ((living and life is self.present) or self._better(contents, key, step)):
+                continue
+            listed += len(row)
+            if len(found) == MAX_HOLDINGS or listed > MAX_CONTENTS:
+                break
+            wanted = (key, step) in self._wanted
+            place = (life.first_rank, life.world_size)
+            found.append(Holding(life.name, step, *place, row, wanted))
+        return tuple(found)
+
+    def whole_here(self, held: Iterable[Held]) -> int:
+        """The newest step of the present life that all local ranks have committed; -1: none."""
+        if self.present is None:
+            return -1
+        key = self.present.key
+        rows = self._contents(held).items()
+        return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
+
+    def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
+        """By (round, step): what each local rank of that round holds."""
+        found: dict[tuple[bytes, int], list[int]] = {}
+        for one in held:
+            for snapshot in one.snapshots() if one.local_rank >= 0 else ():
+                life = self._lives.get(snapshot.round)
+                if life is None or one.local_rank >= life.nproc:
+                    continue
+                row = found.setdefault((snapshot.round, snapshot.step), [0] * life.nproc)
+                row[one.local_rank] = one.content
+        return found
+
+    def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
+        """Whether all ranks hold another step of this round."""
+        return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())

@@ -1,0 +1,214 @@
+"""The folder on a tmpfs where a node keeps its segments, and who may touch it. All of it blocks.
+
+Its name says whose it is: user, job, node. An agent holds its lock (flock) for as long as it lives,
+so a folder whose lock is free has lost its agent: the next agent of the same node adopts what lies
+there, and agents of other jobs remove it. Nothing here is at a path that two jobs share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.segment import round_key
+
+DEFAULT_BASE: Final = "/dev/shm"
+
+MOST_ALIKE: Final = 8
+"""Folders of one node that are tried; another agent that calls itself the same holds the others."""
+
+MAX_LIVES: Final = 256
+"""Rounds of which snapshots may lie here; each local rank has a few slots."""
+
+MAX_LIVES_BYTES: Final = 4 * 1024 * 1024
+
+MAX_FILES: Final = 65536
+"""Entries that are looked at in one folder."""
+
+LOCK: Final = "lock"
+LIVES: Final = "lives.json"
+
+_NAME: Final = re.compile(r"(\d{1,4})-([0-9a-f]{16})-(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a snapshot's record does not say of its round: one life of the local ranks, its place in
+    the round, and where its checkpoints go."""
+
+    term: int
+    number: int
+    nonce: str
+    first_rank: int
+    world_size: int
+    nproc: int
+    folder: str = ""  # an absolute path or a URL; "" until a rank has said it
+    keep_last: int = 0
+    keep_every: int = 0
+
+    @property
+    def name(self) -> RoundName:
+        return RoundName(self.term, self.number, self.nonce)
+
+    @property
+    def key(self) -> bytes:
+        return round_key(self.name)
+
+
+class SegmentFolder:
+    """One node's folder, locked. Made by `take`."""
+
+    def __init__(self, path: str, lock: int, prefix: str) -> None:
+        self.path = path
+        self._lock = lock
+        self._prefix = prefix  # of the folders of this job's other nodes
+
+    def file(self, local_rank: int, layout: int, serial: int) -> str:
+        """The path of a segment."""
+        return os.path.join(self.path, f"{local_rank}-{layout:016x}-{serial}")
+
+    def files(self) -> Iterator[tuple[str, int, int, int]]:
+        """Path, local rank, layout key and serial of each segment that lies here."""
+        for name in sorted(os.listdir(self.path))[:MAX_FILES]:
+            if found := _NAME.fullmatch(name):
+                rank, layout, serial = int(found[1]), int(found[2], 16), int(found[3])
+                yield os.path.join(self.path, name), rank, layout, serial
+
+    def lives(self) -> list[Life]:
+        """The rounds that the last agent has noted; [] where nothing can be read."""
+        try:
+            with open(os.path.join(self.path, LIVES), "rb") as file:
+                rows = json.loads(file.read(MAX_LIVES_BYTES))
+            return [_life(row) for row in rows[:MAX_LIVES]]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def note(self, lives: list[Life]) -> None:
+        """Keep the newest rounds for an agent that comes after us. OSError."""
+        text = json.dumps([asdict(life) for life in lives[-MAX_LIVES:]])
+        path = os.path.join(self.path, LIVES)
+        with open(path + ".new", "w") as file:
+            file.write(text)
+        os.rename(path + ".new", path)
+
+    def clear(self) -> None:
+        """Remove all that lies here but the lock."""
+        for name in os.listdir(self.path):
+            if name != LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
+
+    def remove(self, *, job_over: bool) -> None:
+        """Give it back; with the job over, also those of its nodes on this host whose agents were
+        killed and never came again."""
+        _remove(self.path)
+        os.close(self._lock)
+        if job_over:
+            base = os.path.dirname(self.path)
+            _remove_free(base, lambda name: name.startswith(self._prefix))
+
+
+def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
+    """The locked folder of this node; without `make` only one that its last agent has left, None if
+    there is none. OSError."""
+    ours = _ours(job_id)
+    for number in range(MOST_ALIKE):
+        path = os.path.join(base, f"{ours}{_hash(node)}.{number}")
+        if not make and not os.path.isdir(path):
+            continue
+        lock = _lock(path)
+        if lock is not None:
+            return SegmentFolder(path, lock, ours)
+    if make:
+        raise OSError(f"{MOST_ALIKE} agents of node {node} live on this host")
+    return None
+
+
+def clean(base: str, job_id: str) -> None:
+    """Remove what agents of other jobs of this user have left that were killed."""
+    mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
+    _remove_free(base, lambda name: name.startswith(mine) and not name.startswith(ours))
+
+
+def _lock(path: str) -> int | None:
+    """The lock of this folder, made where there was none; None if another agent holds it. OSError,
+    also where the folder is somebody else's."""
+    for _ in range(3):  # its remover may have been quicker than us, though not for ever
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise OSError(f"{path} is not a folder of this user")
+        os.chmod(path, 0o700)
+        lock = os.path.join(path, LOCK)
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(lock, follow_symlinks=False), os.fstat(fd)):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+    raise OSError(f"{path} is removed again and again")
+
+
+def _remove_free(base: str, wanted: Callable[[str], bool]) -> None:
+    """Remove the folders here that are `wanted(name)` and that no agent holds."""
+    pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(base)[:MAX_FILES]:
+            path = os.path.join(base, name)
+            if not pattern.fullmatch(name) or not wanted(name):
+                continue
+            with contextlib.suppress(OSError):
+                lock = _lock(path)
+                if lock is not None:
+                    _remove(path)
+                    os.close(lock)
+
+
+def _remove(path: str) -> None:
+    """While its lock is held; the lock goes last, so that who waits for it finds another one."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if name != LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(path, name))
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(path, LOCK))
+        os.rmdir(path)
+
+
+def _life(row: Any) -> Life:
+    life = Life(**row)
+    numbers = (life.term, life.number, life.first_rank, life.world_size, life.nproc)
+    if not all(type(n) is int and 0 <= n < 2**62 for n in (*numbers, life.keep_last)):
+        raise ValueError("impossible numbers")
+    if type(life.keep_every) is not int or life.keep_every < 0:
+        raise ValueError("impossible numbers")
+    if not isinstance(life.nonce, str) or not isinstance(life.folder, str):
+        raise ValueError("a name is no text")
+    return life
+
+
+def _ours(job_id: str) -> str:
+    return f"elasticrun-{os.getuid()}-{_hash(job_id)}-"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,328 @@
+"""The segments of this node's local ranks: made, lent, taken over from a killed agent, removed.
+
+They outlive the ranks, and their pages stay warm: a rank that comes back with the same layout is
+given the same segment. A named file outlives this agent too; where its folder has no room, memory
+without a name serves, which does not (one line says so).
+
+Whatever touches a disk or gigabytes of memory happens in threads; the loop only reads and writes
+words of the segments' own pages. What a segment is needed for is known to `snapshots.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+from collections.abc import Coroutine, Mapping
+from itertools import count
+from typing import Any, Final
+
+from elasticrun.agent import memory
+from elasticrun.agent.held import Held, Sizes, let_go
+from elasticrun.agent.memory import NoRoom, in_words
+from elasticrun.agent.segment_folder import DEFAULT_BASE, Life, SegmentFolder, clean, take
+from elasticrun.agent.threads import in_thread
+from elasticrun.operator_log import logger
+from elasticrun.wire import env
+from elasticrun.wire.layout import PAGE
+from elasticrun.wire.segment import (
+    MIN_SLOTS,
+    Segment,
+    SegmentError,
+    begin,
+)
+
+OPEN_LIMIT: Final = 5.0
+"""Seconds for finding the folder; a file system that hangs leaves us without one."""
+
+REMOVE_LIMIT: Final = 10.0
+"""Seconds for giving all of it back at the end."""
+
+
+class Segments:
+    """All segments of this node. `held` is changed here alone, in the loop's thread."""
+
+    def __init__(self, job_id: str, nproc: int, environ: Mapping[str, str]) -> None:
+        self._job_id = job_id
+        self._nproc = nproc
+        self._base = environ.get(env.SHM_DIR, "") or DEFAULT_BASE
+        self._folder: SegmentFolder | None = None
+        self._no_folder = ""
+        self._node = ""
+        self._making: asyncio.Task[None] | None = None
+        self._keys = count(1)
+        self._serials = count(1)
+        self._taking = 0  # bytes that are being taken now
+        self._taken = asyncio.Event()
+        self._told: set[str] = set()
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._noted: list[Life] = []
+        self.held: list[Held] = []
+
+    async def open(self, node: str) -> list[Life]:
+        """Take over what a killed agent of this node has left; the rounds that its snapshots are
+        of. The folder of a node that has none is made when it is needed."""
+        self._node = node
+        try:
+            adopted = await in_thread(lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments")
+        except (OSError, TimeoutError) as error:
+            self._have_none(error)
+            return []
+        if adopted is None:
+            return []
+        self._folder, self.held, lives = adopted
+        found = self.held
+        serials = [int(held.path.rpartition("-")[2]) for held in found]
+        self._serials = count(max(serials, default=0) + 1)
+        if found:
+            sizes = in_words(sum(held.sizes.nbytes for held in found))
+            logger.info("snapshots of the agent before this one are here: %s", sizes)
+        return lives
+
+    async def note(self, lives: list[Life]) -> None:
+        """Keep for a later agent what snapshots do not say of their rounds."""
+        folder = self._folder
+        if folder is not None and lives != self._noted:
+            self._noted = list(lives)
+            try:
+                await in_thread(lambda: folder.note(lives), limit=OPEN_LIMIT, name="segments")
+            except (OSError, TimeoutError) as error:
+                self._once(f"snapshots will not outlive this agent: {error or 'no answer'}")
+
+    def new_key(self) -> int:
+        """A number that no segment has had."""
+        return next(self._keys)
+
+    async def need(self, local_rank: int, sizes: Sizes, content: int) -> Held:
+        """The segment of this local rank for this layout: the one it had, or a new one. NoRoom."""
+        if wrong := sizes.wrong():
+            raise NoRoom(wrong)
+        for held in self.held:
+            if held.local_rank == local_rank and held.sizes == sizes:
+                held.content = content
+                return held
+        self._announce(sizes)
+        held = await self._make(local_rank, sizes, content, sizes.nbytes)
+        self._spawn(self._warm(held))
+        return held
+
+    async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
+        """Memory for a snapshot of another node's; only slot 0 has pages. NoRoom."""
+        sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
+        if wrong := sizes.wrong():
+            raise NoRoom(wrong)
+        one = sizes.nbytes - (PAGE + slot_bytes)
+        return await self._make(-1, sizes, 0, one)
+
+    def drop(self, held: Held) -> None:
+        """Not needed any more; who has mapped it keeps what it sees."""
+        if held in self.held:
+            self.held.remove(held)
+            held.gone = True
+            self._spawn(_give_back([held]))
+
+    async def close(self, *, job_over: bool) -> None:
+        """Give everything back."""
+        self._closed = True
+        held, self.held = self.held, []
+        for one in held:
+            one.gone = True
+        folder, self._folder = self._folder, None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_give_back(held), REMOVE_LIMIT)
+            if folder is not None:
+                await in_thread(
+                    lambda: folder.remove(job_over=job_over), limit=REMOVE_LIMIT, name="segments"
+                )
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------ making
+
+    async def _have_folder(self) -> None:
+        """Once; who comes meanwhile waits for it."""
+        if self._folder is None and not self._no_folder:
+            if self._making is None:
+                self._making = asyncio.create_task(self._make_folder())
+            await asyncio.shield(self._making)
+
+    async def _make_folder(self) -> None:
+        def work() -> SegmentFolder | None:
+            return take(self._base, self._job_id, self._node, make=True)
+
+        try:
+            folder = await in_thread(work, limit=OPEN_LIMIT, name="segments")
+        except (OSError, TimeoutError) as error:
+            self._have_none(error)
+            return
+        if folder is not None and self._closed:
+            await in_thread(lambda: folder.remove(job_over=False), name="segments")
+            return
+        self._folder = folder
+
+    def _have_none(self, error: Exception) -> None:
+        why = f"{self._base} does not answer"
+        if isinstance(error, OSError) and str(error):
+            why = f"{self._base}: {error.strerror or error}"
+        self._no_folder = f"there is no folder for snapshots ({why})"
+
+    async def _make(self, local_rank: int, sizes: Sizes, content: int, filled: int) -> Held:
+        named = await self._room(filled)
+        self._taking += filled
+        try:
+            return await self._take(named, local_rank, sizes, content, filled)
+        finally:
+            self._taking -= filled
+            self._taken.set()
+
+    async def _take(
+        self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int
+    ) -> Held:
+        folder = self._folder if named else None
+        path = "" if folder is None else folder.file(local_rank, sizes.layout, next(self._serials))
+        if local_rank < 0:  # a copy is of no use to a later agent
+            path = ""
+
+        def work() -> tuple[int, mmap.mmap]:
+            if path:
+                fd = memory.take_file(path, sizes.nbytes, filled)
+            else:
+                fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled)
+            return fd, mmap.mmap(fd, sizes.nbytes)
+
+        fd, mapped = await in_thread(work, name="segments")
+        view = memoryview(mapped)
+        begin(
+            view,
+            layout_length=sizes.layout_length,
+            slot_bytes=sizes.slot_bytes,
+            slots=sizes.slots,
+        )
+        segment = Segment(view)
+        held = Held(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment)
+        if self._closed:
+            await _give_back([held])
+            raise NoRoom("this agent ends")
+        self.held.append(held)
+        return held
+
+    async def _room(self, need: int) -> bool:
+        """Whether it goes into the folder; false: into memory without a name. NoRoom.
+
+        What others are just taking may or may not have been counted already: so a refusal waits
+        until they are done."""
+        await self._have_folder()
+        while True:
+            self._taken.clear()
+            room, (free, bound) = await in_thread(self._look, name="segments")
+            taking = self._taking
+            if need + taking <= free and room is not None and need + taking <= room:
+                return True
+            if not taking:
+                break
+            await self._taken.wait()
+        if need > free:
+            raise NoRoom(f"{in_words(need)} are needed, and {bound} has {in_words(free)} left")
+        where = f"{self._base} has room for {in_words(room or 0)}"
+        why = self._no_folder if room is None else where
+        self._once(
+            f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
+            f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
+        )
+        return False
+
+    def _look(self) -> tuple[int | None, tuple[int, str]]:
+        room = None
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                room = memory.room_in(self._base)
+        return room, memory.room_in_memory()
+
+    async def _warm(self, held: Held) -> None:
+        """Beside the rank, which makes its own mapping warm: who is first at a page zeroes it."""
+        fd = os.dup(held.fd)
+        try:
+            if not await in_thread(lambda: memory.populate(fd, held.sizes.nbytes), name="warm"):
+                self._once("the kernel cannot make memory warm: the first snapshots take longer")
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------ taking over
+
+    def _adopt(self, node: str) -> tuple[SegmentFolder, list[Held], list[Life]] | None:
+        clean(self._base, self._job_id)
+        folder = take(self._base, self._job_id, node, make=False)
+        if folder is None:
+            return None
+        lives = folder.lives()
+        found: list[Held] = []
+        for path, local_rank, layout, _ in folder.files():
+            held = self._adopted(path, local_rank, layout) if lives else None
+            if held is not None and local_rank < self._nproc:
+                found.append(held)
+                continue
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            if held is not None:
+                let_go(held)
+        return folder, found, lives
+
+    def _adopted(self, path: str, local_rank: int, layout: int) -> Held | None:
+        """A segment with snapshots of ours, or None for what is none."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            mapped = mmap.mmap(fd, os.fstat(fd).st_size)
+        except (OSError, ValueError):
+            os.close(fd)
+            return None
+        try:
+            segment = Segment(memoryview(mapped))
+            found = segment.layout()
+            if found.key != layout:
+                raise SegmentError("another layout")
+        except (SegmentError, BufferError):
+            os.close(fd)
+            return None  # the mapping goes with its last view
+        sizes = Sizes(layout, len(found.encode()), segment.slot_bytes, segment.slots)
+        held = Held(
+            next(self._keys), local_rank, sizes, found.content, path, fd, mapped, segment, True
+        )
+        for slot in range(segment.slots):
+            segment.pin(slot, False)
+        return held
+
+    # ------------------------------------------------------------ small change
+
+    def _announce(self, sizes: Sizes) -> None:
+        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
+        self._once(f"snapshots take {slots} of shared memory for {ranks}", level="info")
+
+    def _once(self, sentence: str, level: str = "warning") -> None:
+        if sentence not in self._told and len(self._told) < 100:
+            self._told.add(sentence)
+            getattr(logger, level)("%s", sentence)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _give_back(held: list[Held]) -> None:
+    """Unlink and unmap; the kernel takes a while for gigabytes."""
+
+    def work() -> None:
+        for one in held:
+            if one.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(one.path)
+            let_go(one)
+
+    if held:
+        await in_thread(work, name="segments")

@@ -1,0 +1,270 @@
+"""What the ranks of a life go on from: shards of the snapshot that the master has chosen, from this
+node's segments or fetched from another node, and whether they are what was written.
+
+Comparing begins with the life itself, while its ranks are still being born; they ask for the answer
+when they have copied the shard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from elasticrun.agent.held import Held
+from elasticrun.agent.inventory import Inventory
+from elasticrun.agent.memory import NoRoom
+from elasticrun.agent.persisting import named
+from elasticrun.agent.savers import SaverGone, Savers
+from elasticrun.agent.segments import Segments
+from elasticrun.agent.snapshot_peers import Peer, one_line
+from elasticrun.agent.threads import tell_failure
+from elasticrun.operator_log import logger
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import Holder, Report, Restore, ShardBad, Start, WhereIs
+from elasticrun.wire.segment import Snapshot
+from elasticrun.wire.snapshots import ShardHere, Whole
+
+WHERE_LIMIT: Final = 60.0
+"""Seconds for the master to say who holds a shard; it may be on its way back."""
+
+FETCH_LIMIT: Final = 900.0
+"""Seconds for a copy from another node: a terabyte at a gigabyte a second, nearly."""
+
+MAX_ASKED: Final = 16384
+"""Shards that one life asks for; each local rank needs those of a few others at most."""
+
+MAX_REASON: Final = 1000
+
+
+class Absent(Exception):
+    """A shard cannot be had; a sentence."""
+
+
+class Shards:
+    """Of the present life. `say` reports to the master."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        inventory: Inventory,
+        savers: Savers,
+        say: Callable[[Report], None],
+    ) -> None:
+        self._segments = segments
+        self._inventory = inventory
+        self._savers = savers
+        self._say = say
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
+        self._holders: dict[int, asyncio.Future[Holder]] = {}
+        self._copies: dict[int, asyncio.Task[Held]] = {}
+        self._given: dict[int, tuple[Held, Snapshot, int]] = {}
+        self._bad: set[int] = set()
+        self.restore: Restore | None = None
+
+    def begin(self, start: Start) -> None:
+        """A new life; what was asked for by the last one is of no use."""
+        self.end()
+        self.restore = start.restore
+        self._bad.clear()
+        self._given.clear()
+        if self._savers.here:
+            self.compare()
+
+    def end(self) -> None:
+        """Nobody asks any more."""
+        for task in (*self._tasks, *self._checks.values()):
+            task.cancel()
+        self._checks.clear()
+        self._holders.clear()
+        self.let_copies_go()
+
+    def let_copies_go(self) -> None:
+        """What was fetched is not needed any more."""
+        for task in self._copies.values():
+            task.cancel()
+        self._copies.clear()
+        for held in [one for one in self._segments.held if one.local_rank < 0]:
+            self._savers.forget(held)
+            self._segments.drop(held)
+
+    def compare(self) -> None:
+        """Have all that lies here of the chosen snapshot compared with its hashes."""
+        if self.restore is not None:
+            name, step = self.restore.round, self.restore.step
+            for held, snapshot, _ in self._inventory.all_of(self._segments.held, name, step):
+                self._check(held, snapshot)
+
+    def ask_again(self) -> None:
+        """To a master that may not have heard it."""
+        for rank, answer in self._holders.items():
+            if not answer.done():
+                self._where(rank)
+
+    # ------------------------------------------------------------ what ranks ask
+
+    def is_here(self, rank: int) -> bool:
+        """Whether this rank's own shard lies on this node."""
+        return self._local(rank) is not None
+
+    def want(self, peer: Peer, rank: int) -> None:
+        """WantShard; answered with ShardHere."""
+        self._spawn(peer, self._bring(peer, rank))
+
+    def is_whole(self, peer: Peer, rank: int) -> None:
+        """IsWhole; answered with Whole."""
+        self._spawn(peer, self._answer_whole(peer, rank))
+
+    def cannot(self, rank: int, reason: str) -> None:
+        """CannotRestore: this shard does not count any more, for us and for the master."""
+        if self.restore is None or rank in self._bad or len(self._bad) >= MAX_ASKED:
+            return
+        self._bad.add(rank)
+        whose = self._given[rank][2] if rank in self._given else rank
+        self.bad(self.restore.round, self.restore.step, whose, reason)
+
+    def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
+        """A shard is not what was written, or cannot be had."""
+        logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
+        mine = self._inventory.find(self._segments.held, round, step, rank)
+        if mine is not None:
+            held, snapshot = mine
+            held.segment.withdraw(snapshot.slot)
+        self._say(ShardBad(round, step, rank, reason[:MAX_REASON]))
+
+    def holder(self, order: Holder) -> None:
+        """The master's answer to WhereIs."""
+        answer = self._holders.get(order.rank)
+        if answer is not None and not answer.done() and self._is_chosen(order.round, order.step):
+            answer.set_result(order)
+
+    # ------------------------------------------------------------ bringing one
+
+    async def _bring(self, peer: Peer, rank: int) -> None:
+        try:
+            held, snapshot, whose = await self._find(rank)
+        except Absent as error:
+            peer.send(ShardHere(False, str(error), rank, 0, 0))
+            return
+        if not held.gone:
+            self._given[rank] = (held, snapshot, whose)
+            peer.send(ShardHere(True, "", whose, snapshot.slot, snapshot.sequence), held.fd)
+
+    async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
+        """The shard of this rank, or of one with the same content. Absent."""
+        if self.restore is None:
+            raise Absent("there is no snapshot to go on from")
+        if not 0 <= rank < self.restore.world_size:
+            raise Absent(f"there was no rank {rank} among {self.restore.world_size}")
+        if (mine := self._local(rank)) is not None:
+            return (*mine, rank)
+        order = await self._ask(rank)
+        if (mine := self._local(order.holds)) is not None:
+            return (*mine, order.holds)
+        if order.saver is None:
+            raise Absent(order.reason or f"nobody holds what rank {rank} had")
+        if order.holds not in self._copies:
+            task = asyncio.create_task(self._fetch(order))
+            self._copies[order.holds] = task
+            task.add_done_callback(_look_at)
+        try:
+            held = await asyncio.shield(self._copies[order.holds])
+        except (NoRoom, SaverGone) as error:
+            raise Absent(str(error)) from None
+        snapshot = held.find_any()
+        if snapshot is None:
+            raise Absent("the copy from another node is gone")
+        return held, snapshot, order.holds
+
+    async def _ask(self, rank: int) -> Holder:
+        """Who holds it, as the master says. Absent."""
+        if rank not in self._holders:
+            if len(self._holders) >= MAX_ASKED:
+                raise Absent(f"more than {MAX_ASKED} shards were asked for")
+            self._holders[rank] = asyncio.get_running_loop().create_future()
+            self._where(rank)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._holders[rank]), WHERE_LIMIT)
+        except TimeoutError:
+            raise Absent(
+                f"the master has not said within {WHERE_LIMIT:g} s who holds rank {rank}'s shard"
+            ) from None
+
+    def _where(self, rank: int) -> None:
+        if self.restore is not None:
+            self._say(WhereIs(self.restore.round, self.restore.step, rank))
+
+    async def _fetch(self, order: Holder) -> Held:
+        """A copy in memory of its own. Absent, NoRoom, SaverGone."""
+        assert order.saver is not None
+        key = self._segments.new_key()
+        where = (order.saver.host, order.saver.port)
+        try:
+            async with asyncio.timeout(FETCH_LIMIT):
+                size = await self._savers.fetch_size(
+                    key, named(order.round), order.step, order.holds, *where
+                )
+                if not size.ok:
+                    raise Absent(size.reason)
+                held = await self._segments.copy_of(size.layout_length, size.slot_bytes)
+                done = await self._savers.fetch_into(key, held)
+        except TimeoutError:
+            raise Absent(f"it could not be fetched within {FETCH_LIMIT:g} s") from None
+        if not done.ok:
+            self._segments.drop(held)
+            raise Absent(done.reason)
+        return held
+
+    # ------------------------------------------------------------ comparing
+
+    async def _answer_whole(self, peer: Peer, rank: int) -> None:
+        given = self._given.get(rank)
+        if given is None:
+            peer.send(Whole(rank, False, f"rank {rank}'s shard was not given"))
+        elif given[0].local_rank < 0:  # a copy was compared on its way
+            peer.send(Whole(rank, True, ""))
+        else:
+            ok, reason = await asyncio.shield(self._check(given[0], given[1]))
+            peer.send(Whole(rank, ok, reason))
+
+    def _check(self, held: Held, snapshot: Snapshot) -> asyncio.Task[tuple[bool, str]]:
+        name = (held.key, snapshot.slot, snapshot.sequence)
+        if name not in self._checks:
+            self._checks[name] = asyncio.create_task(self._compared(held, snapshot))
+        return self._checks[name]
+
+    async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
+        try:
+            answer = await self._savers.check(held, snapshot)
+        except SaverGone as error:
+            return True, f"nothing was compared: {error}"
+        return answer.ok, answer.reason
+
+    # ------------------------------------------------------------ small change
+
+    def _local(self, rank: int) -> tuple[Held, Snapshot] | None:
+        if self.restore is None:
+            return None
+        name, step = self.restore.round, self.restore.step
+        return self._inventory.find(self._segments.held, name, step, rank)
+
+    def _is_chosen(self, round: RoundName, step: int) -> bool:
+        restore = self.restore
+        return restore is not None and (restore.round, restore.step) == (round, step)
+
+    def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= MAX_ASKED:
+            work.close()
+            peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        tell_failure(task, logger.error, "bringing a shard")
+
+
+def _look_at(task: asyncio.Task[Held]) -> None:
+    """Who waits for it is told; nobody has to."""
+    if not task.cancelled():
+        task.exception()

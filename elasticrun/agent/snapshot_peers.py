@@ -1,0 +1,266 @@
+"""The socket where ranks and the saver speak to their agent about snapshots (`wire.snapshots`).
+
+One abstract AF_UNIX stream socket for the agent's whole life: no file, so nothing can be left. The
+kernel says whose process is at the other end, and another user's is not listened to. A peer says
+first who it is; one that does not, or breaks the protocol, or does not read, is closed with one
+line. Nothing here blocks: what a peer does not take at once waits in a bounded queue.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from typing import Final, Protocol
+
+from elasticrun.operator_log import logger
+from elasticrun.wire import frames
+from elasticrun.wire.progress import address, mint_name
+from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
+
+READ_BYTES: Final = 256 * 1024
+
+OUTBOX_MOST: Final = 1024
+"""Messages that wait for a peer to read; ranks and savers always do."""
+
+SPARE: Final = 8
+"""Connections beyond one for each local rank: the saver, and ranks that dial anew."""
+
+FIRST_WORD: Final = 30.0
+"""Seconds within which a peer says who it is."""
+
+REST: Final = 1.0
+"""Seconds until connections are taken again after one could not be."""
+
+_PEER: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+TEXT_MOST: Final = 500
+"""Characters of a peer's sentence that are shown."""
+
+
+def one_line(text: str) -> str:
+    """A sentence of a peer's as it may be shown."""
+    return "".join(c if c.isprintable() else " " for c in text[:TEXT_MOST])
+
+
+class Listener(Protocol):
+    """Who hears the peers."""
+
+    def heard(self, peer: Peer, message: FromPeer) -> None:
+        """A message of a peer, its introduction first."""
+
+    def lost(self, peer: Peer) -> None:
+        """Its connection is over; it had introduced itself."""
+
+
+class Peer:
+    """One connection."""
+
+    def __init__(self, channel: socket.socket, pid: int, server: PeerServer) -> None:
+        self.pid = pid
+        self.here: RankHere | SaverHere | None = None
+        """Its introduction."""
+        self.closed = False
+        self._channel = channel
+        self._server = server
+        self._frames = frames.FrameBuffer(FromPeer)
+        self._outbox: deque[tuple[bytes, int]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(channel, self._read)
+        self._timer = self._loop.call_later(
+            FIRST_WORD, self.break_off, f"it has not said who it is within {FIRST_WORD:g} s"
+        )
+
+    def send(self, message: ToPeer, fd: int = -1) -> None:
+        """Queue a message, with a descriptor beside it (a duplicate: the caller keeps its own)."""
+        if self.closed:
+            return
+        if len(self._outbox) >= OUTBOX_MOST:
+            self.break_off("it does not read what it is told")
+            return
+        self._outbox.append((frames.encode(message), os.dup(fd) if fd >= 0 else -1))
+        self._flush()
+
+    def break_off(self, why: str) -> None:
+        """Close it, with one line."""
+        if not self.closed:
+            who = "a process" if self.here is None else self._server.named(self.here)
+            logger.warning(
+                "%s (pid %d) is not heard about snapshots any more: %s", who, self.pid, why
+            )
+            self.close()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._timer.cancel()
+        self._loop.remove_reader(self._channel)
+        self._loop.remove_writer(self._channel)
+        self._channel.close()
+        for _, fd in self._outbox:
+            if fd >= 0:
+                os.close(fd)
+        self._outbox.clear()
+        self._server.gone(self)
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                data, fd = self._outbox[0]
+                beside = []
+                if fd >= 0:
+                    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                sent = self._channel.sendmsg([data], beside, socket.MSG_NOSIGNAL)
+                if fd >= 0:  # it went with the first byte
+                    os.close(fd)
+                if sent < len(data):
+                    self._outbox[0] = (data[sent:], -1)
+                else:
+                    self._outbox.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._channel, self._flush)
+            return
+        except OSError:
+            self.close()
+            return
+        self._loop.remove_writer(self._channel)
+
+    def _read(self) -> None:
+        try:
+            data = self._channel.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._take(message)
+                if self.closed:
+                    return
+        except frames.FrameError as error:
+            self.break_off(f"it said what cannot be understood ({error})")
+
+    def _take(self, message: FromPeer) -> None:
+        introduces = isinstance(message, RankHere | SaverHere)
+        if introduces != (self.here is None):
+            self.break_off("it has to say once, and first, who it is")
+            return
+        if isinstance(message, RankHere | SaverHere):
+            self.here = message
+            self._timer.cancel()
+        self._server.heard(self, message)
+
+
+class PeerServer:
+    """The listening socket and all that have dialled. `name` is what they dial, "" where the kernel
+    gave no socket (one line says so)."""
+
+    def __init__(self, nproc: int, listener: Listener) -> None:
+        self._most = 2 * nproc + SPARE
+        self._listener = listener
+        self._peers: set[Peer] = set()
+        self._strangers: set[int] = set()
+        self._crowded = False
+        self._socket: socket.socket | None = None
+        self.name = ""
+
+    def open(self) -> None:
+        name = mint_name()
+        found = None
+        try:
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            found.bind(address(name))
+            found.listen(self._most)
+        except OSError as error:
+            if found is not None:
+                found.close()
+            logger.warning("training goes on without snapshots: no socket for them (%s)", error)
+            return
+        self._socket, self.name = found, name
+        self._listen()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+        for peer in list(self._peers):
+            peer.close()
+
+    def peers(self) -> list[Peer]:
+        return list(self._peers)
+
+    # ------------------------------------------------------------ for Peer
+
+    def heard(self, peer: Peer, message: FromPeer) -> None:
+        self._listener.heard(peer, message)
+
+    def gone(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        if peer.here is not None:
+            self._listener.lost(peer)
+
+    @staticmethod
+    def named(here: RankHere | SaverHere) -> str:
+        if isinstance(here, SaverHere):
+            return "the saver"
+        return f"local rank {here.local_rank}"
+
+    # ------------------------------------------------------------ who dials
+
+    def _listen(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        try:
+            channel, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors left, say
+            logger.warning("a connection about snapshots could not be taken: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._socket)
+            loop.call_later(REST, self._listen)
+            return
+        channel.setblocking(False)
+        pid = self._trusted(channel)
+        if pid is None or not self._room():
+            with contextlib.suppress(OSError):
+                channel.close()
+            return
+        self._peers.add(Peer(channel, pid, self))
+
+    def _trusted(self, channel: socket.socket) -> int | None:
+        """The pid at the other end, None for another user's."""
+        data = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        pid, uid, _ = _PEER.unpack(data)
+        if uid == os.geteuid():
+            return int(pid)
+        if uid not in self._strangers and len(self._strangers) < 100:
+            self._strangers.add(uid)
+            logger.warning(
+                "a process of another user (pid %d, uid %d) has dialled about snapshots: it is not "
+                "listened to",
+                pid,
+                uid,
+            )
+        return None
+
+    def _room(self) -> bool:
+        if len(self._peers) < self._most:
+            return True
+        if not self._crowded:
+            self._crowded = True
+            logger.warning("more than %d connections about snapshots: refused", self._most)
+        return False

@@ -1,0 +1,400 @@
+"""The node's part in snapshots: who of its ranks holds what, and what follows from that.
+
+Ranks and the saver speak over one socket (`snapshot_peers`), state lies in segments (`segments`),
+the master is told what is held (`inventory`) and tells which step is whole, which one to go on from
+(`shards`), and what to write out (`persisting`). This room routes between them, and keeps the two
+rules on which the others rest: before a rank of a new life is born, everything newer than what that
+life goes on from is withdrawn; and what it goes on from is pinned until the life has a whole step
+of its own.
+
+The end of a rank's connection means nothing: what it has committed counts when it was reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
+
+from elasticrun.agent.held import Held, Sizes
+from elasticrun.agent.holdings_report import HoldingsReport
+from elasticrun.agent.inventory import Inventory
+from elasticrun.agent.link import Link
+from elasticrun.agent.memory import NoRoom
+from elasticrun.agent.persisting import Persisting, named
+from elasticrun.agent.savers import Savers
+from elasticrun.agent.segments import Segments
+from elasticrun.agent.shards import Shards
+from elasticrun.agent.sifting import CHOSEN, sift
+from elasticrun.agent.snapshot_peers import Peer, PeerServer, one_line
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.threads import tell_failure
+from elasticrun.agent.wanted import Wanted
+from elasticrun.config import AgentConfig
+from elasticrun.operator_log import logger
+from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.progress import place
+from elasticrun.wire.segment import NONE, VERSION, round_key
+
+HASH_AFTER: Final = 0.1
+"""Seconds after a commit when it is hashed; ranks that commit faster have only some hashed."""
+
+REMARKS_MOST: Final = 20
+"""Sentences of ranks and savers that are shown in one life."""
+
+FOLDER_MOST: Final = 4096
+"""Characters of the path or URL of a folder of checkpoints."""
+
+MAX_CONTENT: Final = 2**63
+
+
+class Snapshots:
+    """Built with the node; `open` when its id is known. `link` leads to the master, `address` is
+    where this node is reached by others."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        spawners: Spawners,
+        *,
+        environ: Mapping[str, str],
+        link: Callable[[], Link],
+        address: Callable[[], str],
+    ) -> None:
+        self._config = config
+        self._nproc = config.nproc_per_node
+        self._several = config.spec.max_nodes > 1
+        self._link = link
+        self._address = address
+        self._segments = Segments(config.spec.job_id, self._nproc, environ)
+        self._inventory = Inventory(self._nproc)
+        self._server = PeerServer(self._nproc, self)
+        self.savers = Savers(
+            config,
+            spawners,
+            place=lambda: self._server.name,
+            host=lambda: address() if self._several else "",
+            ready=self._saver_ready,
+            lost=self._saver_lost,
+            remark=self._remark,
+        )
+        say = self._say
+        parts = (self._segments, self._inventory, self.savers)
+        self._shards = Shards(*parts, say)
+        self._persisting = Persisting(*parts, say=say, bad=self._shards.bad, freed=self._tidy)
+        limit = config.spec.saves.limit
+        self._wanted = Wanted(self._segments, self._inventory, limit, self._tidy)
+        self._report = HoldingsReport(
+            link, self._holdings, lambda: self._start.group_world_size if self._start else 1
+        )
+        self._start: m.Start | None = None
+        self._living = False  # ranks of the present life may still write
+        self._ranks: dict[int, Peer] = {}
+        self._current: dict[int, Held] = {}  # given in this life, by local rank
+        self._giving: set[int] = set()  # local ranks that are being given a segment
+        self._steps: dict[int, int] = {}  # the last one that each local rank has committed
+        self._watermark = NONE
+        self._resumed = False
+        self._remarks: set[str] = set()
+        self._hashes: dict[int, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, node: str) -> None:
+        """Begin to listen, and take over what a killed agent of this node has left."""
+        self._server.open()
+        self._inventory.adopt(await self._segments.open(node))
+
+    def place(self, local_rank: int) -> str:
+        """What this rank is given (wire.env.SNAPSHOTS); "" if there is none."""
+        return place(self._server.name, local_rank) if self._server.name else ""
+
+    async def close(self, *, job_over: bool) -> None:
+        """No process of this node is left: give everything back."""
+        self._report.close()
+        self._wanted.close()
+        self.savers.close()
+        self._shards.end()
+        self._persisting.close()
+        self._server.close()
+        for timer in self._hashes.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self._segments.close(job_over=job_over)
+
+    # ------------------------------------------------------------ lives of the ranks
+
+    def begin(self, start: m.Start) -> None:
+        """Ranks of this round are about to be started."""
+        self._start, self._living, self._resumed = start, True, False
+        for peer in self._server.peers():
+            if isinstance(peer.here, s.RankHere):
+                peer.close()
+        self._ranks.clear()
+        self._current.clear()
+        self._giving.clear()
+        self._steps.clear()
+        self._remarks.clear()
+        self._inventory.begin(start, self._segments.held)
+        pins = self._persisting.pins()
+        sift(self._segments.held, start.restore, pins, self._wanted.reason)
+        self._watermark = NONE if start.restore is None else start.restore.step
+        self.savers.replace_old()
+        self._shards.begin(start)
+        self._serve()
+        self._report.changed()
+
+    def reaped(self) -> None:
+        """No rank of the present life is left: what it has committed is what it has."""
+        if self._living:
+            self._living = False
+            self._wanted.look(list(self._current.values()))
+            self._serve()
+        self._report.now(again=True)
+
+    def attached(self) -> None:
+        """A master is there (again) that may have heard nothing of us."""
+        if self._segments.held and self._several:
+            self.savers.want()  # others may have to fetch from here
+        self._report.now(again=True)
+        self._persisting.say_again()
+        self._shards.ask_again()
+
+    # ------------------------------------------------------------ orders of the master
+
+    def obey(self, order: m.Order) -> None:
+        """What the brain has passed on."""
+        if isinstance(order, m.Watermark):
+            if self._start is not None and order.round == self._start.round:
+                self._whole(order.step)
+        elif isinstance(order, m.Persist):
+            self._persisting.begin(order)
+        elif isinstance(order, m.CommitCheckpoint):
+            self._persisting.commit(order)
+        elif isinstance(order, m.PersistOver):
+            self._over(order)
+        elif isinstance(order, m.Holder):
+            self._shards.holder(order)
+
+    def _whole(self, step: int) -> None:
+        """The present life has a whole step of its own: older ones are not needed for it."""
+        if step <= self._watermark and self._resumed:
+            return
+        self._watermark, self._resumed = step, True
+        for held in self._current.values():
+            if not held.gone:
+                held.segment.watermark = step
+        for held in self._segments.held:
+            held.unpin(CHOSEN)
+        self._shards.let_copies_go()
+        self._tidy()
+
+    def _over(self, order: m.PersistOver) -> None:
+        """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
+        key = round_key(order.round)
+        self._persisting.over(order)
+        if order.ok or not order.attempt:
+            self._wanted.over(key, order.step)
+        self._tidy()
+
+    # ------------------------------------------------------------ what peers say
+
+    def heard(self, peer: Peer, message: s.FromPeer) -> None:
+        """A message of a peer, its introduction first."""
+        if isinstance(peer.here, s.SaverHere):
+            if isinstance(message, s.FromSaver):
+                self.savers.heard(peer, message)
+            else:
+                peer.break_off("it is the saver, and speaks as a rank does")
+        elif not isinstance(message, s.FromRank):
+            peer.break_off("it is a rank, and speaks as the saver does")
+        elif isinstance(message, s.RankHere):
+            self._rank_here(peer, message)
+        elif peer.here is not None and self._ranks.get(peer.here.local_rank) is peer:
+            self._rank_says(peer, peer.here.local_rank, message)
+
+    def lost(self, peer: Peer) -> None:
+        """Its connection is over."""
+        if isinstance(peer.here, s.SaverHere):
+            self.savers.hung_up(peer)
+        elif peer.here is not None and self._ranks.get(peer.here.local_rank) is peer:
+            del self._ranks[peer.here.local_rank]
+
+    def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
+        start = self._start
+        if here.version != VERSION:
+            peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
+            return
+        if start is None or not self._living or not 0 <= here.local_rank < self._nproc:
+            peer.break_off("no such rank was started")
+            return
+        if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
+            peer.break_off("it names a folder, or a number of checkpoints, that there cannot be")
+            return
+        place = (start.first_rank + here.local_rank, start.world_size)
+        if (here.rank, here.world_size) != place:
+            said = f"rank {here.rank} of {here.world_size}"
+            peer.break_off(f"it says that it is {said}, and is rank {place[0]} of {place[1]}")
+            return
+        before = self._ranks.get(here.local_rank)
+        self._ranks[here.local_rank] = peer
+        if before is not None:
+            before.break_off("a newer Checkpointer of that rank has taken its place")
+        if sentence := self._inventory.told(here):
+            self._remark(sentence)
+        self.savers.want()
+        restore = start.restore
+        peer.send(
+            s.Resume(
+                present=named(start.round),
+                round=s.Named() if restore is None else named(restore.round),
+                step=NONE if restore is None else restore.step,
+                world_size=0 if restore is None else restore.world_size,
+                same=restore is not None and self._shards.is_here(here.rank),
+            )
+        )
+
+    def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
+        if isinstance(message, s.NeedSegment) and local_rank in self._giving:
+            peer.break_off("it asks for a second segment before it was given the first one")
+        elif isinstance(message, s.NeedSegment):
+            self._giving.add(local_rank)
+            self._spawn(self._give(peer, local_rank, message))
+        elif isinstance(message, s.Committed):
+            self._committed(local_rank, message)
+        elif isinstance(message, s.WantShard):
+            self._shards.want(peer, message.rank)
+        elif isinstance(message, s.IsWhole):
+            self._shards.is_whole(peer, message.rank)
+        elif isinstance(message, s.CannotRestore):
+            self._shards.cannot(message.rank, message.reason)
+        elif isinstance(message, s.Remark):
+            self._remark(f"local rank {local_rank}: {message.text}")
+        elif isinstance(message, s.Restored) and message.source != "nothing":
+            self._remark(f"ranks go on from step {message.step} ({message.source})", level="info")
+
+    # ------------------------------------------------------------ segments
+
+    async def _give(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
+        """NeedSegment; answered with SegmentHere."""
+        sizes = Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
+        if not 0 < need.content < MAX_CONTENT or not 0 <= need.layout < MAX_CONTENT:
+            peer.break_off("it names a layout that there cannot be")
+            return
+        try:
+            held = await self._segments.need(local_rank, sizes, need.content)
+        except NoRoom as error:
+            self._giving.discard(local_rank)
+            reason = f"training goes on without snapshots: {error}"
+            self._remark(f"local rank {local_rank}: {reason}")
+            peer.send(s.SegmentHere(False, reason, False))
+            return
+        await self._segments.note(self._inventory.lives())
+        if peer.closed or held.gone:
+            return
+        self._giving.discard(local_rank)
+        self._current[local_rank] = held
+        held.segment.watermark = self._watermark
+        held.segment.save_at = held.segment.current = NONE
+        fresh = not held.written and not held.snapshots()
+        peer.send(s.SegmentHere(True, "", fresh), held.fd)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop segments of other layouts that nobody needs any more."""
+        for held in list(self._segments.held):
+            current = self._current.get(held.local_rank)
+            if current is None or current is held or held.pinned():
+                continue
+            if not held.snapshots() or self._has_whole(current):
+                self.savers.forget(held)
+                self._segments.drop(held)
+        self._report.changed()
+
+    def _has_whole(self, held: Held) -> bool:
+        """Whether a step of the present life lies in it that is whole over the job."""
+        present = self._inventory.present
+        return present is not None and any(
+            snapshot.round == present.key and snapshot.step <= self._watermark
+            for snapshot in held.snapshots()
+        )
+
+    # ------------------------------------------------------------ commits
+
+    def _committed(self, local_rank: int, said: s.Committed) -> None:
+        held, start = self._current.get(local_rank), self._start
+        if held is None or held.gone or start is None or not 0 <= said.slot < held.segment.slots:
+            return
+        snapshot = held.segment.read(said.slot)
+        if snapshot is None or snapshot.sequence != said.sequence:
+            return
+        held.written = True
+        if said.persist or self._inventory.wants(snapshot.round, snapshot.step):
+            self._wanted.add(snapshot.round, snapshot.step, self._current.values())
+        self._steps[local_rank] = snapshot.step
+        alone = start.group_world_size == 1 and len(self._steps) == self._nproc
+        if alone and (not self._resumed or min(self._steps.values()) > self._watermark):
+            step = self._inventory.whole_here(self._current.values())
+            if step >= 0:
+                self._whole(step)
+        if held.key not in self._hashes:
+            loop = asyncio.get_running_loop()
+            self._hashes[held.key] = loop.call_later(HASH_AFTER, self._hash, held)
+        if said.persist:
+            self._report.now()
+        else:
+            self._report.changed()
+
+    def _hash(self, held: Held) -> None:
+        self._hashes.pop(held.key, None)
+        newest = held.find_any()
+        if newest is not None:
+            self.savers.hash(held, newest)
+
+    # ------------------------------------------------------------ the saver
+
+    def _saver_ready(self) -> None:
+        self._shards.compare()
+        self._serve()
+        for held in self._segments.held:
+            self._hash(held)
+        self._report.now()
+
+    def _saver_lost(self) -> None:
+        if self._ranks:
+            self.savers.want()
+        self._report.changed()
+
+    def _holdings(self) -> m.Holdings:
+        held = self._inventory.holdings(self._segments.held, living=self._living)
+        port = self.savers.port
+        return m.Holdings(Endpoint(self._address(), port) if port else None, held)
+
+    def _serve(self) -> None:
+        """Let other nodes have what is held here."""
+        if self._several and self.savers.here:
+            for life in self._inventory.lives():
+                for held in self._segments.held:
+                    for snapshot in held.snapshots() if held.local_rank >= 0 else ():
+                        if snapshot.round == life.key:
+                            rank = life.first_rank + held.local_rank
+                            self.savers.serve(held, snapshot, named(life.name), rank)
+
+    # ------------------------------------------------------------ small change
+
+    def _say(self, report: m.Report) -> None:
+        self._link().say(report)
+
+    def _remark(self, text: str, level: str = "warning") -> None:
+        """One sentence for the operator, once in a life of the ranks."""
+        text = one_line(text)
+        if text not in self._remarks and len(self._remarks) < REMARKS_MOST:
+            self._remarks.add(text)
+            getattr(logger, level)("%s", text)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        tell_failure(task, logger.error, "giving a segment")

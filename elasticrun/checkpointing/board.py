@@ -1,0 +1,61 @@
+"""What rank 0 tells all others without a collective: keys in the store that the job has anyway.
+
+It is the default process group's store, or else torch's store at MASTER_ADDR:MASTER_PORT, which
+every launcher has there. One rank alone needs none.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from elasticrun.wire import env
+
+LIMIT: Final = 300.0
+"""Seconds that a rank waits for rank 0's word on what to go on from."""
+
+
+class BoardError(RuntimeError):
+    """The store cannot be reached, or rank 0 says nothing; a sentence."""
+
+
+class Board:
+    """Keys under a prefix that is of this life of the ranks alone."""
+
+    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
+        self._prefix = prefix
+        self._rank = rank
+        self._alone = world_size < 2
+        self._store: Any = None
+
+    def say(self, key: str, text: str) -> None:
+        """For rank 0; nobody waits."""
+        if not self._alone:
+            try:
+                self._reach().set(f"{self._prefix}/{key}", text)
+            except Exception as error:  # torch raises many kinds
+                raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+
+    def hear(self, key: str, limit: float = LIMIT) -> str:
+        """What rank 0 said; waits for it, for so many seconds at most."""
+        try:
+            store, name = self._reach(), f"{self._prefix}/{key}"
+            store.wait([name], timedelta(seconds=limit))
+            return bytes(store.get(name)).decode()
+        except Exception as error:
+            raise BoardError(f"rank 0 has not said {key} in {limit:.0f} s ({error})") from error
+
+    def _reach(self) -> Any:
+        c10d: Any = dist  # its names have no types
+        if self._store is None:
+            if dist.is_initialized():
+                # the store of the group is had by this name alone; it is in all of torch's own code
+                self._store = c10d.distributed_c10d._get_default_store()
+            else:
+                address, port = os.environ[env.MASTER_ADDR], int(os.environ[env.MASTER_PORT])
+                limit = timedelta(seconds=LIMIT)
+                self._store = c10d.TCPStore(address, port, is_master=False, timeout=limit)
+        return self._store

@@ -1,0 +1,286 @@
+"""`Checkpointer`: what a training script says, and when it is done."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final, Literal
+
+import torch.distributed as dist
+
+from elasticrun.checkpointing.board import Board, BoardError
+from elasticrun.checkpointing.line import LineError
+from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
+from elasticrun.checkpointing.state import OnResize, State
+from elasticrun.checkpointing.ways import AgentWay, Setting, TorchWay, Way
+from elasticrun.storage.folder import Folder
+from elasticrun.wire import env
+from elasticrun.wire.segment import MAX_SLOTS, MIN_SLOTS
+
+PERSIST_EVERY: Final = 1800.0
+"""Seconds from one checkpoint to the next, where nothing is said."""
+
+BUSY_LIMIT: Final = 60.0
+"""Seconds that a snapshot waits for a slot with on_busy="wait"."""
+
+PERSIST_LIMIT: Final = 10.0
+"""Seconds that one waits which is to be written out: were one rank to skip it, none could be."""
+
+_instances = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay: the newest `last` (0: all), and those of every `every`-th step (0:
+    none) for good."""
+
+    last: int = 3
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if not (type(self.last) is type(self.every) is int and self.last >= 0 and self.every >= 0):
+            raise ValueError(
+                f"Keep(last={self.last!r}, every={self.every!r}) counts no checkpoints"
+            )
+
+
+@dataclass(slots=True)
+class Stats:
+    """What has become of this rank's saves in this life."""
+
+    snapshots: int = 0  # taken
+    skipped: int = 0  # no slot was free: the step before is not known to be whole everywhere
+    failed: int = 0
+    persists: int = 0  # snapshots that were to be written out
+    stall: float = 0.0  # seconds that the newest one took
+    source: str = ""  # where the restore came from: memory, storage, nothing
+    error: str = ""  # of the newest that failed
+
+
+class Checkpointer:
+    """The state of a training: its snapshots in memory, its checkpoints in `folder`, its restore.
+
+    ::
+
+        ckpt = Checkpointer("runs/a", model=model, optim=optimizer, progress=progress)
+        start = ckpt.restore()
+        for step in range(start, total):
+            train_step(...)
+            ckpt.step(step + 1)
+
+    Every rank makes one, with the same arguments, and calls the same methods at the same steps;
+    none of them is a collective. The state is given by name: a Module (plain, DDP, fully_shard,
+    tensor parallel; FSDP1 is refused, since its state can only be had by collectives), its
+    Optimizer, anything with `state_dict` and `load_state_dict`, a dict (refilled in place), a
+    tensor, or a plain value (what it was stands in `values` after a restore). Checkpoints are plain
+    ones of torch.distributed.checkpoint, under these names.
+
+    A save that fails never ends the training: it is counted in `stats` and the operator is told,
+    unless `strict_save` is set. Without an agent (torchrun, plain python) torch's own asynchronous
+    save writes what `persist_every` asks for, and nothing is kept in memory."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: Every = AUTO,
+        persist_every: float | int | None = PERSIST_EVERY,
+        keep: Keep | None = None,
+        slots: int = 2,
+        on_busy: Literal["skip", "wait"] = "skip",
+        verify: bool = True,
+        strict_save: bool = False,
+        **state: Any,
+    ) -> None:
+        """`folder`: a path or a URL. `every`: steps (int) or seconds (float) from one snapshot to
+        the next, or "auto": at most one hundredth of the time goes into them. `persist_every`: the
+        same for checkpoints; None: none but after failures and by `save_now`. `slots`: snapshots
+        that have room in memory (2 to 4). `on_busy`: whether to skip a snapshot while its slot is
+        still needed, or to wait for it, a minute at most. `verify`: compare a checkpoint with its
+        hashes before it is loaded; the ranks share that work.
+
+        ValueError for what cannot be."""
+        check(every, persist_every)
+        if not MIN_SLOTS <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots is {slots!r}; it may be {MIN_SLOTS} to {MAX_SLOTS}")
+        if on_busy not in ("skip", "wait"):
+            raise ValueError(f'on_busy is {on_busy!r}; it may be "skip" or "wait"')
+        if not state:
+            raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
+        rank, world_size = _place()
+        keep = keep or Keep()
+        url = os.fspath(folder)
+        url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
+        self._setting = Setting(
+            *(Folder(url), rank, world_size, slots, keep.last, keep.every, verify)
+        )
+        self._state = State(state, rank)
+        self._every, self._persist_every = every, persist_every
+        self._busy = BUSY_LIMIT if on_busy == "wait" else 0.0
+        self._strict = strict_save
+        self._way: Way | None = None
+        self._board: Board | None = None
+        self._schedule: Schedule | None = None
+        self._stalls: list[float] = []
+        self._told: set[str] = set()
+        self.stats = Stats()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What plain values were, by name, after a restore."""
+        return self._state.values
+
+    def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
+        """State of this rank alone: its random numbers, its data loader. To be said before
+        `restore`. At another number of ranks nobody can say whose it was: then `on_resize` is given
+        the states of all old ranks, by rank (None for one that is lost), or without it the value is
+        left as it is."""
+        if self._way is not None:
+            raise RuntimeError("per_rank() comes before restore() and step()")
+        self._state.add_own(name, value, on_resize)
+
+    # ------------------------------------------------------------ restore
+
+    def restore(self) -> int:
+        """Put the newest state back that all ranks can have: from memory, else from storage. The
+        step that it is of, 0 if there is nothing.
+
+        The pages of the next snapshot are mapped here too (about 80 ms a GiB).
+        RuntimeError or ValueError, in a sentence, if what is there cannot be put back: the script
+        has changed, or it was spoiled, in which case the next start takes an older one."""
+        if self._schedule is not None:
+            raise RuntimeError("restore() comes once, before the first step()")
+        way, board = self._open()
+        step = way.resume(board)
+        self._begin(step)
+        self.stats.source = way.source
+        for text in dict.fromkeys(self._state.remarks):
+            way.remark(text)
+        return step
+
+    def _open(self) -> tuple[Way, Board]:
+        if self._way is None or self._board is None:
+            self._way, life = self._choose_way()
+            prefix = f"elasticrun/{life}/{next(_instances)}"
+            self._board = Board(prefix, self._setting.rank, self._setting.world_size)
+        return self._way, self._board
+
+    def _choose_way(self) -> tuple[Way, str]:
+        """The way, and what names this life of the ranks."""
+        place = os.environ.get(env.SNAPSHOTS)
+        why = "this was not started by elasticrun"
+        if place:
+            try:
+                way = AgentWay(self._setting, self._state, place)
+                return way, way.life
+            except LineError as error:
+                why = str(error)
+        if self._setting.rank == 0:
+            warnings.warn(
+                f"elasticrun: {why}, so nothing is kept in memory; torch's own asynchronous save "
+                "writes what persist_every asks for",
+                stacklevel=4,
+            )
+        life = f"{os.environ.get(env.RUN_ID, '')}/{os.environ.get(env.RESTART_COUNT, '')}"
+        return TorchWay(self._setting, self._state), life
+
+    def _begin(self, step: int) -> None:
+        way, board = self._open()
+        every: Every | None = self._every if way.snapshots else self._persist_every
+        # with no agent and nothing to be written there is nothing to do
+        pace = Pace(every or (1 << 62), self._persist_every, step)
+        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
+
+    def _begun(self, number: int) -> Way:
+        """The way, also where the script restores nothing and begins with step `number`."""
+        way, _ = self._open()
+        if self._schedule is None:
+            way.fresh(number - 1)
+            self._begin(number - 1)
+        return way
+
+    # ------------------------------------------------------------ save
+
+    def step(self, number: int, healthy: bool = True) -> None:
+        """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
+        that is no number, say) leaves it out; all ranks must be of one mind."""
+        way = self._begun(number)
+        schedule = self._schedule
+        assert schedule is not None
+        way.note(number)
+        due = schedule.due(number)
+        if due is None:
+            return
+        if healthy:
+            wait = max(self._busy, PERSIST_LIMIT if due.persist else 0.0)
+            self._attempt(way, due, wait)
+        stall = min(self._stalls, default=0.0)
+        self._guard(lambda: schedule.advance(time.monotonic(), due, stall))
+
+    def save_now(self, number: int) -> bool:
+        """Take a snapshot of step `number` and have it written out, whatever is due. False if it
+        could not be taken. Every rank calls it at the same step."""
+        way = self._begun(number)
+        return self._attempt(way, Due(number, True), BUSY_LIMIT)
+
+    def _attempt(self, way: Way, due: Due, wait: float) -> bool:
+        began = time.monotonic()
+        took: list[bool] = []
+        self._guard(lambda: took.append(way.save(due.step, due.persist, wait)))
+        if not took:
+            return False
+        if not took[0]:
+            self.stats.skipped += 1
+            if due.persist:
+                self._tell(
+                    f"step {due.step} was not written out: no slot was free for {wait:.0f} s"
+                )
+            return False
+        self.stats.stall = time.monotonic() - began
+        self._stalls = [*self._stalls[-2:], self.stats.stall]
+        if way.snapshots or due.persist:
+            self.stats.snapshots += way.snapshots
+            self.stats.persists += due.persist
+        return True
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        """A save that fails does not end the training."""
+        try:
+            act()
+        except Exception as error:  # a user's state_dict may raise anything
+            self.stats.failed += 1
+            self.stats.error = str(error) or repr(error)
+            self._tell(f"a snapshot failed: {self.stats.error}")
+            if isinstance(error, LineError | BoardError):
+                self._stop()
+            if self._strict:
+                raise
+
+    def _stop(self) -> None:
+        """Nothing more can be agreed upon, or handed over: take no more snapshots."""
+        _, board = self._open()
+        self._tell("no more snapshots are taken in this life of the ranks")
+        pace = Pace(1 << 62, None, 0)
+        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), 0)
+
+    def _tell(self, text: str) -> None:
+        """Each sentence once, and not too many."""
+        if self._way is not None and text not in self._told and len(self._told) < 32:
+            self._told.add(text)
+            self._way.remark(text)
+
+    def close(self) -> None:
+        """Let go of the memory, and end what torch still writes. Snapshots stay."""
+        if self._way is not None:
+            self._way.close()
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get(env.RANK, "0")), int(os.environ.get(env.WORLD_SIZE, "1"))

@@ -1,0 +1,178 @@
+"""When a snapshot is due, and when it is to be written out. No clock here: times come as arguments.
+
+All ranks must choose the same steps, or no step is ever whole, and no two clocks agree. So where
+the pace is one of time, rank 0 chooses, two snapshots ahead: what the others need to know next was
+said by it long before, and nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+AUTO: Final = "auto"
+Every = Literal["auto"] | int | float
+
+FLOOR: Final = 10.0
+"""Seconds between two snapshots with "auto", at least."""
+
+OVERHEAD: Final = 0.01
+"""Of the time of training that snapshots may take with "auto"."""
+
+FAILURES: Final = 3 * 3600.0
+"""Seconds from one failure to the next, taken for granted by "auto"."""
+
+GROWTH: Final = 8
+"""Each distance, in steps, is at most so many times the one before: the first steps are slow ones
+and say little of those to come."""
+
+HEAR: Final = 60.0
+"""Seconds that a rank waits for what rank 0 said one snapshot ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A snapshot that is to be taken."""
+
+    step: int
+    persist: bool
+
+
+def check(every: Every, persist_every: float | int | None) -> None:
+    """ValueError for what is no pace."""
+    for name, value in (("every", every), ("persist_every", persist_every)):
+        if value is None and name == "persist_every":
+            continue
+        if value == AUTO and name == "every":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            words = '"auto", ' if name == "every" else "None, "
+            raise ValueError(
+                f"{name} is {value!r}; it may be {words}a number of steps (int) or of seconds "
+                "(float), above 0"
+            )
+
+
+class Pace:
+    """One rank's view of the schedule. By steps it follows from the step alone."""
+
+    def __init__(self, every: Every, persist_every: float | int | None, start: int) -> None:
+        """`start`: the step that training begins from."""
+        check(every, persist_every)
+        self._every = every
+        self._persist_every = persist_every
+        self._start = start
+        self.timed = not isinstance(every, int) or isinstance(persist_every, float)
+        self._begun: tuple[float, int] | None = None
+        self._persisted = 0.0
+
+    def first(self) -> Due:
+        """The first one, the same for all ranks without a word."""
+        if isinstance(self._every, int):
+            return self._stepwise(self._start)
+        return Due(self._start + 1, self._persists(self._start, self._start + 1))
+
+    def second(self) -> Due:
+        """The one after it, likewise."""
+        first = self.first().step
+        if isinstance(self._every, int):
+            return self._stepwise(first)
+        return Due(first + 1, self._persists(first, first + 1))
+
+    def begin(self, now: float, step: int) -> None:
+        """Training is at `step`."""
+        if self._begun is None:
+            self._begun = (now, step)
+            self._persisted = now
+
+    def after(self, now: float, here: Due, coming: Due, stall: float) -> Due:
+        """Rank 0 is at `here`, the next one is known to all; choose the one after that. `stall`:
+        seconds that a snapshot takes."""
+        assert self._begun is not None
+        began, from_ = self._begun
+        seconds = (now - began) / max(1, here.step - from_)
+        if isinstance(self._every, int):
+            step = self._stepwise(coming.step).step
+        else:
+            last = max(1, coming.step - here.step)
+            wanted = self._interval(stall) / seconds if seconds > 0 else math.inf
+            step = coming.step + max(1, math.ceil(min(wanted, GROWTH * last)))
+        return Due(step, self._due_to_persist(now, seconds, here, coming, step))
+
+    def _interval(self, stall: float) -> float:
+        """Seconds between two snapshots: Young's, which weighs their cost against what is lost."""
+        if self._every != AUTO:
+            return float(self._every)
+        return max(FLOOR, stall / OVERHEAD, math.sqrt(2 * stall * FAILURES))
+
+    def _due_to_persist(
+        self, now: float, seconds: float, here: Due, coming: Due, step: int
+    ) -> bool:
+        if not isinstance(self._persist_every, float):
+            return self._persists(coming.step, step)
+        if here.persist:
+            self._persisted = now
+        if coming.persist:
+            self._persisted = now + seconds * (coming.step - here.step)
+        then = now + seconds * (step - here.step)
+        return then - self._persisted >= self._persist_every
+
+    def _stepwise(self, after: int) -> Due:
+        """The next step of all that `every` and `persist_every` name in steps."""
+        assert isinstance(self._every, int)
+        step = (after // self._every + 1) * self._every
+        if isinstance(self._persist_every, int):
+            step = min(step, (after // self._persist_every + 1) * self._persist_every)
+        return Due(step, self._persists(after, step))
+
+    def _persists(self, after: int, step: int) -> bool:
+        """By steps: whether a multiple lies in what has passed since the last one."""
+        every = self._persist_every
+        return isinstance(every, int) and step // every > after // every
+
+    def stepwise(self, after: int) -> Due:
+        """The one after `after`, where all goes by steps."""
+        return self._stepwise(after)
+
+
+class Words(Protocol):
+    """How rank 0 tells the others (`board.Board`)."""
+
+    def say(self, key: str, text: str) -> None: ...
+
+    def hear(self, key: str, limit: float) -> str: ...
+
+
+class Schedule:
+    """The snapshots to come, the same on all ranks."""
+
+    def __init__(self, pace: Pace, words: Words, rank: int, now: float, start: int) -> None:
+        self._pace = pace
+        self._words = words
+        self._rank = rank
+        self._index = 0
+        self.next = pace.first()
+        self._coming = pace.second()
+        pace.begin(now, start)
+
+    def due(self, step: int) -> Due | None:
+        """What is due at this step. A script that calls for some steps only is served at the first
+        one from the due step on."""
+        return Due(step, self.next.persist) if step >= self.next.step else None
+
+    def advance(self, now: float, here: Due, stall: float) -> None:
+        """`here` was served, or given up. Whatever `Words` raises where rank 0 says nothing."""
+        if not self._pace.timed:
+            self.next = self._pace.stepwise(here.step)
+            return
+        self._index += 1
+        if self._rank == 0:
+            after = self._pace.after(now, here, self._coming, stall)
+            self._words.say(f"due/{self._index + 1}", f"{after.step} {int(after.persist)}")
+            self.next, self._coming = self._coming, after
+        elif self._index < 2:
+            self.next = self._coming
+        else:
+            step, persist = self._words.hear(f"due/{self._index}", HEAR).split()
+            self.next = Due(int(step), persist == "1")

@@ -1,0 +1,219 @@
+"""A restore from memory: from the snapshots of the ranks of another life, into the tensors of now.
+
+At the same number of ranks a rank needs its own snapshot. At another number, or where its own is
+gone, it asks for others' until the chunks that it needs are covered. Nothing is overwritten before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.memory import Mapped, values_at
+from elasticrun.checkpointing.parts import Path, StateError, unflatten
+from elasticrun.checkpointing.state import State
+from elasticrun.dcp.items import deserialise, own_key, pieces
+from elasticrun.dcp.restoring import Cover, RestoreError, copy, names_of
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.layout import Item, Layout
+from elasticrun.wire.segment import SegmentError, Snapshot
+from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
+
+
+class Unusable(Exception):
+    """The snapshot cannot be used: `rank`, whose shard it is about, and a sentence."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Shard:
+    """One rank's snapshot, mapped."""
+
+    rank: int  # whose it is
+    mapped: Mapped
+    layout: Layout
+    snapshot: Snapshot
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.mapped.tensors(self.snapshot.slot, self.layout)
+
+    def value(self, place: int) -> Any:
+        found = values_at(self.mapped, self.snapshot.slot, self.layout, self.snapshot.values_bytes)
+        return deserialise(bytes(found[place]))
+
+
+class Recall:
+    """One restore."""
+
+    def __init__(self, line: Line, state: State, resume: Resume) -> None:
+        self._line = line
+        self._state = state
+        self._resume = resume
+        self._round = RoundName(resume.round.term, resume.round.number, resume.round.nonce)
+        self._shards: dict[int, Shard] = {}
+        self._checked: set[int] = set()
+        self.bytes_room = 0
+        self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
+
+    def run(self, world_size: int) -> None:
+        """Unusable, LineError."""
+        same = self._resume.world_size == world_size
+        try:
+            self._restore(same)
+            if not same:
+                self._resize()
+            own = self._shards.get(self._state.rank)
+            if same and own is not None and own.rank == self._state.rank:
+                self.kept = own.mapped
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for shard in self._shards.values():
+            if shard.mapped is not self.kept:
+                shard.mapped.close()
+        self._shards.clear()
+
+    # ------------------------------------------------------------ shards
+
+    def _order(self) -> list[int]:
+        """Ranks of the old job, from this rank's own place on."""
+        old = self._resume.world_size
+        return [(self._state.rank + k) % old for k in range(old)]
+
+    def _fetch(self, rank: int) -> Shard | str:
+        """A shard, or why there is none."""
+        if rank in self._shards:
+            return self._shards[rank]
+        here, fd = self._line.ask(WantShard(rank), ShardHere)
+        if not here.ok or fd is None:
+            return here.reason or f"the shard of rank {rank} is gone"
+        try:
+            mapped = Mapped(fd)
+            snapshot = mapped.segment.read(here.slot)
+            fits = snapshot is not None and snapshot.sequence == here.sequence
+            if snapshot is None or not fits or not snapshot.is_of(self._round):
+                raise Unusable(rank, f"the snapshot of rank {here.rank} is not the one promised")
+            layout = mapped.segment.layout()
+            if snapshot.step != self._resume.step or layout.key != snapshot.layout:
+                raise Unusable(rank, f"the snapshot of rank {here.rank} is of another state")
+            mapped.warm(here.slot)
+        except (SegmentError, OSError, RuntimeError, ValueError) as error:
+            raise Unusable(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
+        self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
+        return self._shards[rank]
+
+    # ------------------------------------------------------------ the state
+
+    def _restore(self, same: bool) -> None:
+        saved: dict[str, Item] = {}
+        why = "nothing of it is held any more"
+        found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
+        for rank in self._order():
+            shard = self._fetch(rank)
+            if isinstance(shard, str):
+                why = shard
+                continue
+            names = names_of([shard.layout])
+            self.bytes_room = self.bytes_room or shard.layout.bytes_room
+            try:
+                if found is None or not names.keys() <= saved.keys():
+                    saved = {**names, **saved}
+                    found = self._cover(saved, same)
+                else:
+                    found[0].offer(rank, shard.layout)
+            except (StateError, RestoreError) as error:
+                why = str(error)
+                continue
+            if found[0].whole:
+                self._finish(saved, *found, same)
+                return
+            why = f"{found[0].missing[0]} is held by no rank that was asked"
+        raise Unusable(self._order()[0], why)
+
+    def _cover(
+        self, saved: dict[str, Item], own: bool
+    ) -> tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]]:
+        targets = self._state.targets(saved, own)
+        try:
+            wanted = pieces(targets)
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        cover = Cover([one.item for one in wanted], self._state.wanted_values(saved, own))
+        for rank, shard in self._shards.items():
+            cover.offer(rank, shard.layout)
+        return cover, [one.value for one in wanted], targets
+
+    def _finish(
+        self,
+        saved: dict[str, Item],
+        cover: Cover,
+        wanted: list[torch.Tensor],
+        targets: dict[str, torch.Tensor],
+        own: bool,
+    ) -> None:
+        used = {move.source for move in cover.moves} | {
+            source for source, _ in cover.values.values()
+        }
+        copy(cover.moves, {rank: self._shards[rank].tensors() for rank in used}, wanted)
+        for rank in used:
+            self._check(rank)
+        values: dict[str, Any] = dict(targets)
+        for fqn, (rank, place) in cover.values.items():
+            try:
+                values[fqn] = self._shards[rank].value(place)
+            except Exception as error:  # whatever a user's class makes of its bytes
+                raise Unusable(rank, f"{fqn} cannot be read: {error!r:.200}") from error
+        self._state.adopt(saved, values, own)
+
+    def _check(self, rank: int) -> None:
+        """What was copied is what was written; asked once for each shard."""
+        if rank in self._checked:
+            return
+        self._checked.add(rank)
+        whole, fd = self._line.ask(IsWhole(rank), Whole)
+        assert fd is None
+        shard = self._shards[rank]
+        if not whole.ok:
+            raise Unusable(rank, whole.reason)
+        if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
+            raise Unusable(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
+
+    # ------------------------------------------------------------ state of one rank each
+
+    def _resize(self) -> None:
+        """Another number of ranks: hand the state of all old ones to who can make use of it."""
+        for name, own in self._state.own.items():
+            if own.on_resize is None:
+                self._state.remarks.append(
+                    f"per-rank state {name} is left as it is: the job had "
+                    f"{self._resume.world_size} ranks before"
+                )
+                continue
+            template = own.part.loose()
+            own.on_resize(
+                [self._own_of(rank, name, template) for rank in range(self._resume.world_size)]
+            )
+
+    def _own_of(self, rank: int, name: str, template: Any) -> Any:
+        """The state of one old rank, None if it is lost."""
+        shard = self._fetch(rank)
+        if isinstance(shard, str) or shard.rank != rank:
+            return None
+        self._check(rank)
+        prefix = (own_key(rank), name)
+        found: dict[Path, Any] = {}
+        for tensor, item in zip(shard.tensors(), shard.layout.tensors, strict=True):
+            if item.path[:2] == prefix:
+                found[item.path[2:]] = tensor.clone()
+        for place, item in enumerate(shard.layout.values):
+            if item.path[:2] == prefix:
+                found[item.path[2:]] = shard.value(place)
+        return unflatten(found, template) if found else None

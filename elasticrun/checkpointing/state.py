@@ -1,0 +1,290 @@
+"""A user's whole state: taken for a snapshot, and put back.
+
+What is asked of it at every snapshot is cheap while nothing but values has changed: the plan (which
+items there are, and where their tensors lie) is made once and kept for as long as the watched
+tensors are the same objects and the loose state has the same names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from elasticrun.checkpointing.modules import ModulePart, OptimizerPart
+from elasticrun.checkpointing.parts import (
+    Part,
+    Path,
+    PlainPart,
+    StateError,
+    StatefulPart,
+    Watch,
+)
+from elasticrun.dcp.items import (
+    OWN_PREFIX,
+    Flat,
+    Piece,
+    flatten,
+    in_order,
+    is_array,
+    local,
+    own_key,
+    pieces,
+    serialise,
+)
+from elasticrun.wire.layout import Item, ItemKind
+
+OnResize = Callable[[list[Any]], None]
+"""Given the state of one per-rank object of every rank of the old job, by rank."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a snapshot is made of, as a layout orders it."""
+
+    pieces: list[Piece]
+    tensors: list[torch.Tensor]  # this rank's parts, not copies
+    values: list[Any]  # the opaque ones
+
+
+@dataclass(slots=True)
+class Own:
+    """One object of this rank alone."""
+
+    part: Part
+    on_resize: OnResize | None
+
+
+class State:
+    """The parts by their names."""
+
+    def __init__(self, parts: Mapping[str, Any], rank: int) -> None:
+        """StateError for what cannot be part of a state."""
+        self.values: dict[str, Any] = {}  # what plain values were, after a restore
+        self.remarks: list[str] = []
+        self.rank = rank
+        self.own: dict[str, Own] = {}
+        self.parts = self._sort(parts)
+        self._plan: Plan | None = None
+        self._watches: list[Watch] = []
+        self._signature: tuple[Any, ...] = ()
+        self._places: dict[str, tuple[bool, int]] = {}
+        self._serialised: dict[tuple[type, str], bytes] = {}
+
+    def _sort(self, parts: Mapping[str, Any]) -> dict[str, Part]:
+        for name in parts:
+            if name.startswith(OWN_PREFIX):
+                raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
+        made: dict[str, Part] = {
+            name: ModulePart(name, value)
+            for name, value in parts.items()
+            if isinstance(value, nn.Module)
+        }
+        for name, value in parts.items():
+            if name not in made:
+                made[name] = self._part(name, value, list(made.values()))
+        return {name: made[name] for name in parts}
+
+    def _part(self, name: str, value: Any, others: Iterable[Part]) -> Part:
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(name, value, [p for p in others if isinstance(p, ModulePart)])
+        if isinstance(value, Stateful):
+            return StatefulPart(value)
+        if isinstance(value, Mapping):
+            if not isinstance(value, dict):
+                raise StateError(f"{name} is a {type(value).__name__}, which cannot be refilled")
+            for key, inner in value.items():
+                if isinstance(inner, Stateful | nn.Module):
+                    raise StateError(
+                        f"{name}[{key!r}] is a {type(inner).__name__}: pass it by a name of its own"
+                    )
+        return PlainPart(value, lambda was: self.values.__setitem__(name, was))
+
+    def _optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
+    ) -> Part:
+        """By its parameters' names if one of the modules has them all, or all together have."""
+        for candidates in [*([module] for module in modules), modules]:
+            try:
+                return OptimizerPart(name, optimizer, candidates)
+            except StateError as error:
+                why = str(error)
+        if modules:
+            self.remarks.append(
+                f"{why}; its state is kept by their places, for as many ranks alone"
+            )
+        return StatefulPart(optimizer)
+
+    def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
+        """State of this rank alone. StateError."""
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
+        self.own[name] = Own(self._part(name, value, ()), on_resize)
+        self._plan = None
+
+    # ------------------------------------------------------------ taking
+
+    def take(self) -> Plan:
+        """What there is now. Not a copy: it is to be copied before training goes on. StateError,
+        or whatever a Stateful raises."""
+        loose = self._loose()
+        flat = flatten(loose)
+        signature = tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
+        known = self._plan is not None and signature == self._signature
+        if known and all(watch.holds() for watch in self._watches):
+            assert self._plan is not None
+            self._refresh(self._plan, flat)
+            return self._plan
+        return self._anew()
+
+    def _loose(self) -> dict[str, Any]:
+        loose = {name: part.loose() for name, part in self.parts.items()}
+        found = {name: value for name, value in loose.items() if value is not None}
+        for name in list(found):
+            if isinstance(found[name], Mapping) and not found[name]:
+                del found[name]
+        if self.own:
+            found[own_key(self.rank)] = {n: own.part.loose() for n, own in self.own.items()}
+        return found
+
+    def _anew(self) -> Plan:
+        whole = self.whole()
+        try:
+            ordered = in_order(pieces(whole, own_key(self.rank)))
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        tensors = [one for one in ordered if one.item.kind is not ItemKind.BYTES]
+        values = [one for one in ordered if one.item.kind is ItemKind.BYTES]
+        self._places = {one.item.fqn: (False, at) for at, one in enumerate(values)}
+        self._places.update({one.item.fqn: (True, at) for at, one in enumerate(tensors)})
+        self._plan = Plan(ordered, [o.value for o in tensors], [o.value for o in values])
+        return self._plan
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, nested as a checkpoint names it; not a copy."""
+        self._watches = []
+        whole: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            found = part.steady()
+            if found is not None:
+                whole[name] = found[0]
+                self._watches.append(found[1])
+        loose = self._loose()
+        self._signature = tuple((fqn, _shape(v)) for fqn, v in flatten(loose).values.items())
+        self._merge(whole, loose)
+        self._plan = None
+        return whole
+
+    @staticmethod
+    def _merge(whole: dict[str, Any], loose: Mapping[str, Any]) -> None:
+        """An optimizer's state is in both."""
+        for name, value in loose.items():
+            steady = whole.get(name)
+            if steady is None:
+                whole[name] = value
+                continue
+            state = {key: dict(entries) for key, entries in steady["state"].items()}
+            for key, entries in value["state"].items():
+                state.setdefault(key, {}).update(entries)
+            whole[name] = {**value, "state": state}
+
+    def _refresh(self, plan: Plan, flat: Flat) -> None:
+        for fqn, value in flat.values.items():
+            place = self._places.get(fqn)
+            if place is None:  # sharded over a mesh that this rank is not in
+                continue
+            if place[0]:
+                plan.tensors[place[1]] = local(value)
+            else:
+                plan.values[place[1]] = value
+
+    def serialised(self, values: Iterable[Any]) -> list[bytes]:
+        """Opaque values as bytes; plain ones that were the same before are not made again."""
+        return [self._bytes_of(value) for value in values]
+
+    def _bytes_of(self, value: Any) -> bytes:
+        if not _is_plain(value):
+            return serialise(value)
+        key = (type(value), repr(value))
+        if key not in self._serialised:
+            if len(self._serialised) >= MAX_SERIALISED:
+                self._serialised.clear()
+            self._serialised[key] = serialise(value)
+        return self._serialised[key]
+
+    # ------------------------------------------------------------ putting back
+
+    def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
+        """Where the tensors that were saved under these names go; nothing is changed yet. `own`:
+        this rank's own state too. StateError."""
+        found: dict[str, torch.Tensor] = {}
+        for prefix, part in self._restored(own):
+            below = _below(saved, prefix)
+            names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
+            if not below:
+                if self._has_state(part):
+                    self.remarks.append(f"{'.'.join(prefix)} was not saved and is left as it is")
+                continue
+            for path, tensor in part.targets(below).items():
+                found[names[path]] = tensor
+        return found
+
+    def _restored(self, own: bool) -> list[tuple[tuple[str, ...], Part]]:
+        listed: list[tuple[tuple[str, ...], Part]] = [((n,), p) for n, p in self.parts.items()]
+        if own:
+            listed += [((own_key(self.rank), name), one.part) for name, one in self.own.items()]
+        return listed
+
+    @staticmethod
+    def _has_state(part: Part) -> bool:
+        now = part.loose()
+        return part.steady() is not None or (now is not None and now != {})
+
+    def wanted_values(self, saved: Mapping[str, Item], own: bool) -> list[str]:
+        """Names of the opaque values that belong to these parts."""
+        return [
+            item.fqn
+            for prefix, _ in self._restored(own)
+            for item in _below(saved, prefix).values()
+            if item.kind is ItemKind.BYTES
+        ]
+
+    def adopt(self, saved: Mapping[str, Item], values: Mapping[str, Any], own: bool) -> None:
+        """The targets are filled; `values`: they and the opaque ones by name."""
+        for prefix, part in self._restored(own):
+            below = {item.path[len(prefix) :]: item.fqn for item in _below(saved, prefix).values()}
+            had = {path: values[fqn] for path, fqn in below.items() if fqn in values}
+            if had:
+                part.adopt(had)
+        self._plan = None
+
+
+MAX_SERIALISED = 10_000
+"""Plain values whose bytes are remembered."""
+
+
+def _below(saved: Mapping[str, Item], prefix: tuple[str, ...]) -> dict[Path, Item]:
+    """The items of one part, by the rest of their paths."""
+    size = len(prefix)
+    return {item.path[size:]: item for item in saved.values() if item.path[:size] == prefix}
+
+
+def _shape(value: Any) -> Any:
+    """Equal for two values that are one and the same item."""
+    if isinstance(value, DTensor):
+        return (value.dtype, value.shape, value.placements, id(value.device_mesh))
+    if isinstance(value, torch.Tensor) and is_array(value):
+        return (value.dtype, value.shape)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `repr` tells all of it."""
+    if type(value) in (int, float, bool, str, bytes, type(None)):
+        return True
+    return type(value) in (list, tuple) and len(value) < 100_000 and all(map(_is_plain, value))

@@ -1,0 +1,191 @@
+"""A snapshot: from this rank's tensors into a slot of its segment, and no further.
+
+The time from `take`'s begin to its end is the stall of training. What can be done before is done
+before: the plan is kept, envelopes stand in the slots, pages are mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.memory import Mapped, with_table
+from elasticrun.checkpointing.parts import StateError
+from elasticrun.checkpointing.state import Plan, State
+from elasticrun.dcp.image import arrange, write_envelopes
+from elasticrun.dcp.restoring import copy_all
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.layout import PAGE, Layout
+from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
+
+LEAST_ROOM: Final = 64 * 1024
+"""Bytes for opaque values, at least."""
+
+LOOK: Final = 0.002
+"""Seconds between two looks at the watermark while a slot is awaited: the agent moves it in shared
+memory, without a message."""
+
+
+class Taker:
+    """One rank's snapshots of a life."""
+
+    def __init__(self, line: Line, state: State, slots: int, present: RoundName) -> None:
+        self._line = line
+        self._state = state
+        self._slots = slots
+        self._present = present
+        self._mapped: Mapped | None = None
+        self._layout: Layout | None = None
+        self._plan: Plan | None = None
+        self._refused: dict[int, str] = {}
+        self._sequence = 0
+        self.spare: Mapped | None = None  # the segment that was restored from
+        self.room_hint = 0  # what the restored snapshot had for opaque values, in bytes
+
+    def prepare(self) -> None:
+        """Have a segment for the state as it is, and map the slot that is written next: some 80 ms
+        a GiB, so that the first snapshot does not take five times as long as the others.
+        StateError, LineError."""
+        plan = self._state.take()
+        values = with_table(self._state.serialised(plan.values))
+        mapped = self._fit(plan, len(values))
+        slot = mapped.segment.free_slot()
+        if slot is not None and self._layout is not None:
+            mapped.warm(slot)
+            mapped.tensors(slot, self._layout)
+
+    def note(self, step: int) -> None:
+        """Training is at this step."""
+        if self._mapped is not None:
+            self._mapped.segment.current = step
+
+    def take(self, step: int, *, persist: bool, wait: float) -> bool:
+        """Take one; False if there was no free slot, for `wait` seconds either. `persist`: it is to
+        be written out. StateError, LineError, or what a Stateful raises; then there is none."""
+        plan = self._state.take()
+        values = with_table(self._state.serialised(plan.values))
+        mapped = self._fit(plan, len(values))
+        segment, layout = mapped.segment, self._layout
+        assert layout is not None
+        slot = self._slot(wait)
+        if slot is None:
+            return False
+        held = [snapshot.sequence for snapshot in segment.snapshots()]
+        segment.withdraw(slot)
+        copy_out(mapped.tensors(slot, layout), plan.tensors)
+        at = layout.own_bytes + layout.shared_bytes
+        segment.payload(slot)[at : at + len(values)] = values
+        self._sequence = max([self._sequence, *held]) + 1
+        if persist:
+            segment.pin(slot)
+        segment.commit(
+            slot,
+            round=self._present,
+            sequence=self._sequence,
+            step=step,
+            layout=layout.key,
+            values=len(values),
+        )
+        segment.current = step
+        self._line.say(Committed(step, slot, self._sequence, persist))
+        return True
+
+    def _slot(self, wait: float) -> int | None:
+        assert self._mapped is not None
+        slot = self._mapped.segment.free_slot()
+        deadline = time.monotonic() + wait
+        while slot is None and time.monotonic() < deadline:
+            self._line.pause(LOOK)
+            slot = self._mapped.segment.free_slot()
+        return slot
+
+    # ------------------------------------------------------------ the segment
+
+    def _fit(self, plan: Plan, values_bytes: int) -> Mapped:
+        """A segment for this plan: the present one, or a new one if the state has changed."""
+        layout = self._layout
+        if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
+            if plan is self._plan:
+                return self._mapped
+            same = arrange(plan.pieces, layout.bytes_room)
+            if same.key == layout.key:
+                self._plan = plan
+                return self._mapped
+        layout = arrange(plan.pieces, self._room(values_bytes))
+        if layout.key in self._refused:
+            raise StateError(self._refused[layout.key])
+        self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
+        return self._mapped
+
+    def _room(self, values_bytes: int) -> int:
+        """A power of two with as much to spare as is needed; of two lives whose values are about as
+        long, the second finds the segment of the first."""
+        if values_bytes <= self.room_hint:
+            return self.room_hint
+        return max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
+
+    def _obtain(self, layout: Layout) -> Mapped:
+        encoded = layout.encode()
+        wanted = NeedSegment(
+            layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots
+        )
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        here, fd = self._line.ask(wanted, SegmentHere)
+        if not here.ok or fd is None:
+            self._refused = {layout.key: here.reason or "the agent gave no memory"}
+            raise StateError(self._refused[layout.key])
+        mapped = self._map(fd)
+        segment = mapped.segment
+        committed = {snapshot.slot for snapshot in segment.snapshots()}
+        if not committed:
+            mapped.memory[PAGE : PAGE + len(encoded)] = encoded
+        for slot in set(range(segment.slots)) - committed:
+            write_envelopes(segment.payload(slot), layout)
+        return mapped
+
+    def _map(self, fd: int) -> Mapped:
+        """The mapping of the restore, if it is of the same segment: its pages are there already."""
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.is_of(fd):
+            os.close(fd)
+            return spare
+        if spare is not None:
+            spare.close()
+        return Mapped(fd)
+
+    def close(self) -> None:
+        for mapped in (self._mapped, self.spare):
+            if mapped is not None:
+                mapped.close()
+        self._mapped = self.spare = None
+
+
+def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy to shared memory; when it returns, all is there. From CUDA devices each by a stream of
+    its own, so that the devices copy at the same time."""
+    devices = {source.device for source in sources if source.is_cuda}
+    if not devices:
+        copy_all(targets, sources)
+        return
+    cuda: Any = torch.cuda  # its names have no types
+    events = []
+    for device in devices:
+        stream = cuda.Stream(device)
+        stream.wait_stream(cuda.current_stream(device))
+        with cuda.stream(stream):
+            at = [i for i, source in enumerate(sources) if source.device == device]
+            copy_all([targets[i] for i in at], [sources[i] for i in at], non_blocking=True)
+            event = cuda.Event()
+            event.record(stream)
+            events.append(event)
+    rest = [i for i, source in enumerate(sources) if source.device not in devices]
+    copy_all([targets[i] for i in rest], [sources[i] for i in rest])
+    for event in events:
+        event.synchronize()

@@ -1,0 +1,226 @@
+"""The two ways that a Checkpointer goes: with an agent, and with torch alone.
+
+With an agent: snapshots in shared memory, checkpoints written by the node's saver. With torch alone
+(torchrun, plain python): checkpoints by torch's asynchronous save, in folders of the same names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from elasticrun.checkpointing import storing
+from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.line import Line, LineError
+from elasticrun.checkpointing.parts import StateError
+from elasticrun.checkpointing.recalling import Recall, Unusable
+from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.taking import Taker
+from elasticrun.storage.folder import Folder
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.segment import VERSION
+from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume
+
+END_LIMIT: Final = 60.0
+"""Seconds that a rank waits to be ended, once it has said that it cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both ways need to know."""
+
+    folder: Folder
+    rank: int
+    world_size: int
+    slots: int
+    keep_last: int
+    keep_every: int
+    verify: bool
+
+
+class Way(Protocol):
+    """One life of one rank."""
+
+    snapshots: bool  # whether memory is used, so that more than what is written out is due
+    source: str  # where the restore came from
+
+    def resume(self, board: Board) -> int:
+        """Restore; the step that training goes on from, 0 if there is nothing."""
+
+    def fresh(self, step: int) -> None:
+        """Training goes on from this step without a restore."""
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        """False if it was skipped, for want of a slot."""
+
+    def note(self, step: int) -> None:
+        """Training is at this step."""
+
+    def remark(self, text: str) -> None:
+        """One sentence for the operator."""
+
+    def close(self) -> None: ...
+
+
+def choose(setting: Setting, board: Board, memory: int) -> tuple[str, int]:
+    """What all ranks go on from: rank 0 compares memory (a step, -1: none) with storage and tells
+    the others. The larger step wins, and memory where they are equal."""
+    if setting.rank == 0:
+        stored = storing.newest(setting.folder)
+        if memory >= 0 and memory >= stored:
+            chosen = ("memory", memory)
+        else:
+            chosen = ("storage", stored) if stored >= 0 else ("nothing", 0)
+        board.say("from", f"{chosen[0]} {chosen[1]}")
+        return chosen
+    source, step = board.hear("from").split()
+    return source, int(step)
+
+
+def restore_stored(setting: Setting, state: State, step: int) -> None:
+    """From storage. Whatever `storing.load_step` raises."""
+    storing.load_step(setting.folder, step, state, setting.world_size, setting.verify)
+
+
+class AgentWay:
+    """With an agent."""
+
+    snapshots = True
+
+    def __init__(self, setting: Setting, state: State, place: str) -> None:
+        """LineError if there is no agent at `place`."""
+        self._setting = setting
+        self._state = state
+        self.source = "nothing"
+        self._line = Line(place)
+        here = RankHere(
+            *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
+            *(setting.folder.url, setting.keep_last, setting.keep_every),
+        )
+        self._resume, _ = self._line.ask(here, Resume)
+        present = self._resume.present
+        self.life = f"{present.term}.{present.number}.{present.nonce}"
+        round_name = RoundName(present.term, present.number, present.nonce)
+        self._taker = Taker(self._line, state, setting.slots, round_name)
+
+    def resume(self, board: Board) -> int:
+        source, step = choose(self._setting, board, self._resume.step)
+        if source == "memory":
+            self._recall()
+        elif source == "storage":
+            restore_stored(self._setting, self._state, step)
+        self.source = source
+        self._line.say(Restored(step, source))
+        if source != "nothing":
+            try:
+                self._taker.prepare()
+            except StateError as error:  # training can go on without snapshots
+                self.remark(str(error))
+        return step
+
+    def _recall(self) -> None:
+        recall = Recall(self._line, self._state, self._resume)
+        try:
+            recall.run(self._setting.world_size)
+        except Unusable as error:
+            self._line.say(CannotRestore(error.rank, error.reason[:1000]))
+            self._line.await_end(END_LIMIT)
+            raise RuntimeError(
+                f"step {self._resume.step} cannot be restored from memory: {error.reason}"
+            ) from error
+        self._taker.room_hint = recall.bytes_room
+        self._taker.spare = recall.kept
+
+    def fresh(self, step: int) -> None:
+        self._line.say(Restored(step, self.source))
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        return self._taker.take(step, persist=persist, wait=wait)
+
+    def note(self, step: int) -> None:
+        self._taker.note(step)
+
+    def remark(self, text: str) -> None:
+        try:
+            self._line.say(Remark(text[:1000]))
+        except LineError:
+            warnings.warn(f"elasticrun: {text}", stacklevel=2)
+
+    def close(self) -> None:
+        self._taker.close()
+        self._line.close()
+
+
+class TorchWay:
+    """With torch alone."""
+
+    snapshots = False
+
+    def __init__(self, setting: Setting, state: State) -> None:
+        self._setting = setting
+        self._state = state
+        self.source = "nothing"
+        self._running: Any = None
+        # a group of its own: the save runs beside training, whose collectives it must not meet
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def resume(self, board: Board) -> int:
+        while True:
+            source, step = choose(self._setting, board, -1)
+            try:
+                if source == "storage":
+                    restore_stored(self._setting, self._state, step)
+            except storing.SpoiledError as error:
+                if self._setting.world_size > 1:
+                    raise  # the others have been told this step; the next start takes another
+                self.remark(str(error))
+                continue
+            self.source = source
+            return step
+
+    def fresh(self, step: int) -> None:
+        pass
+
+    def save(self, step: int, persist: bool, wait: float) -> bool:
+        """Write a checkpoint, in the background where there is a process group."""
+        if not persist:
+            return True
+        self._finish()
+        state, path = self._state.whole(), self._setting.folder.path(step)
+        if self._group is not None:
+            self._running = async_save(state, checkpoint_id=path, process_group=self._group)
+        elif self._setting.world_size > 1:
+            raise StateError("there is no process group: call init_process_group before restore()")
+        else:
+            save(state, checkpoint_id=path, no_dist=True)
+        self._retain(step)
+        return True
+
+    def _finish(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _retain(self, step: int) -> None:
+        """Rank 0 removes old ones; the one that is being written is not among them yet."""
+        if self._setting.rank != 0 or not self._setting.keep_last:
+            return
+        done = [s for s in self._setting.folder.committed() if s != step]
+        old = done[: max(0, len(done) - self._setting.keep_last + 1)]
+        for one in old:
+            if not self._setting.keep_every or one % self._setting.keep_every:
+                self._setting.folder.remove(one)
+
+    def note(self, step: int) -> None:
+        pass
+
+    def remark(self, text: str) -> None:
+        if self._setting.rank == 0:
+            warnings.warn(f"elasticrun: {text}", stacklevel=2)
+
+    def close(self) -> None:
+        self._finish()

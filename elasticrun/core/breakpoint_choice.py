@@ -1,0 +1,170 @@
+"""Which snapshot the next round goes on from, and who can give which shard of it.
+
+A snapshot is named (round, step); steps of different rounds are never combined (COORDINATION 9).
+Two rounds are believed: the present one, and the one that it was restored from, up to the step that
+it was restored from, for as long as nodes hold it. What a node holds counts while its stream
+stands: it says all of it again on every stream, before it says that its ranks have stopped.
+
+*The watermark* is the newest whole step of the present round; older ones are needed no more.
+*The choice* is the newest whole step of the present round, else of the one before, without those
+that are bad: a shard did not have its hash, or (poison) MAX_REJECTED rounds that went on from it
+failed by themselves before they had a whole step of their own. A node that died is no sign of
+poison.
+
+What comes of it is left in `orders` and `news`, for the caller to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elasticrun.core.breakpoint_held import Ledger
+from elasticrun.core.breakpoint_writing import Key
+from elasticrun.core.facts import Rejected
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import RoundName
+
+MAX_REJECTED = 2
+"""Rounds that failed by themselves before they got further than the snapshot they went on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the next round goes on from; `why` says what could not be had of a newer one."""
+
+    restore: m.Restore | None
+    why: str = ""
+
+
+class BreakpointChoice:
+    """See the module's head."""
+
+    def __init__(self) -> None:
+        self._ledgers: list[Ledger] = []  # of the present round, and of the one before
+        self._raw: dict[str, m.Holdings] = {}  # what each living node said last
+        self._going: dict[str, None] = {}  # nodes that are to go
+        self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
+        self._dropped: dict[Key, None] = {}  # not to be restored again
+        self._rejected: dict[Key, int] = {}
+        self._restored: m.Restore | None = None  # by the present round
+        self.watermark = -1  # of the present round; -1: none yet
+        self.orders: list[tuple[tuple[str, ...], m.Order]] = []
+        self.news: list[tuple[str, str]] = []  # a sentence, and its level
+
+    # ------------------------------------------------------------ what is known
+
+    def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
+        """These are the rounds from here on."""
+        old = next((one for one in self._ledgers if restore and one.name == restore.round), None)
+        self._ledgers = [Ledger(name, world_size)]
+        if restore is not None:
+            origin = old or Ledger(restore.round, restore.world_size)
+            origin.end_at(restore.step)
+            self._ledgers.append(origin)
+        self._restored = restore
+        self.watermark = -1
+        known = {one.name for one in self._ledgers}
+        self._dropped = {key: None for key in self._dropped if key[0] in known}
+        self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
+        self._named.clear()
+        for node in self._raw:
+            self._count(node)
+
+    def _count(self, node: str) -> None:
+        """Enter what a node said into the books."""
+        report = self._raw.get(node)
+        held = report.held if report is not None else ()
+        for ledger in self._ledgers:
+            ledger.hear(node, [one for one in held if one.round == ledger.name])
+            if node in self._going:
+                ledger.keep_only(node, self._kept(node, ledger))
+
+    def _kept(self, node: str, ledger: Ledger) -> int | None:
+        """The step for which a node that is to go stays; None: for none of this round."""
+        return None
+
+    def _ledger(self, name: RoundName) -> Ledger | None:
+        return next((one for one in self._ledgers if one.name == name), None)
+
+    def _raise_watermark(self) -> None:
+        for ledger in self._ledgers[:1]:
+            newest = next((step for step in ledger.steps() if ledger.is_whole(step)), -1)
+            if newest > self.watermark:
+                self.watermark = newest
+                self.orders.append((tuple(self._raw), m.Watermark(ledger.name, newest)))
+
+    # ------------------------------------------------------------ the choice
+
+    def choose(self) -> Choice:
+        """What the next round goes on from."""
+        why = ""
+        for ledger in self._ledgers:
+            known = self.watermark if ledger.upto is None else ledger.upto
+            for step in sorted({*ledger.steps(), known}, reverse=True):
+                if step < 0 or (ledger.name, step) in self._dropped:
+                    continue
+                if ledger.is_whole(step):
+                    return Choice(m.Restore(ledger.name, step, ledger.world_size), why)
+                if step == known and not why:
+                    lacks = ledger.why_not_whole(step)
+                    why = f"step {step} cannot be restored from memory: {lacks}"
+        return Choice(None, why)
+
+    def failed_by_itself(self) -> None:
+        """The present round is over because a rank of it failed, and no node was lost: if it had
+        not got further than what it went on from, that may be the reason."""
+        if self._restored is None or self.watermark >= 0:
+            return
+        key = (self._restored.round, self._restored.step)
+        self._rejected[key] = self._rejected.get(key, 0) + 1
+        if self._rejected[key] >= MAX_REJECTED and key not in self._dropped:
+            self._dropped[key] = None
+            times = f"{MAX_REJECTED} rounds that went on from it failed before their next snapshot"
+            self._say(f"the snapshot of step {key[1]} is not restored again: {times}", "warning")
+
+    def bad(self, node: str, report: m.ShardBad) -> bool:
+        """A shard does not count any more: the node's own, or the one that was named to it. Whether
+        the present round was to go on from that snapshot."""
+        key = (report.round, report.step)
+        named = self._named.pop((node, key, report.rank), None)
+        ledger = self._ledger(report.round)
+        if ledger is None:
+            return False
+        spoilt = ledger.spoil(node, report.step, report.rank)
+        if named is not None:
+            spoilt = ledger.spoil(named[0], report.step, named[1]) or spoilt
+        if not spoilt:
+            self._dropped[key] = None  # else the same would be chosen for ever
+        what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
+        self._say(f"{what}: {report.reason} (node {node})", "warning")
+        mine = self._restored
+        return mine is not None and (mine.round, mine.step) == key
+
+    def where(self, node: str, asked: m.WhereIs) -> m.Holder:
+        """Who has a shard that `node` does not."""
+        key = (asked.round, asked.step)
+        ledger = self._ledger(asked.round)
+        places = ledger.find(asked.step, asked.rank) if ledger is not None else []
+        for holder, rank in places:
+            report = self._raw.get(holder)
+            if holder != node and report is not None and report.saver is not None:
+                self._named[node, key, asked.rank] = (holder, rank)
+                return m.Holder(*key, asked.rank, rank, report.saver, "")
+        why = "no node holds it any more" if not places else "its holder cannot serve it just now"
+        return m.Holder(*key, asked.rank, -1, None, why)
+
+    # ------------------------------------------------------------ the record
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Snapshots whose rounds failed by themselves, and how many did."""
+        return tuple(Rejected(*key, times) for key, times in self._rejected.items())
+
+    def _restore_rejected(self, rejected: Iterable[Rejected]) -> None:
+        for one in rejected:
+            self._rejected[one.round, one.step] = one.times
+            if one.times >= MAX_REJECTED:
+                self._dropped[one.round, one.step] = None
+
+    def _say(self, text: str, level: str = "info") -> None:
+        self.news.append((text, level))

@@ -1,0 +1,149 @@
+"""State to items: the names and chunks are those of torch's own planner, so they are exactly DCP's.
+
+What is no tensor is an opaque value; so is a tensor whose bytes are no plain array (sparse,
+quantised, a wrapper of others), which a checkpoint then holds as torch.save writes it. Two names of
+one storage are two items, as in DCP. Nothing here communicates: a DTensor's chunk follows from its
+placement.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from elasticrun.wire.layout import Item, ItemKind
+
+OWN_PREFIX: Final = "__rank"
+"""The state of rank r alone stands under the top-level key `__rank{r}`."""
+
+_KINDS: Final = {
+    WriteItemType.TENSOR: ItemKind.TENSOR,
+    WriteItemType.SHARD: ItemKind.SHARD,
+    WriteItemType.BYTE_IO: ItemKind.BYTES,
+}
+
+
+def own_key(rank: int) -> str:
+    """The top-level key of what belongs to one rank alone."""
+    return f"{OWN_PREFIX}{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An item, not yet laid out, and what it is of: this rank's part of the tensor (not a copy), or
+    the opaque value."""
+
+    item: Item
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A nested state as DCP flattens it: values and paths by flat name."""
+
+    values: dict[str, Any]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+class _Opaque:
+    """Hides a tensor from the planner."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def flatten(state: Mapping[str, Any]) -> Flat:
+    """DCP's own flattening. ValueError where two values come to have one name."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state))
+    return Flat(dict(planner.state_dict), dict(planner.mappings))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    if isinstance(tensor, DTensor):
+        # to_local() is the public way: the same tensor, behind a node of autograd, ten times slower
+        part = getattr(tensor, "_local_tensor", None)
+        tensor = part if part is not None else tensor.to_local()
+    return tensor.detach()
+
+
+def is_array(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory one by one, so that their bytes are all of it."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # wrappers have no storage
+        return False
+
+
+def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
+    """All items of a nested state; those below the top-level key `own` are this rank's alone.
+
+    ValueError for state that cannot be saved: two values of one name, a sharded tensor whose shards
+    are no plain arrays."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), None, True)
+    for fqn, value in planner.state_dict.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if value.is_meta:
+                raise ValueError(f"{fqn} is on the meta device: it has no elements to be saved")
+            if not is_array(value):
+                planner.state_dict[fqn] = _Opaque(value)
+    plan = planner.create_local_plan()
+    return [_piece(planner, item, own) for item in plan.items]
+
+
+def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
+    fqn = write.index.fqn
+    path = tuple(planner.mappings.get(fqn, (fqn,)))
+    owned = bool(own) and path[0] == own
+    kind = _KINDS[write.type]
+    data = write.tensor_data
+    if data is None:
+        value = planner.state_dict[fqn]
+        value = value.value if isinstance(value, _Opaque) else value
+        return Piece(Item(fqn, path, kind, owned), value)
+    tensor = planner.state_dict[fqn]
+    part: Any
+    if isinstance(tensor, DTensor) or kind is ItemKind.TENSOR:
+        part = local(tensor)  # the planner finds it too, but by way of sizes, which takes long
+    else:
+        part = planner.resolve_data(write)
+    part = part.detach()
+    if not is_array(part):
+        raise ValueError(f"the shards of {fqn} are no plain arrays ({type(part).__name__})")
+    item = Item(
+        *(fqn, path, kind, owned, str(part.dtype).removeprefix("torch.")),
+        *(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)),
+        requires_grad=data.properties.requires_grad,
+        nbytes=part.numel() * part.element_size(),
+    )
+    if tuple(part.shape) != item.sizes:
+        raise ValueError(f"the chunk of {fqn} is {tuple(part.shape)} and should be {item.sizes}")
+    return Piece(item, part)
+
+
+def in_order(found: Sequence[Piece]) -> list[Piece]:
+    """As a layout orders them: tensors before values, own ones before shared ones."""
+    return sorted(found, key=lambda one: (one.item.kind is ItemKind.BYTES, not one.item.own))
+
+
+def serialise(value: Any) -> bytes:
+    """An opaque value as DCP has it in a file."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def deserialise(data: bytes) -> Any:
+    """Back from `serialise`, in the rank that owns the classes; tensors come to the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

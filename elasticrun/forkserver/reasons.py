@@ -1,0 +1,21 @@
+"""What went wrong, as a saver says it: one sentence, whatever was raised."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PACKAGE: Final = __name__.partition(".")[0]
+
+MAX_REASON: Final = 1000
+"""Characters."""
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of bounded length. The texts of our own exceptions are sentences as they are."""
+    if type(error).__module__.partition(".")[0] == PACKAGE:
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:MAX_REASON]

@@ -1,0 +1,285 @@
+"""The shared memory of one simulated node, and its saver: snapshots that are only numbers.
+
+All ranks of a node commit a step at once. What a rank holds is its content: the same of all ranks
+where every rank has the whole state ("ddp"), its own of each ("sharded"). There are as many slots
+as a node of real ranks has, with the same rule for the one that may be written next.
+
+What must hold, else it is a fault of the world:
+* no two nodes of a round restore a different snapshot;
+* nothing is restored, and no watermark set, that was never whole;
+* a snapshot that is being written out is never dropped;
+* a checkpoint is committed only when all of its parts were written, and they are all there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import (
+    CommitCheckpoint,
+    Holder,
+    Holding,
+    Holdings,
+    Order,
+    Persist,
+    Persisted,
+    PersistOver,
+    ShardBad,
+    Start,
+    Watermark,
+    WhereIs,
+)
+
+if TYPE_CHECKING:
+    from elasticrun.sim.node import Node
+    from elasticrun.sim.world import World
+
+SLOTS = 2
+SAVER_PORT = 7000
+WRITING = 0.5
+"""Seconds in which a node writes its part."""
+MARKING = 0.01
+"""Seconds in which the coordinator writes the marker."""
+BYTES = 1 << 20
+"""Of one rank's part."""
+
+Key = tuple[RoundName, int]
+
+
+@dataclass(slots=True)
+class Shelves:
+    """What all nodes of a world have in common."""
+
+    state: str = "ddp"
+    slots: int = SLOTS
+    disks: dict[str, str] = field(default_factory=dict)  # node -> full, stuck
+    ever: dict[Key, set[int]] = field(default_factory=dict)  # contents that were ever committed
+    sizes: dict[RoundName, int] = field(default_factory=dict)  # rounds -> world size
+    restores: dict[RoundName, Key | None] = field(default_factory=dict)  # by the first node of each
+    parts: dict[str, set[int]] = field(default_factory=dict)  # attempt -> contents written
+    checkpoints: list[Key] = field(default_factory=list)  # committed, in order
+    faults: list[str] = field(default_factory=list)
+
+    def content(self, rank: int) -> int:
+        """What this rank holds."""
+        return 1 if self.state == "ddp" else rank + 1
+
+    def was_whole(self, key: Key) -> bool:
+        """Whether every content of the round was committed at this step."""
+        size = self.sizes.get(key[0], 0)
+        return size > 0 and self.ever.get(key, set()) >= {self.content(r) for r in range(size)}
+
+
+@dataclass(slots=True)
+class Kept:
+    """One snapshot of one node."""
+
+    round: RoundName
+    step: int
+    first_rank: int
+    world_size: int
+    ranks: int
+    wanted: bool = False
+    restored: bool = False  # pinned, since the present round goes on from it
+    bad: bool = False
+    attempts: set[str] = field(default_factory=set)
+
+    @property
+    def key(self) -> Key:
+        return (self.round, self.step)
+
+    @property
+    def pinned(self) -> bool:
+        return self.wanted or self.restored or bool(self.attempts)
+
+    def is_later(self, than: Key) -> bool:
+        """Whether it was taken after the one of this name."""
+        return _age(self.key) > _age(than)
+
+
+class Memory:
+    """See the module's head."""
+
+    def __init__(self, world: World, node: Node) -> None:
+        self._world = world
+        self._node = node
+        self._shelves = world.shelves
+        self.kept: list[Kept] = []  # the oldest first
+        self.skipped = 0
+        self._watermark: Key | None = None
+        self._start: Start | None = None
+        self._saver = Endpoint(node.name, SAVER_PORT)
+
+    # ------------------------------------------------------------ ranks
+
+    def started(self, start: Start) -> None:
+        """Ranks of a new life are about to start."""
+        shelves, want = self._shelves, start.restore
+        key = None if want is None else (want.round, want.step)
+        self._start, self._watermark = start, key
+        shelves.sizes[start.round] = start.world_size
+        if shelves.restores.setdefault(start.round, key) != key:
+            self._fault(f"round {start.round} restores {key} and {shelves.restores[start.round]}")
+        if key is not None and not shelves.was_whole(key):
+            self._fault(f"round {start.round} restores {key}, which never was whole")
+        for one in [one for one in self.kept if key is None or one.is_later(key)]:
+            if one.attempts:
+                self._fault(f"{self._node.name} drops step {one.step}, which is being written")
+            self.kept.remove(one)
+        for one in self.kept:
+            one.restored = one.key == key
+        self.say()
+        if want is None:
+            return
+        for rank in range(start.first_rank, start.first_rank + self._node.setup.nproc):
+            for old in range(rank, want.world_size, start.world_size) or [rank % want.world_size]:
+                if not self.gives(want.round, want.step, old):
+                    self._node.say(WhereIs(want.round, want.step, old))
+
+    def commit(self, step: int, *, persist: bool) -> None:
+        """All local ranks take a snapshot, if there is a slot for it."""
+        start = self._start
+        if start is None or not any(rank.alive for rank in self._node.ranks.values()):
+            return
+        if len(self.kept) >= self._shelves.slots:
+            old = self._free()
+            if old is None:
+                self.skipped += 1
+                return
+            self.kept.remove(old)
+        made = Kept(
+            start.round, step, start.first_rank, start.world_size, self._node.setup.nproc, persist
+        )
+        self.kept.append(made)
+        self._shelves.ever.setdefault(made.key, set()).update(self._contents(made))
+        self.say()
+
+    def _free(self) -> Kept | None:
+        mark = self._watermark
+        whole = [one for one in self.kept if mark is not None and not one.is_later(mark)]
+        older = self.kept[: self.kept.index(whole[-1])] if whole else []
+        return next((one for one in older if not one.pinned), None)
+
+    def gives(self, name: RoundName, step: int, rank: int) -> bool:
+        """Whether the shard of this rank, or one that is equal to it, is here."""
+        content = self._shelves.content(rank)
+        return any(one.key == (name, step) and content in self._contents(one) for one in self.kept)
+
+    def spoil(self, step: int) -> None:
+        """A byte of this step flips."""
+        for one in self.kept:
+            one.bad = one.bad or one.step == step
+
+    # ------------------------------------------------------------ the master
+
+    def say(self) -> None:
+        """Report what is held, if there ever was anything."""
+        if self.kept or self._watermark:
+            self._node.say(Holdings(self._saver, tuple(self._told(one) for one in self.kept)))
+
+    def obey(self, order: Order) -> None:
+        """An order about snapshots."""
+        match order:
+            case Watermark():
+                self._mark(order)
+            case Persist():
+                self._persist(order)
+            case CommitCheckpoint():
+                self._world.clock.after(MARKING, lambda: self._commit_checkpoint(order.attempt))
+            case PersistOver():
+                self._over(order)
+            case Holder():
+                self._told_who(order)
+
+    def _mark(self, order: Watermark) -> None:
+        if self._start is None or order.round != self._start.round:
+            return
+        key = (order.round, order.step)
+        if not self._shelves.was_whole(key):
+            self._fault(f"the watermark is {key}, which never was whole")
+        self._watermark = key
+        for one in self.kept:
+            one.restored = False
+
+    def _persist(self, order: Persist) -> None:
+        disk = self._shelves.disks.get(self._node.name, "")
+        mine = [one for one in self.kept if one.key == (order.round, order.step)]
+        for one in mine:
+            one.attempts.add(order.attempt)
+        if disk == "stuck":
+            return
+        held = mine and not disk and not mine[0].bad
+        reason = "" if held else "the disk is full" if disk else "the snapshot is not here"
+
+        def written() -> None:
+            if not self._node.alive:
+                return
+            if held:
+                contents = {self._shelves.content(rank) for rank in order.shared}
+                self._shelves.parts.setdefault(order.attempt, set()).update(contents)
+            size = BYTES * len(order.ranks) if held else 0
+            self._node.say(Persisted(order.attempt, bool(held), False, reason, size, WRITING))
+
+        self._world.clock.after(WRITING, written)
+        self._shelves.parts.setdefault(order.attempt, set())
+
+    def _commit_checkpoint(self, attempt: str) -> None:
+        if not self._node.alive:
+            return
+        mine = [one for one in self.kept if attempt in one.attempts]
+        ok = bool(mine)
+        if ok:
+            key, size = mine[0].key, mine[0].world_size
+            if self._shelves.parts[attempt] != {self._shelves.content(r) for r in range(size)}:
+                self._fault(f"the checkpoint of {key} lacks parts")
+            self._shelves.checkpoints.append(key)
+        reason = "" if ok else "the snapshot is not here"
+        self._node.say(Persisted(attempt, ok, True, reason, 0, MARKING))
+
+    def _over(self, order: PersistOver) -> None:
+        for one in self.kept:
+            if one.key == (order.round, order.step):
+                one.attempts.discard(order.attempt)
+                if order.ok or not order.attempt:
+                    one.wanted = False
+        self.say()
+
+    def _told_who(self, order: Holder) -> None:
+        """Fetch the shard, or say that it cannot be had."""
+        reason = order.reason
+        if order.saver is not None:
+            other = self._world.nodes.get(order.saver.host)
+            there = other is not None and other.alive
+            if there and other and other.memory.gives(order.round, order.step, order.rank):
+                bad = any(o.bad for o in other.memory.kept if o.key == (order.round, order.step))
+                if not bad:
+                    return
+                reason = "it does not have its hash"
+            else:
+                reason = f"{order.saver.host} does not give it"
+        self._node.say(ShardBad(order.round, order.step, order.rank, reason))
+
+    # ------------------------------------------------------------ small change
+
+    def link_lost(self) -> None:
+        """Another master may answer next: attempts of this one end by themselves."""
+        for one in self.kept:
+            one.attempts.clear()
+
+    def _contents(self, one: Kept) -> set[int]:
+        ranks = range(one.first_rank, one.first_rank + one.ranks)
+        return {self._shelves.content(rank) for rank in ranks}
+
+    def _told(self, one: Kept) -> Holding:
+        ranks = range(one.first_rank, one.first_rank + one.ranks)
+        contents = tuple(self._shelves.content(rank) for rank in ranks)
+        return Holding(one.round, one.step, one.first_rank, one.world_size, contents, one.wanted)
+
+    def _fault(self, text: str) -> None:
+        self._shelves.faults.append(f"{self._world.clock.now:.3f}: {text}")
+
+
+def _age(key: Key) -> tuple[int, int, int]:
+    return (key[0].term, key[0].number, key[1])

@@ -1,0 +1,260 @@
+"""A folder of checkpoints: what is in it, whether that is whole, and what is no longer kept.
+
+A checkpoint `step-000000123` is committed once its marker `.metadata` is there, which is written
+last. It is found by listing; no file that points to the latest is believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from typing import Final
+
+import xxhash
+
+from elasticrun.storage import manifest as manifests
+from elasticrun.storage.calls import Calls
+from elasticrun.storage.errors import StorageError
+from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
+from elasticrun.storage.place import Entry, LocalPlace, Place
+from elasticrun.storage.remote import UrlPlace
+from elasticrun.storage.writing import PIECE, Sink
+
+MARKER: Final = manifests.MARKER
+CONDEMNED: Final = "elasticrun.bad"
+MAX_STEP: Final = 2**53
+MAX_REMARKS: Final = 32
+
+_STEP: Final = re.compile(r"step-(\d{9,16})\Z")
+_OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadata\..+\.tmp)\Z")
+
+
+def step_name(step: int) -> str:
+    """Name of a checkpoint's folder."""
+    return f"step-{step:09d}"
+
+
+class Folder:
+    """`url`: an absolute path, a `file://` URL, or any other that fsspec takes.
+
+    Methods raise StorageError where the storage does not do its work; what they find to be wrong
+    with a checkpoint they return as a sentence."""
+
+    def __init__(self, url: str, *, calls: Calls | None = None) -> None:
+        """StorageError if nothing can lie there. Nothing is made yet."""
+        self.url = url
+        path = url.removeprefix("file://")
+        self.is_local = path != url or url.startswith("/") or "://" not in url
+        self._said: set[str] = set()
+        if self.is_local and not os.path.isabs(path):
+            raise StorageError(f"{url!r} is neither an absolute path nor a URL")
+        self._place: Place
+        if self.is_local:
+            self._place = LocalPlace(path, calls or Calls())
+        else:
+            self._place = UrlPlace(url)
+
+    def path(self, step: int) -> str:
+        """Of a checkpoint, for torch's readers (`checkpoint_id`)."""
+        return self._place.full(step_name(step))
+
+    def remark(self, text: str) -> None:
+        """Keep a sentence for `take_remarks`."""
+        if len(self._place.remarks) < MAX_REMARKS:
+            self._place.remarks.append(text)
+
+    def take_remarks(self) -> list[str]:
+        """What is to be told the operator since the last call; each sentence comes once."""
+        fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._said]
+        self._place.remarks.clear()
+        if len(self._said) < MAX_REMARKS:
+            self._said.update(fresh)
+        return fresh
+
+    # ------------------------------------------------------------ what is there
+
+    def _steps(self) -> list[int]:
+        found = []
+        for entry in self._place.entries(""):
+            match = _STEP.match(entry.name) if entry.folder else None
+            if match and step_name(int(match[1])) == entry.name and int(match[1]) < MAX_STEP:
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def _entries(self, step: int) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self._place.entries(step_name(step))}
+
+    def committed(self) -> list[int]:
+        """Steps that have a marker and were not condemned, ascending."""
+        found = []
+        for step in self._steps():
+            names = self._entries(step).keys()
+            if MARKER in names and CONDEMNED not in names:
+                found.append(step)
+        return found
+
+    def condemned(self) -> list[int]:
+        """Steps that were found to be spoiled, ascending."""
+        return [s for s in self._steps() if CONDEMNED in self._entries(s)]
+
+    def uncommitted(self, older_than: float) -> list[int]:
+        """Steps without a marker, of our making alone, on which nothing was written for so many
+        seconds. The storage's own clock says so: its now is the last change of a committed
+        checkpoint, so that without one nothing is old."""
+        now, began = 0.0, {}
+        for step in self._steps():
+            entries = self._entries(step)
+            changed = max((e.changed for e in entries.values()), default=0.0)
+            if MARKER in entries:
+                now = max(now, changed)
+            elif entries and changed and all(_OURS.match(name) for name in entries):
+                began[step] = changed
+        return [step for step, changed in began.items() if now - changed > older_than]
+
+    def files(self, step: int) -> dict[str, int]:
+        """Names and sizes of what lies in a checkpoint."""
+        return {e.name: e.size for e in self._entries(step).values() if not e.folder}
+
+    def size(self, step: int, name: str) -> int | None:
+        """Of one file, None if it is not there; by opening it, since listings and what they say of
+        sizes may be some seconds old on NFS and on mounted buckets."""
+        try:
+            with self._place.opened(f"{step_name(step)}/{name}") as file:
+                return int(file.seek(0, os.SEEK_END))
+        except FileNotFoundError:
+            return None
+
+    def lacks(self, step: int, wanted: Iterable[FileEntry]) -> str:
+        """ "" if these files are there in their sizes, else what is wrong with one, in words."""
+        sizes = self.files(step)
+        for entry in wanted:
+            if sizes.get(entry.name) != entry.size:
+                size = self.size(step, entry.name)
+                if size is None:
+                    return f"{entry.name} is missing"
+                if size != entry.size:
+                    return f"{entry.name} has {size} bytes, not {entry.size}"
+        return ""
+
+    @property
+    def shows_others(self) -> bool:
+        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
+        return self._place.fresh
+
+    def manifest(self, step: int) -> Manifest | None:
+        """None where there is none: not committed, or written by torch alone. ManifestError."""
+        try:
+            data = self._read(step, manifests.NAME, manifests.MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        found = manifests.decode(data)
+        if found.step != step:
+            raise ManifestError(f"the manifest is that of step {found.step}")
+        return found
+
+    def _read(self, step: int, name: str, most: int) -> bytes:
+        with self._place.opened(f"{step_name(step)}/{name}") as file:
+            pieces, have = [], 0
+            while piece := file.read(min(PIECE, most + 1 - have)):
+                pieces.append(piece)
+                have += len(piece)
+                if have > most:
+                    raise StorageError(f"{self.path(step)}/{name} is longer than it can be")
+        return b"".join(pieces)
+
+    # ------------------------------------------------------------ is it whole?
+
+    def verify(self, step: int, part: int = 0, of: int = 1) -> str:
+        """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
+        `of`-th file from the `part`-th on. "" or what is wrong, in a sentence. "" too for what has
+        no manifest, since torch has written it: there is nothing to compare with."""
+        where = f"step {step} in {self.url}"
+        sizes = self.files(step)
+        if MARKER not in sizes and self.size(step, MARKER) is None:
+            return f"{where} was never committed"
+        if CONDEMNED in sizes:
+            return f"{where} was found to be spoiled before"
+        try:
+            manifest = self.manifest(step)
+            if manifest is None:
+                return ""
+            return self._compare(where, manifest, part, of)
+        except ManifestError as error:
+            return f"{where} is spoiled: {error}"
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOENT):
+                raise StorageError(f"{where} cannot be read: {error.strerror}") from error
+            return f"{where} is spoiled: it cannot be read whole ({error.strerror})"
+
+    def _compare(self, where: str, manifest: Manifest, part: int, of: int) -> str:
+        if wrong := self.lacks(manifest.step, manifest.files):
+            return f"{where} is spoiled: {wrong}"
+        if self._marker(manifest) != manifest.marker_hash:
+            return f"{where} is spoiled: {MARKER} is not what was written"
+        for entry in manifest.files[part::of]:
+            if wrong := self._changed(manifest.step, entry):
+                return f"{where} is spoiled: {wrong}"
+        return ""
+
+    def _marker(self, manifest: Manifest) -> int:
+        """Its hash; -1 if it has not even its size."""
+        if self.size(manifest.step, MARKER) != manifest.marker_size:
+            return -1
+        data = self._read(manifest.step, MARKER, manifest.marker_size)
+        return int(xxhash.xxh3_64_intdigest(data))
+
+    def _changed(self, step: int, entry: FileEntry) -> str:
+        with self._place.opened(f"{step_name(step)}/{entry.name}") as file:
+            room = memoryview(bytearray(min(PIECE, max(entry.size, 1))))
+            for (begin, end), wanted in zip(entry.spans(), entry.hashes, strict=True):
+                found, at = xxhash.xxh3_64(), begin
+                while at < end:
+                    took = file.readinto(room[: end - at])
+                    if not took:
+                        return f"{entry.name} ends at byte {at}"
+                    found.update(room[:took])
+                    at += took
+                if found.intdigest() != wanted:
+                    return f"{entry.name} was changed between bytes {begin} and {end}"
+        return ""
+
+    # ------------------------------------------------------------ changes
+
+    def condemn(self, step: int, sentence: str) -> None:
+        """Never again list this checkpoint as committed; the first reason stays."""
+        self._place.put_first(f"{step_name(step)}/{CONDEMNED}", sentence.encode()[:4096] + b"\n")
+
+    def acquit(self, step: int) -> None:
+        """The checkpoint is about to be written anew."""
+        self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
+
+    def remove(self, step: int) -> None:
+        """The marker first, so that what is half removed is no checkpoint."""
+        if MARKER in self._entries(step):
+            self._place.unlink(f"{step_name(step)}/{MARKER}")
+            self._place.settle(step_name(step))
+        self._place.remove(step_name(step))
+
+    def begin(self, step: int) -> None:
+        """Make the folder of a checkpoint that is to be written."""
+        self._place.make(step_name(step))
+
+    def create(self, step: int, name: str, size: int) -> Sink:
+        """A large file of a checkpoint."""
+        return self._place.create(f"{step_name(step)}/{name}", size)
+
+    def settle(self, step: int) -> None:
+        """Make the names of its files last."""
+        self._place.settle(step_name(step))
+
+    def put(self, step: int, name: str, data: bytes) -> None:
+        """A small file of a checkpoint, at once and in place of an older one."""
+        self._place.put(f"{step_name(step)}/{name}", data)
+
+    def unlink(self, step: int, names: Iterable[str]) -> None:
+        """Remove files of a checkpoint, and its folder if nothing is left in it."""
+        for name in names:
+            self._place.unlink(f"{step_name(step)}/{name}")
+        self._place.remove_empty(step_name(step))

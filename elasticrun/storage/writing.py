@@ -1,0 +1,242 @@
+"""How one file gets onto a disk for certain.
+
+The best way first: room is taken at once (`fallocate`: a full disk is told before hours of work),
+the bulk goes past the page cache (O_DIRECT from page-aligned memory), then fsync. What a file
+system refuses is left out from then on, and one sentence says so. gcsfuse is known by the mount
+table: one sequential writer, no rename, no reading back; there a file exists once `close` has
+succeeded, so an error of `close` is an error of the file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from elasticrun.storage.calls import Calls, is_gcsfuse
+from elasticrun.storage.errors import REFUSED, StorageError, sentence
+
+PAGE: Final = 4096
+PIECE: Final = 8 * 1024 * 1024
+"""Bytes of one write: larger ones were no faster on a local disk, smaller ones were."""
+
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+"""A file of one attempt that is begun again (its saver died) takes the place of what stands."""
+
+
+class Sink(Protocol):
+    """A file that is being written, from its first byte to its last."""
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes. StorageError."""
+
+    def close(self) -> None:
+        """On stable storage when this returns. StorageError."""
+
+    def abort(self) -> None:
+        """Remove what there is of it; never raises."""
+
+
+@dataclass
+class Ways:
+    """What a file system was not found to refuse so far, and what is to be said about it."""
+
+    calls: Calls
+    direct: bool = True
+    fallocate: bool = True
+    rename: bool = True
+    fsync: bool = True
+    remarks: list[str] = field(default_factory=list)
+
+    def refused(self, feature: str, path: str, error: OSError, instead: str) -> None:
+        setattr(self, feature, False)
+        name = {"direct": "O_DIRECT"}.get(feature, feature)
+        where = os.path.dirname(path)
+        self.remarks.append(
+            f"the file system of {where} has no {name} ({error.strerror}): {instead}"
+        )
+
+
+def ways_of(root: str, calls: Calls) -> Ways:
+    """Of the file system where `root`, an absolute path that need not exist yet, lies."""
+    with suppress(OSError):
+        if is_gcsfuse(os.path.realpath(root), calls.mounts()):
+            return Ways(calls, direct=False, fallocate=False, rename=False, fsync=False)
+    return Ways(calls)
+
+
+class FileSink:
+    """A large file of `size` bytes, as far as that is known before; see Sink."""
+
+    def __init__(self, ways: Ways, path: str, size: int) -> None:
+        self._ways, self._calls, self._path = ways, ways.calls, path
+        self._at = 0
+        self._direct = ways.direct and size >= PAGE
+        self._fd = -1
+        try:
+            self._open()
+            if ways.fallocate and size:
+                self._reserve(size)
+        except OSError as error:
+            self._fail(error)
+
+    def _open(self) -> None:
+        if self._direct:
+            try:
+                self._fd = self._calls.open(self._path, _NEW | os.O_DIRECT)
+                return
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                self._no_direct(error)
+        self._fd = self._calls.open(self._path, _NEW)
+
+    def _no_direct(self, error: OSError) -> None:
+        self._direct = False
+        self._ways.refused("direct", self._path, error, "files are written through the page cache")
+
+    def _reserve(self, size: int) -> None:
+        try:
+            self._calls.fallocate(self._fd, size)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            why = "a full disk is noticed late"
+            self._ways.refused("fallocate", self._path, error, why)
+
+    def write(self, data: memoryview) -> None:
+        """`data` is best aligned to pages, in memory and in length, up to the last piece."""
+        at = 0
+        try:
+            while at < len(data):
+                at += self._some(data[at : at + PIECE])
+        except OSError as error:
+            self._fail(error)
+
+    def _some(self, piece: memoryview) -> int:
+        whole = len(piece) // PAGE * PAGE
+        if self._direct and (self._at % PAGE or not whole):
+            self._calls.cached(self._fd)  # the ragged end of a file
+            self._direct = False
+        try:
+            took = self._put(piece[:whole] if self._direct else piece)
+        except OSError as error:
+            if not self._direct or error.errno not in REFUSED:
+                raise
+            self._calls.cached(self._fd)
+            self._no_direct(error)
+            took = self._put(piece)
+        self._at += took
+        return took
+
+    def _put(self, piece: memoryview) -> int:
+        if self._ways.fsync:
+            return self._calls.pwrite(self._fd, piece, self._at)
+        return self._calls.write(self._fd, piece)
+
+    def close(self) -> None:
+        try:
+            if self._ways.fsync:
+                self._calls.fsync(self._fd)
+                with suppress(OSError):
+                    self._calls.drop(self._fd)
+            fd, self._fd = self._fd, -1
+            self._calls.close(fd)
+        except OSError as error:
+            self._fail(error)
+
+    def abort(self) -> None:
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):
+            if fd >= 0:
+                self._calls.close(fd)
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def _fail(self, error: OSError) -> None:
+        free = free_bytes(os.path.dirname(self._path))
+        self.abort()
+        raise StorageError(sentence(error, self._path, "written", free)) from error
+
+
+def write_small(ways: Ways, path: str, data: bytes) -> None:
+    """Put a small file in place at once: a reader sees the old one or all of the new. StorageError.
+
+    Without rename: where a file appears with its `close` that is so too; elsewhere a reader may
+    see half of it, which its checksum tells."""
+    if ways.rename:
+        draft = f"{path}.{secrets.token_hex(4)}.tmp"
+        _write_all(ways, draft, data, _NEW | os.O_EXCL)
+        try:
+            ways.calls.rename(draft, path)
+            sync_folder(ways, os.path.dirname(path))
+            return
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(draft)
+            if error.errno not in REFUSED:
+                raise StorageError(sentence(error, path, "written")) from error
+            ways.refused("rename", path, error, "small files are written in their place")
+    _write_all(ways, path, data, _NEW)
+    sync_folder(ways, os.path.dirname(path))
+
+
+def write_first(ways: Ways, path: str, data: bytes) -> bool:
+    """Make a small file unless there is one; False then. StorageError."""
+    try:
+        _write_all(ways, path, data, _NEW | os.O_EXCL)
+    except FileExistsError:
+        return False
+    sync_folder(ways, os.path.dirname(path))
+    return True
+
+
+def _write_all(ways: Ways, path: str, data: bytes, flags: int) -> None:
+    calls = ways.calls
+    fd = -1
+    try:
+        fd = calls.open(path, flags)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[calls.write(fd, rest) :]
+        if ways.fsync:
+            calls.fsync(fd)
+        closing, fd = fd, -1
+        calls.close(closing)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if fd >= 0:
+            with suppress(OSError):
+                calls.close(fd)
+        with suppress(OSError):
+            os.unlink(path)
+        free = free_bytes(os.path.dirname(path))
+        raise StorageError(sentence(error, path, "written", free)) from error
+
+
+def sync_folder(ways: Ways, path: str) -> None:
+    """Make the names in a folder outlive a loss of power. A file system that has no such thing
+    keeps its names by itself. StorageError."""
+    if not ways.fsync:
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            ways.calls.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise StorageError(sentence(error, path, "brought to disk")) from error
+
+
+def free_bytes(path: str) -> int | None:
+    """Left for us where `path` lies; None if that cannot be known."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

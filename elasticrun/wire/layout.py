@@ -1,0 +1,238 @@
+"""What a rank's snapshot is made of, item by item, and where each item lies in a slot.
+
+An item is what torch's DCP calls a write item: one chunk of one tensor, or one opaque value that
+the rank has serialised itself. A tensor lies in a slot as it lies in a checkpoint's file, inside
+the envelope that `torch.save` puts around it (`head` and `tail` bytes), so that whole stretches of
+a slot can be written out as they are. *Own* items belong to one rank alone (its random numbers, its
+data loader); *shared* ones are chunks of the job's one state, and replicas of a chunk are equal.
+
+In a slot, own tensors come first, then shared ones, each group from a page's beginning; then the
+room for opaque values, whose lengths differ from step to step (`wire.segment`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any, Final
+
+PAGE: Final = 4096
+"""Bytes; what O_DIRECT and a mapping want things aligned to."""
+
+LINE: Final = 64
+"""Extents begin at multiples of it, as torch aligns the tensors in its files."""
+
+MAX_ITEMS: Final = 1_000_000
+MAX_DIMENSIONS: Final = 64
+MAX_LAYOUT_BYTES: Final = 256 * 1024 * 1024
+"""Of an encoded layout, before it is compressed."""
+MAX_SIZE: Final = 2**53
+"""Bytes or elements; more is nonsense."""
+
+
+class LayoutError(ValueError):
+    """The bytes are no layout, or one that cannot be true; a sentence."""
+
+
+class ItemKind(StrEnum):
+    """DCP's kinds of write items."""
+
+    TENSOR = "tensor"  # a whole tensor
+    SHARD = "shard"  # a chunk of a sharded one
+    BYTES = "bytes"  # an opaque value
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item. `extent`: where its envelope begins, in bytes from the first tensor of the slot;
+    0 for BYTES, which are numbered in the order of the layout instead."""
+
+    fqn: str  # DCP's flat name
+    path: tuple[str | int, ...]  # its place in the nested state
+    kind: ItemKind
+    own: bool
+    dtype: str = ""  # torch's name, without "torch."
+    shape: tuple[int, ...] = ()  # of the whole tensor, in elements
+    offsets: tuple[int, ...] = ()  # of this chunk
+    sizes: tuple[int, ...] = ()
+    requires_grad: bool = False
+    extent: int = 0
+    head: int = 0
+    nbytes: int = 0  # of the payload
+    tail: int = 0
+
+    @property
+    def length(self) -> int:
+        """Bytes of the envelope with its payload: what a checkpoint's metadata name."""
+        return self.head + self.nbytes + self.tail
+
+    @property
+    def payload(self) -> int:
+        """Where the tensor's elements begin, from the first tensor of the slot."""
+        return self.extent + self.head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All items of one rank: tensors first (own ones, then shared ones), then opaque values (own,
+    then shared). `bytes_room`: bytes that opaque values may take in a slot, with their table."""
+
+    items: tuple[Item, ...]
+    own_bytes: int  # of the stretch of own tensors; a multiple of PAGE
+    shared_bytes: int  # of the stretch of shared tensors; a multiple of PAGE
+    bytes_room: int  # a multiple of PAGE
+    torch: str  # version whose envelopes these are
+    _kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tensors(self) -> tuple[Item, ...]:
+        return tuple(item for item in self.items if item.kind is not ItemKind.BYTES)
+
+    @property
+    def values(self) -> tuple[Item, ...]:
+        """The opaque ones, in the order of the slot's table."""
+        return tuple(item for item in self.items if item.kind is ItemKind.BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot, without its header page."""
+        return self.own_bytes + self.shared_bytes + self.bytes_room
+
+    @property
+    def key(self) -> int:
+        """64 bits that differ for different layouts."""
+        if "key" not in self._kept:
+            self._kept["key"] = _hash(self._plain())
+        return int(self._kept["key"])
+
+    @property
+    def content(self) -> int:
+        """64 bits, equal for two ranks whose shared items are the same chunks of the same state:
+        either can stand for the other. Never 0."""
+        if "content" not in self._kept:
+            shared = [i for i in self.items if not i.own]
+            names = sorted([i.fqn, list(i.offsets), list(i.sizes)] for i in shared)
+            self._kept["content"] = _hash(names) or 1
+        return int(self._kept["content"])
+
+    def encode(self) -> bytes:
+        """Compressed JSON. LayoutError if it is beyond all bounds."""
+        if "encoded" not in self._kept:
+            plain = json.dumps(self._plain(), separators=(",", ":")).encode("ascii")
+            if len(plain) > MAX_LAYOUT_BYTES:
+                raise LayoutError(f"a layout of {len(self.items)} items is too long to be kept")
+            self._kept["encoded"] = zlib.compress(plain, 1)
+        return bytes(self._kept["encoded"])
+
+    def _plain(self) -> list[Any]:
+        rows = [
+            [
+                *(i.fqn, i.path, str(i.kind), int(i.own), i.dtype, i.shape, i.offsets, i.sizes),
+                *(int(i.requires_grad), i.extent, i.head, i.nbytes, i.tail),
+            ]
+            for i in self.items
+        ]
+        return [self.torch, self.own_bytes, self.shared_bytes, self.bytes_room, rows]
+
+
+def lay_out(items: Iterable[Item], bytes_room: int, torch: str) -> Layout:
+    """Give each tensor its extent; `extent` of what comes in is not looked at. `bytes_room`: bytes
+    for the opaque values with their table, rounded up to a page."""
+    given = tuple(items)
+    placed: list[Item] = []
+    ends = []
+    at = 0
+    for own in (True, False):
+        for item in given:
+            if item.own is own and item.kind is not ItemKind.BYTES:
+                placed.append(_at(item, at))
+                at = _up(at + item.length, LINE)
+        at = _up(at, PAGE)
+        ends.append(at)
+    for own in (True, False):
+        placed += [i for i in given if i.own is own and i.kind is ItemKind.BYTES]
+    return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(bytes_room, PAGE), torch)
+
+
+def decode(encoded: bytes) -> Layout:
+    """Back from `Layout.encode`, with every number checked: what it says can be believed to lie
+    within a slot. LayoutError."""
+    try:
+        stream = zlib.decompressobj()
+        plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
+        if len(plain) > MAX_LAYOUT_BYTES or not stream.eof:
+            raise LayoutError("a layout is too long, or cut")
+        torch, own, shared, room, rows = json.loads(plain)
+        items = tuple(_item(row) for row in rows)
+    except LayoutError:
+        raise
+    except (ValueError, TypeError, zlib.error, RecursionError) as error:
+        raise LayoutError(f"this is no layout ({type(error).__name__})") from None
+    sizes = (own, shared, room)
+    if not isinstance(torch, str) or len(items) > MAX_ITEMS:
+        raise LayoutError("a layout names no version of torch, or too many items")
+    if not all(type(n) is int and 0 <= n <= MAX_SIZE and n % PAGE == 0 for n in sizes):
+        raise LayoutError(f"a layout has stretches of {sizes} bytes")
+    layout = Layout(items, own, shared, room, torch)
+    _check_order(layout)
+    return layout
+
+
+def _item(row: Any) -> Item:
+    fqn, path, kind, own, dtype, shape, offsets, sizes, grad, extent, head, nbytes, tail = row
+    if not isinstance(fqn, str) or not isinstance(dtype, str):
+        raise LayoutError("an item of a layout has no name")
+    if not all(isinstance(step, str) or type(step) is int for step in path):
+        raise LayoutError(f"item {fqn[:80]!r} has no path")
+    for numbers in (shape, offsets, sizes, (extent, head, nbytes, tail)):
+        if not all(type(n) is int and 0 <= n <= MAX_SIZE for n in numbers):
+            raise LayoutError(f"item {fqn[:80]!r} has impossible sizes")
+    if not len(shape) == len(offsets) == len(sizes) <= MAX_DIMENSIONS:
+        raise LayoutError(f"item {fqn[:80]!r} has as many sizes as nothing has")
+    if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+        raise LayoutError(f"item {fqn[:80]!r} reaches beyond its tensor")
+    return Item(
+        *(fqn, tuple(path), ItemKind(kind), bool(own), dtype),
+        *(tuple(shape), tuple(offsets), tuple(sizes), bool(grad)),
+        *(extent, head, nbytes, tail),
+    )
+
+
+def _check_order(layout: Layout) -> None:
+    """Extents rise, and stay within the stretch of their group."""
+    at, end = 0, layout.own_bytes
+    groups = [(i.kind is ItemKind.BYTES, not i.own) for i in layout.items]
+    if groups != sorted(groups):
+        raise LayoutError("the items of a layout are in no order")
+    shared = False
+    for item in layout.tensors:
+        if not item.own and not shared:
+            shared, at, end = True, layout.own_bytes, layout.own_bytes + layout.shared_bytes
+        elements = math.prod(item.sizes)
+        if item.extent < at or item.extent % LINE or item.extent + item.length > end:
+            raise LayoutError(f"item {item.fqn[:80]!r} lies outside of its place")
+        if elements and item.nbytes % elements:
+            raise LayoutError(f"item {item.fqn[:80]!r} has a size of no type")
+        at = item.extent + item.length
+
+
+def _at(item: Item, extent: int) -> Item:
+    return Item(
+        *(item.fqn, item.path, item.kind, item.own, item.dtype),
+        *(item.shape, item.offsets, item.sizes, item.requires_grad),
+        *(extent, item.head, item.nbytes, item.tail),
+    )
+
+
+def _up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def _hash(plain: Any) -> int:
+    text = json.dumps(plain, separators=(",", ":")).encode("ascii")
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1  # fits an int64

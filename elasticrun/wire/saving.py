@@ -1,0 +1,151 @@
+"""What agents and the job master say to each other about snapshots and checkpoints.
+
+A snapshot is named (round, step). All of these are level-triggered: `Holdings` always lists all
+that a node holds, and an order that comes again changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrun.wire.ids import Endpoint, RoundName
+
+MAX_HOLDINGS = 8
+"""Snapshots that one node reports; the newest ones."""
+
+MAX_CONTENTS = 4096
+"""Local ranks listed in one report, over all its holdings; older holdings are left out before."""
+
+MAX_ATTEMPT = 64
+"""Characters of an attempt's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """What the job does with its snapshots; part of the JobSpec."""
+
+    at_breakpoint: bool = False  # --save-at-breakpoint: what ranks lost is written out too
+    limit: float = 120.0  # seconds that one attempt to write a checkpoint may take
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One snapshot of one node: all of its local ranks of that round have committed it, or those of
+    them whose content is not 0."""
+
+    round: RoundName
+    step: int
+    first_rank: int
+    world_size: int
+    contents: tuple[int, ...]  # of local ranks first_rank..: Layout.content, 0: not held
+    wanted: bool  # the ranks have asked for it to be written out
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
+    where other nodes fetch from it; None: it has none yet."""
+
+    saver: Endpoint | None
+    held: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What the ranks of a round go on from; part of Start."""
+
+    round: RoundName
+    step: int
+    world_size: int  # of that round
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBad:
+    """Report: what this node holds of a rank of (round, step) is not what was written, or cannot be
+    had from the node that was named; it is to count as absent."""
+
+    round: RoundName
+    step: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhereIs:
+    """Report: this node needs the shard of a rank that it does not hold. Answer: Holder."""
+
+    round: RoundName
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Order: who has it. `holds` is the rank asked for, or one of the same content; `saver` None:
+    nobody, and `reason` says why."""
+
+    round: RoundName
+    step: int
+    rank: int
+    holds: int
+    saver: Endpoint | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Order: this step of the present round is whole over the whole job, so that older ones are
+    needed no more."""
+
+    round: RoundName
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Order: write this node's share of the checkpoint of (round, step). The snapshot is pinned
+    until PersistOver. Report back: Persisted."""
+
+    attempt: str
+    round: RoundName
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]  # of that round, held here, that write a part
+    shared: tuple[int, ...]  # those of them that write their shared items too
+    writers: int  # parts of all nodes, one a rank
+    coordinates: bool
+    coordinator: Endpoint | None  # its saver, where this node does not coordinate
+    reason: str  # periodic, breakpoint, asked
+    limit: float  # seconds until the attempt is given up
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCheckpoint:
+    """Order to the coordinator: every part is written; write the marker. Report back: Persisted
+    with `committed`."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class PersistOver:
+    """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
+    snapshot that the ranks wanted written; it is no longer pinned for that."""
+
+    attempt: str
+    round: RoundName
+    step: int
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """Report: what came of this node's share, or, with `committed`, of the commit."""
+
+    attempt: str
+    ok: bool
+    committed: bool
+    reason: str
+    nbytes: int
+    seconds: float

@@ -1,0 +1,360 @@
+"""What ranks, savers and their agent say to each other about snapshots.
+
+They travel as frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one
+whose name has 128 random bits; the agent looks at its peer's user besides (SO_PEERCRED). A rank is
+told the name with its local rank (`env.SNAPSHOTS`), a saver in its order. The first message says
+who comes. Descriptors travel beside the messages that say so (SCM_RIGHTS), one each.
+
+State itself never travels here: it lies in segments (`wire.segment`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ATTEMPT = 64
+"""Characters of the name of an attempt to persist."""
+
+MAX_RANKS_HERE = 4096
+"""As messages.MAX_LOCAL_RANKS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A round's whole name, as in ids.RoundName; number 0 is no round."""
+
+    term: int = 0
+    number: int = 0
+    nonce: str = ""
+
+
+# ---------------------------------------------------------------- a rank to its agent
+
+
+@dataclass(frozen=True, slots=True)
+class RankHere:
+    """First message of a rank that has a Checkpointer. Answer: Resume."""
+
+    version: int  # segment.VERSION
+    local_rank: int
+    rank: int
+    world_size: int
+    folder: str  # where its checkpoints lie: an absolute path or a URL
+    keep_last: int  # checkpoints that are kept, 0: all
+    keep_every: int  # steps; such checkpoints are kept for good, 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class NeedSegment:
+    """Give me a segment for this layout. Answer: SegmentHere, with a descriptor if `ok`. One that
+    this local rank has had for the same layout, in an earlier life too, is given again: its pages
+    are warm. The newest snapshot of another layout stays until the new segment has a whole one."""
+
+    layout: int  # Layout.key
+    content: int  # Layout.content
+    layout_length: int
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A snapshot stands. `persist`: it is to be written out, and its slot is pinned. No answer."""
+
+    step: int
+    slot: int
+    sequence: int
+    persist: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WantShard:
+    """For the restore that Resume offered: the snapshot of this rank of that round, or of one with
+    the same content. Answer: ShardHere, with a descriptor if `ok`. It may be this local rank's own
+    segment, another's of this node, or a copy that was fetched from another node."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class IsWhole:
+    """Has this shard been compared with its hashes? Answer: Whole, once that is known."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came of the restore: the step that training goes on from, and where from. No answer."""
+
+    step: int
+    source: str  # memory, storage, nothing
+
+
+@dataclass(frozen=True, slots=True)
+class CannotRestore:
+    """The snapshot that Resume offered cannot be used: it is to count as absent, and another is to
+    be found. No answer but the end of this rank's life."""
+
+    rank: int  # whose shard
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One sentence for the operator. No answer."""
+
+    text: str
+
+
+FromRank = (
+    RankHere | NeedSegment | Committed | WantShard | IsWhole | Restored | CannotRestore | Remark
+)
+
+# ---------------------------------------------------------------- an agent to its rank
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What the ranks of this life go on from: the snapshot (`round`, `step`), which the master has
+    chosen for all; step -1: there is none in memory. `present` names the life's own round."""
+
+    present: Named
+    round: Named
+    step: int
+    world_size: int  # of that round
+    same: bool  # whether this rank's own snapshot of that round lies on this node
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHere:
+    """A descriptor comes with it if `ok`; else `reason` says in a sentence why there is none."""
+
+    ok: bool
+    reason: str
+    fresh: bool  # no snapshot of an earlier life is in it, and its layout has yet to be written
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHere:
+    """A descriptor of a whole segment comes with it if `ok`; the snapshot lies in `slot`."""
+
+    ok: bool
+    reason: str
+    rank: int  # whose it is: the one asked for, or one of the same content
+    slot: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """`ok` also where there were no hashes to compare with."""
+
+    rank: int
+    ok: bool
+    reason: str
+
+
+ToRank = Resume | SegmentHere | ShardHere | Whole
+
+# ---------------------------------------------------------------- an agent to its saver
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOpen:
+    """A segment to work with, under a key of the agent's; its descriptor comes with it. `write`:
+    the saver may write into it (a copy that is to be fetched)."""
+
+    key: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentClosed:
+    """It is not needed any more."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class HashSnapshot:
+    """Hash this snapshot when there is nothing more important to do, and keep the hashes in its
+    slot; of several for one segment only the newest counts. No answer."""
+
+    key: int
+    slot: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSnapshot:
+    """Compare this snapshot with its hashes. Answer: Checked."""
+
+    key: int
+    slot: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """One rank's share in a checkpoint."""
+
+    key: int  # of its segment
+    slot: int
+    sequence: int
+    rank: int
+    shared: bool  # whether its shared items are written, or its own alone
+
+
+@dataclass(frozen=True, slots=True)
+class PersistParts:
+    """Write these shares of the checkpoint of (`round`, `step`). Answer: PartsDone, once they are
+    on stable storage and, unless this node coordinates, the coordinator has what it needs of them.
+
+    The coordinator's saver takes in the other nodes' parts by its bulk port until CommitNow."""
+
+    attempt: str
+    round: Named
+    step: int
+    folder: str
+    world_size: int
+    parts: tuple[PartOf, ...]
+    coordinates: bool
+    coordinator_host: str  # where its saver listens; "" where this one coordinates
+    coordinator_port: int
+    reason: str  # periodic, breakpoint, asked
+    keep_last: int
+    keep_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitNow:
+    """To the coordinator: every part is written. Write the manifest and then the marker, and remove
+    what is not to be kept. Answer: CommitDone."""
+
+    attempt: str
+    writers: int  # how many ranks have written a part
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """This attempt is over: remove what it has written, if it was not committed. No answer."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get the snapshot of (`round`, `step`, `rank`) from another node's saver. Answer: FetchSize
+    with its segment's sizes, then, after FetchInto has brought the memory, Fetched."""
+
+    key: int  # the agent's, for the memory that is to come
+    round: Named
+    step: int
+    rank: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchInto:
+    """The memory for a Fetch, a descriptor beside it."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Serve this snapshot of a segment to other nodes that ask for (`round`, `step`, `rank`)."""
+
+    key: int
+    slot: int
+    sequence: int
+    round: Named
+    step: int
+    rank: int
+
+
+ToSaver = (
+    SegmentOpen
+    | SegmentClosed
+    | HashSnapshot
+    | CheckSnapshot
+    | PersistParts
+    | CommitNow
+    | GiveUp
+    | Fetch
+    | FetchInto
+    | Serve
+)
+
+# ---------------------------------------------------------------- a saver to its agent
+
+
+@dataclass(frozen=True, slots=True)
+class SaverHere:
+    """First message of a saver; `port`: where it serves other nodes, 0: nowhere."""
+
+    version: int  # segment.VERSION
+    key: int  # of the spawner's order
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Also `ok` where there were no hashes to compare with; `reason` says so."""
+
+    key: int
+    slot: int
+    sequence: int
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartsDone:
+    """What came of PersistParts: bytes that were written, and how long it took."""
+
+    attempt: str
+    ok: bool
+    reason: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDone:
+    """What came of CommitNow."""
+
+    attempt: str
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSize:
+    """What a Fetch will need; `ok` is false where the other node has no such snapshot."""
+
+    key: int
+    ok: bool
+    reason: str
+    layout_length: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The copy stands in slot 0 of the memory that FetchInto brought, and was found whole."""
+
+    key: int
+    ok: bool
+    reason: str
+
+
+FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark
+
+FromPeer = FromRank | FromSaver
+"""What may come in at the agent's socket."""
+
+ToPeer = ToRank | ToSaver
+"""What the agent may answer."""

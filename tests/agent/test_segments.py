@@ -1,0 +1,316 @@
+"""Segments: where they lie, who may have them, what is left of whom, what if there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import memory
+from elasticrun.agent.held import Held, Sizes
+from elasticrun.agent.memory import NoRoom
+from elasticrun.agent.segment_folder import Life, take
+from elasticrun.agent.segments import Segments
+from elasticrun.operator_log import logger
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.layout import PAGE
+from tests.agent.played import layout_of
+
+ROUND = RoundName(7, 1, "n1")
+LIFE = Life(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
+LAYOUT = layout_of()
+SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 2)
+
+Body = Callable[[Segments], Awaitable[None]]
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def hearing(caplog: pytest.LogCaptureFixture) -> None:
+    logger.propagate = True
+    caplog.set_level(20, logger="elasticrun")
+
+
+def play(shm: Path, body: Body, *, job: str = "a-job", node: str = "node-a") -> list[Life]:
+    """Use the segments of a node, and give them back in good order."""
+
+    async def main() -> list[Life]:
+        segments = Segments(job, 2, {"ELASTICRUN_SHM_DIR": str(shm)})
+        lives = await segments.open(node)
+        try:
+            await body(segments)
+        finally:
+            await segments.close(job_over=True)
+        return lives
+
+    return asyncio.run(main())
+
+
+def write(held: Held, step: int) -> None:
+    """As a rank does."""
+    encoded = LAYOUT.encode()
+    held.map[PAGE : PAGE + len(encoded)] = encoded
+    held.segment.commit(
+        step % 2, round=ROUND, sequence=step, step=step, layout=LAYOUT.key, values=0
+    )
+
+
+def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> None:
+    """An agent that had a snapshot of step 1 of local rank 0 and was killed."""
+    code = "import sys; from tests.agent.test_segments import be_killed; be_killed(*sys.argv[1:])"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code, str(shm), job, node]
+    done = subprocess.run(command, cwd=root, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def be_killed(shm: str, job: str, node: str) -> None:
+    async def body(segments: Segments) -> None:
+        held = await segments.need(0, SIZES, LAYOUT.content)
+        await segments.note([LIFE])
+        write(held, 1)
+        held.pin(1, "something")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    play(Path(shm), body, job=job, node=node)
+
+
+# ---------------------------------------------------------------- whose they are
+
+
+def test_a_folder_is_made_when_it_is_needed_and_is_this_users_alone(shm: Path) -> None:
+    async def body(segments: Segments) -> None:
+        assert not list(shm.iterdir())
+        held = await segments.need(1, SIZES, LAYOUT.content)
+        (folder,) = shm.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert Path(held.path).stat().st_mode & 0o777 == 0o600
+        assert Path(held.path).stat().st_blocks * 512 >= SIZES.nbytes  # its pages are there
+        assert await segments.need(1, SIZES, LAYOUT.content) is held
+
+    play(shm, body)
+    assert not list(shm.iterdir())
+
+
+def test_the_next_agent_of_the_node_adopts_what_a_killed_one_had(shm: Path) -> None:
+    killed(shm)
+
+    async def body(segments: Segments) -> None:
+        (held,) = segments.held
+        (snapshot,) = held.snapshots()
+        assert snapshot.is_of(ROUND)
+        assert snapshot.step == 1
+        assert (held.local_rank, held.content, held.written) == (0, LAYOUT.content, True)
+        assert not held.segment.pinned(snapshot.slot)
+        assert await segments.need(0, SIZES, LAYOUT.content) is held
+
+    assert play(shm, body) == [LIFE]
+    assert not list(shm.iterdir())
+
+
+def test_what_cannot_be_believed_is_not_adopted(shm: Path) -> None:
+    killed(shm)
+    (folder,) = shm.iterdir()
+    (good,) = folder.glob("0-*")
+    whole = good.read_bytes()
+    (folder / f"1-{LAYOUT.key:016x}-7").write_bytes(b"\0" * 8192)
+    (folder / f"1-{LAYOUT.key:016x}-8").write_bytes(whole[: len(whole) // 2])
+    (folder / f"1-{LAYOUT.key + 1:016x}-9").write_bytes(whole)
+    (folder / f"2-{LAYOUT.key:016x}-9").write_bytes(whole)  # no such local rank
+    (folder / f"1-{LAYOUT.key:016x}-10").symlink_to(good)
+
+    async def body(segments: Segments) -> None:
+        assert [held.path for held in segments.held] == [str(good)]
+        assert sorted(p.name for p in folder.glob("?-*")) == [good.name]
+
+    play(shm, body)
+
+
+@pytest.mark.parametrize("text", ["[", '[{"term": "x"}]', '[{"evil": 1}]', "7"])
+def test_without_the_names_of_its_rounds_nothing_is_adopted(shm: Path, text: str) -> None:
+    killed(shm)
+    (folder,) = shm.iterdir()
+    (folder / "lives.json").write_text(text)
+
+    async def body(segments: Segments) -> None:
+        assert segments.held == []
+        assert not list(folder.glob("0-*"))
+
+    play(shm, body)
+
+
+def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
+    shm: Path, tmp_path: Path
+) -> None:
+    killed(tmp_path, job="gone")
+    killed(shm, job="a-job", node="node-b")  # it may be back in a moment
+    (gone,) = tmp_path.glob("elasticrun-*")
+    (ours,) = shm.glob("elasticrun-*")
+    shutil.move(gone, shm)
+    (shm / "elasticrun-of-somebody").mkdir()
+    living = take(str(shm), "another-job", "node-a", make=True)
+    assert living is not None
+    staying = {"elasticrun-of-somebody", os.path.basename(living.path)}
+
+    async def body(segments: Segments) -> None:
+        assert {path.name for path in shm.iterdir()} == {*staying, ours.name}
+        await segments.need(0, SIZES, LAYOUT.content)
+
+    play(shm, body)  # when this job is over, its node-b will not come back either
+    assert {path.name for path in shm.iterdir()} == staying
+    living.remove(job_over=False)
+
+
+def test_an_agent_that_calls_itself_the_same_has_a_folder_of_its_own(shm: Path) -> None:
+    first = take(str(shm), "a-job", "node-a", make=True)
+    second = take(str(shm), "a-job", "node-a", make=True)
+    assert first is not None
+    assert second is not None
+    assert first.path != second.path
+    first.remove(job_over=False)
+    second.remove(job_over=False)
+    assert not list(shm.iterdir())
+
+
+def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
+    async def body(segments: Segments) -> None:
+        held = await segments.need(0, SIZES, LAYOUT.content)
+        segments.drop(held)
+        assert held.gone
+        assert held.snapshots() == []
+        await asyncio.gather(*segments._tasks)
+        assert not Path(held.path).exists()
+
+    play(shm, body)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
+    async def body(segments: Segments) -> None:
+        for sizes in (
+            Sizes(1, 100, PAGE, 1),
+            Sizes(1, 100, PAGE, 5),
+            Sizes(1, 0, PAGE, 2),
+            Sizes(1, 100, PAGE + 1, 2),
+            Sizes(1, 2**40, PAGE, 2),
+            Sizes(1, 100, -PAGE, 2),
+        ):
+            with pytest.raises(NoRoom, match=r"slots|is none"):
+                await segments.need(0, sizes, 1)
+
+    play(shm, body)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_taken(
+    shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(segments: Segments) -> None:
+        with pytest.raises(NoRoom, match=r"are needed, and the (machine|cgroup .*) has .* left"):
+            await segments.need(0, Sizes(1, 100, 2**46, 2), 1)
+        assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
+
+    play(shm, body)
+
+
+def test_a_folder_without_room_is_done_without(
+    shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "room_in", lambda folder: PAGE)
+
+    async def body(segments: Segments) -> None:
+        held = await segments.need(0, SIZES, LAYOUT.content)
+        write(held, 1)
+        assert (held.path, held.find_any() is not None) == ("", True)
+        assert "has room for 4 KiB: snapshots are kept in memory without a name" in caplog.text
+
+    play(shm, body)
+
+
+def test_two_ranks_at_once_do_not_take_more_than_there_is(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits until it is known what the first has taken."""
+    room = [SIZES.nbytes + 100]
+
+    def take_file(path: str, nbytes: int, filled: int) -> int:
+        room[0] -= nbytes
+        return taking(path, nbytes, filled)
+
+    taking = memory.take_file
+    monkeypatch.setattr(memory, "take_file", take_file)
+    monkeypatch.setattr(memory, "room_in_memory", lambda: (room[0], "the machine"))
+
+    async def body(segments: Segments) -> None:
+        both = [segments.need(rank, SIZES, LAYOUT.content) for rank in range(2)]
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(one) for one in found] == [Held, NoRoom]
+
+    play(shm, body)
+
+
+def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 400\nfile 500\nshmem 200\n")
+    assert memory._left_in(tmp_path) == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._left_in(tmp_path) is None
+    assert memory._left_in(tmp_path / "none") is None
+
+
+def test_pages_are_made_warm_without_stopping_others() -> None:
+    fd = memory.take_anonymous("test", 3 * PAGE, PAGE)
+    try:
+        assert memory.populate(fd, 3 * PAGE)
+        assert os.fstat(fd).st_blocks * 512 >= 3 * PAGE
+        assert os.pread(fd, PAGE, 0) == bytes(PAGE)
+    finally:
+        os.close(fd)
+
+
+SMALL_TMPFS = """
+import asyncio, sys
+from pathlib import Path
+from tests.agent.test_segments import LAYOUT, NoRoom, Sizes, play
+import elasticrun.agent.memory as memory
+
+async def body(segments):
+    memory.room_in = lambda folder: 1 << 40  # as if others had taken it since we looked
+    try:
+        await segments.need(0, Sizes(1, 100, 1 << 20, 2), 1)
+    except NoRoom as error:
+        print(error)
+    left = [p.name for p in Path(sys.argv[1]).rglob("?-*")]
+    print("left", left)
+
+play(Path(sys.argv[1]), body)
+"""
+
+
+def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    inner = f'mount -t tmpfs -o size=1m none {tmp_path} && exec "$@"'
+    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c", inner, "sh"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    command = [*unshare, sys.executable, "-c", SMALL_TMPFS, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "could not be taken (No space left on device)" in done.stdout, done.stderr
+    assert "left []" in done.stdout

@@ -1,0 +1,603 @@
+"""The agent's part in snapshots: what it tells ranks, saver and master, and what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from elasticrun.agent import savers as savers_module, snapshot_peers
+from elasticrun.operator_log import logger
+from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.progress import address, read_place
+from elasticrun.wire.segment import NONE, VERSION
+from tests.agent.played import Client, Node, Rank, layout_of, play
+
+T = TypeVar("T")
+CONTENT = layout_of().content
+ONE = RoundName(7, 1, "n1")
+BOTH = (CONTENT, CONTENT)
+
+
+def persist(step: int, **changes: object) -> m.Persist:
+    values: dict[str, object] = {
+        "attempt": "a1",
+        "round": ONE,
+        "step": step,
+        "world_size": 2,
+        "ranks": (0, 1),
+        "shared": (0,),
+        "writers": 2,
+        "coordinates": True,
+        "coordinator": None,
+        "reason": "periodic",
+        "limit": 100.0,
+        **changes,
+    }
+    return m.Persist(**values)  # type: ignore[arg-type]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.fixture(autouse=True)
+def hearing(caplog: pytest.LogCaptureFixture) -> None:
+    logger.propagate = True
+    caplog.set_level(20, logger="elasticrun")
+
+
+# ---------------------------------------------------------------- commits
+
+
+def test_a_step_counts_when_every_local_rank_has_committed_it() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        assert [rank.resume.step for rank in ranks] == [NONE, NONE]
+        assert all(rank.fresh for rank in ranks)
+        ranks[0].commit(1)
+        await node.heard(ranks)
+        assert ranks[0].segment.watermark == NONE
+        ranks[1].commit(1)
+        await node.master.until(lambda said: said.held, m.Holdings)
+        assert [rank.segment.watermark for rank in ranks] == [1, 1]  # alone, nobody else is asked
+        await node.both(ranks, 2)
+        await node.both(ranks, 3)  # over the first one
+        assert node.held() == [(1, 3, BOTH, False), (1, 2, BOTH, False)]
+
+    play(body)
+
+
+def test_of_several_nodes_only_the_master_says_what_is_whole() -> None:
+    async def body(node: Node) -> None:
+        start = node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        await node.both(ranks, 2)
+        assert ranks[0].segment.watermark == NONE
+        assert ranks[0].segment.free_slot() is None
+        node.snapshots.obey(m.Watermark(RoundName(7, 9, "other"), 2))
+        assert ranks[0].segment.watermark == NONE
+        node.snapshots.obey(m.Watermark(start.round, 2))
+        assert ranks[1].segment.watermark == 2
+        assert ranks[1].segment.free_slot() is not None
+
+    play(body, several=True)
+
+
+def test_what_a_killed_rank_has_committed_counts_when_it_was_reaped() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        for rank in ranks:
+            rank.commit(1, tell=False)  # killed before it could say so
+            rank.close()
+        assert node.held() == [(1, 1, BOTH, False)]
+
+    play(body)
+
+
+def test_a_step_of_only_some_ranks_counts_where_there_is_no_better_one() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        ranks[0].commit(1)
+        await node.heard(ranks)
+        assert not any(isinstance(said, m.Holdings) and said.held for said in node.master.reports)
+        assert node.held() == [(1, 1, (CONTENT, 0), False)]
+
+    play(body)
+
+
+def test_where_all_ranks_have_a_step_one_that_some_have_does_not_count() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        ranks[0].commit(2)
+        await node.heard(ranks)
+        assert node.held() == [(1, 1, BOTH, False)]
+
+    play(body)
+
+
+# ---------------------------------------------------------------- restores
+
+
+def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        await node.both(ranks, 2)
+        node.snapshots.reaped()
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        segment = ranks[0].segment
+        (left,) = segment.snapshots()
+        assert left.step == 1
+        assert segment.pinned(left.slot)
+        assert segment.watermark == 1
+        again = await node.rank(0)
+        assert again.resume == s.Resume(s.Named(7, 2, "n2"), s.Named(7, 1, "n1"), 1, 2, same=True)
+        shard = await asyncio.to_thread(again.ask, s.WantShard(0), s.ShardHere)
+        assert (shard.ok, shard.rank, shard.slot) == (True, 0, left.slot)
+        assert len(again.fds) == 1
+        other = await asyncio.to_thread(again.ask, s.WantShard(1), s.ShardHere)
+        assert other.ok
+        assert other.rank == 1
+        none = await asyncio.to_thread(again.ask, s.WantShard(2), s.ShardHere)
+        assert not none.ok
+        assert "no rank 2 among 2" in none.reason
+
+    play(body)
+
+
+def test_nothing_chosen_leaves_nothing() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        node.snapshots.reaped()
+        node.begin(2)
+        assert ranks[0].segment.snapshots() == []
+        assert ranks[0].segment.watermark == NONE
+        assert node.held() == []
+
+    play(body)
+
+
+def test_the_chosen_step_stays_until_the_new_life_has_a_whole_one_of_its_own() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        node.snapshots.reaped()
+        restore = m.Restore(ONE, 1, 2)
+        node.begin(2, restore=restore)
+        ranks = await node.ranks()
+        assert not ranks[0].fresh
+        ranks[0].commit(2)
+        assert ranks[0].segment.free_slot() is None
+        await node.heard(ranks)
+        assert node.held() == [(2, 2, (CONTENT, 0), False), (1, 1, BOTH, False)]
+        node.begin(3, restore=restore)  # killed before the other one: the same again
+        ranks = await node.ranks()
+        await node.both(ranks, 2)
+        await node.both(ranks, 3)
+        assert node.held() == [(3, 3, BOTH, False), (3, 2, BOTH, False)]
+
+    play(body)
+
+
+def test_a_life_is_given_the_pages_of_the_one_before() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        inodes = [rank.inode for rank in ranks]
+        node.snapshots.reaped()
+        node.begin(2)
+        ranks = await node.ranks()
+        assert [rank.inode for rank in ranks] == inodes
+
+    play(body)
+
+
+def test_a_new_layout_has_a_segment_of_its_own_and_the_old_one_stays_until_it_is_whole() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        for rank in ranks:  # optimizer state has come into being
+            assert (await asyncio.to_thread(rank.need, layout_of(5000))).fresh
+        ranks[0].commit(2)
+        await node.heard(ranks)
+        assert len(node.snapshots._segments.held) == 4
+        ranks[1].commit(2)
+        await node.heard(ranks)
+        assert len(node.snapshots._segments.held) == 2
+        grown = layout_of(5000).content
+        assert node.held() == [(1, 2, (grown, grown), False)]
+
+    play(body)
+
+
+def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it() -> None:
+    async def body(node: Node) -> None:
+        node.begin(2, restore=m.Restore(ONE, 5, 4))
+        rank = await node.rank(0)
+        saver = await node.saver(port=4000)
+        assert (await node.master.until(lambda h: h.saver, m.Holdings)).saver == Endpoint(
+            "10.0.0.1", 4000
+        )
+        assert not rank.resume.same
+        rank.say(s.WantShard(3))
+        asked = await node.master.until(lambda _: True, m.WhereIs)
+        assert asked == m.WhereIs(ONE, 5, 3)
+        node.snapshots.attached()  # another master has not heard it
+        assert await node.master.until(lambda _: True, m.WhereIs) == asked
+        node.snapshots.obey(m.Holder(ONE, 5, 3, 2, Endpoint("10.0.0.2", 99), ""))
+        fetch = await asyncio.to_thread(saver.hear, s.Fetch)
+        assert (fetch.host, fetch.port, fetch.rank) == ("10.0.0.2", 99, 2)
+        layout = layout_of()
+        length = len(layout.encode())
+        size = s.FetchSize(fetch.key, True, "", length, layout.slot_bytes)
+        assert await asyncio.to_thread(saver.ask, size, s.FetchInto) == s.FetchInto(fetch.key)
+        fill(saver.fds.pop(), layout.key)
+        saver.say(s.Fetched(fetch.key, True, ""))
+        here = await asyncio.to_thread(rank.hear, s.ShardHere)
+        assert here == s.ShardHere(True, "", 2, 0, 8)
+        assert rank.fds
+        assert (await asyncio.to_thread(rank.ask, s.IsWhole(3), s.Whole)).ok
+
+    play(body, several=True)
+
+
+def fill(fd: int, key: int) -> None:
+    """As a saver does with a copy."""
+    import mmap
+
+    from elasticrun.wire.segment import Segment
+
+    with mmap.mmap(fd, 0) as mapped:
+        segment = Segment(memoryview(mapped))
+        segment.commit(0, round=ONE, sequence=8, step=5, layout=key, values=0)
+        segment.close()
+    os.close(fd)
+
+
+def test_nobody_holds_it() -> None:
+    async def body(node: Node) -> None:
+        node.begin(2, restore=m.Restore(ONE, 5, 4))
+        rank = await node.rank(0)
+        rank.say(s.WantShard(3))
+        await node.master.until(lambda _: True, m.WhereIs)
+        node.snapshots.obey(m.Holder(ONE, 5, 3, 3, None, "its node is gone"))
+        here = await asyncio.to_thread(rank.hear, s.ShardHere)
+        assert not here.ok
+        assert here.reason == "its node is gone"
+
+    play(body, several=True)
+
+
+def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_count() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        await node.both(ranks, 1)
+        opened = await asyncio.to_thread(saver.hear, s.SegmentOpen)
+        hashing = await asyncio.to_thread(saver.hear, s.HashSnapshot)
+        assert hashing.key == opened.key
+        assert saver.fds
+        node.snapshots.reaped()
+        await asyncio.to_thread(saver.hear, s.SegmentOpen)
+        await asyncio.to_thread(saver.hear, s.HashSnapshot)
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        checks = [await asyncio.to_thread(saver.hear, s.CheckSnapshot) for _ in range(2)]
+        for check, ok in zip(checks, (True, False), strict=True):
+            saver.say(s.Checked(check.key, check.slot, check.sequence, ok, "" if ok else "flipped"))
+        rank = await node.rank(1)
+        await asyncio.to_thread(rank.ask, s.WantShard(1), s.ShardHere)
+        whole = await asyncio.to_thread(rank.ask, s.IsWhole(1), s.Whole)
+        assert (whole.ok, whole.reason) == (False, "flipped")
+        rank.say(s.CannotRestore(1, "block 3 is not what was written"))
+        bad = await node.master.until(lambda _: True, m.ShardBad)
+        assert bad == m.ShardBad(ONE, 1, 1, "block 3 is not what was written")
+        assert node.held() == [(1, 1, (CONTENT, 0), False)]
+
+    play(body)
+
+
+def test_without_a_saver_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        await node.saver_dies(await node.saver())
+        node.snapshots.reaped()
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        rank = await node.rank(0)
+        await asyncio.to_thread(rank.ask, s.WantShard(0), s.ShardHere)
+        whole = await asyncio.to_thread(rank.ask, s.IsWhole(0), s.Whole)
+        assert whole.ok
+        assert "nothing was compared: the saver ended (killed by signal 9)" in (whole.reason)
+
+    play(body)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+async def checked(saver: Client, count: int) -> None:
+    """Answer so many checks, whatever else comes."""
+    while count:
+        message = await asyncio.to_thread(saver.hear, object)
+        if isinstance(message, s.CheckSnapshot):
+            saver.say(s.Checked(message.key, message.slot, message.sequence, True, ""))
+            count -= 1
+
+
+async def next_of(saver: Client, kind: type[T]) -> T:
+    """The next order of this kind, whatever else comes."""
+    while True:
+        message = await asyncio.to_thread(saver.hear, object)
+        if isinstance(message, kind):
+            return message
+
+
+def test_a_wanted_step_is_pinned_written_committed_and_free_again() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        slots = [rank.commit(1, persist=True) for rank in ranks]
+        await node.master.until(lambda said: said.held and said.held[0].wanted, m.Holdings)
+        await node.both(ranks, 2)
+        assert [rank.segment.free_slot() for rank in ranks] == [None, None]
+        node.snapshots.obey(persist(1))
+        await checked(saver, 2)
+        order = await asyncio.to_thread(saver.hear, s.PersistParts)
+        assert (order.step, order.folder, order.keep_last, order.coordinates) == (
+            *(1, "/runs/a", 3),
+            True,
+        )
+        assert [(p.rank, p.slot, p.shared) for p in order.parts] == [
+            (0, slots[0], True),
+            (1, slots[1], False),
+        ]
+        saver.say(s.PartsDone("a1", True, "", 4096, 0.5))
+        done = await node.master.until(lambda _: True, m.Persisted)
+        assert done == m.Persisted("a1", True, False, "", 4096, 0.5)
+        node.snapshots.obey(persist(1))  # a master that has not heard it asks again
+        assert await node.master.until(lambda _: True, m.Persisted) == done
+        node.snapshots.obey(m.CommitCheckpoint("a1"))
+        assert await next_of(saver, s.CommitNow) == s.CommitNow("a1", 2)
+        saver.say(s.CommitDone("a1", True, ""))
+        assert (await node.master.until(lambda p: p.committed, m.Persisted)).ok
+        node.snapshots.obey(m.PersistOver("a1", ONE, 1, True, ""))
+        assert [rank.segment.free_slot() for rank in ranks] == slots
+
+    play(body)
+
+
+def test_a_rank_that_dies_before_it_says_that_it_wants_a_step_written() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        for rank in ranks:
+            rank.commit(1, persist=True, tell=False)
+        assert node.held() == [(1, 1, BOTH, True)]
+        node.snapshots.obey(m.PersistOver("", ONE, 1, False, "none is needed"))
+        assert node.held() == [(1, 1, BOTH, False)]
+        assert not ranks[0].segment.pinned(0)
+
+    play(body)
+
+
+def test_what_is_being_written_stays_pinned_over_a_new_life() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        await node.both(ranks, 1)
+        node.snapshots.reaped()
+        node.snapshots.obey(persist(1, reason="breakpoint"))
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        await checked(saver, 2)
+        ranks = await node.ranks()
+        await node.both(ranks, 2)
+        assert ranks[0].segment.free_slot() is None
+        saver.say(s.PartsDone("a1", True, "", 1, 0.1))
+        await node.master.until(lambda p: p.ok, m.Persisted)
+        node.snapshots.obey(m.PersistOver("a1", ONE, 1, True, ""))
+        assert ranks[0].segment.free_slot() is not None
+
+    play(body)
+
+
+def test_a_step_that_is_not_here_any_more_is_not_written() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        await node.ranks()
+        node.snapshots.obey(persist(1))
+        said = await node.master.until(lambda _: True, m.Persisted)
+        assert not said.ok
+        assert said.reason == "step 1 of rank 0 is not held here any more"
+        node.snapshots.obey(m.CommitCheckpoint("another"))
+        said = await node.master.until(lambda p: p.committed, m.Persisted)
+        assert not said.ok
+        assert "does not know that attempt" in said.reason
+
+    play(body)
+
+
+def test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        await node.both(ranks, 1)
+        node.snapshots.obey(persist(1))
+        await checked(saver, 2)
+        await next_of(saver, s.PersistParts)
+        await node.saver_dies(saver)
+        said = await node.master.until(lambda _: True, m.Persisted)
+        assert not said.ok
+        assert said.reason == "the saver ended (killed by signal 9)"
+        node.snapshots.obey(m.PersistOver("a1", ONE, 1, False, said.reason))
+        node.snapshots.obey(persist(1, attempt="a2"))
+        saver = await node.saver()
+        await checked(saver, 2)
+        assert (await next_of(saver, s.PersistParts)).attempt == "a2"
+
+    play(body)
+
+
+def test_an_attempt_is_given_up_here_when_its_time_is_over() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        await node.both(ranks, 1)
+        node.snapshots.obey(persist(1, limit=0.05))
+        assert (await next_of(saver, s.GiveUp)).attempt == "a1"
+        said = await node.master.until(lambda _: True, m.Persisted)
+        assert not said.ok
+        assert "not written within 0.05 s" in said.reason
+        assert not any(ranks[0].segment.pinned(slot) for slot in range(2))
+
+    play(body)
+
+
+def test_a_wanted_step_that_nobody_writes_does_not_stop_snapshots_for_good() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        slot = ranks[0].commit(1, persist=True)
+        await node.heard(ranks)
+        async with asyncio.timeout(60):
+            while ranks[0].segment.pinned(slot):
+                await node.heard(ranks)
+
+    play(body, limit=0.05)
+
+
+def test_a_saver_of_several_nodes_has_a_secret_and_an_address() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        await node.ranks()
+        order = await node.spawners.orders.get()
+        assert order.host == "10.0.0.1"
+        assert len(order.secret) == 64
+        assert order.secret != node.config.token
+        assert order.env["OMP_NUM_THREADS"] == "1"
+
+    play(body, several=True)
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_peers_that_break_the_protocol_are_hung_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        name, _ = read_place(node.snapshots.place(0))
+        good = s.RankHere(VERSION, 0, 0, 2, "/runs/a", 3, 0)
+        for wrong in (
+            s.IsWhole(0),  # not introduced
+            replace(good, local_rank=2),
+            replace(good, rank=1),
+            replace(good, version=99),
+            replace(good, folder="x" * 5000),
+            s.SaverHere(VERSION, 77, 0),
+        ):
+            client = await node.call(Client, name)
+            client.say(wrong)
+            assert await asyncio.to_thread(client.hung_up)
+        client = await node.call(Client, name)
+        client.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert await asyncio.to_thread(client.hung_up)
+        for second in (good, s.Checked(1, 0, 1, True, "")):
+            rank = await node.rank(0)
+            rank.say(second)
+            assert await asyncio.to_thread(rank.hung_up)
+        assert "it has to say once, and first, who it is" in told(caplog)
+        assert "it says that it is rank 1 of 2, and is rank 0 of 2" in told(caplog)
+        assert "no such saver was started" in told(caplog)
+        assert (await node.rank(0)).resume.step == NONE  # and goes on with whoever is right
+
+    play(body)
+
+
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_peers, "FIRST_WORD", 0.05)
+
+    async def body(node: Node) -> None:
+        name, _ = read_place(node.snapshots.place(0))
+        assert await asyncio.to_thread((await node.call(Client, name)).hung_up)
+
+    play(body)
+
+
+def test_there_are_not_more_connections_than_there_can_be() -> None:
+    async def body(node: Node) -> None:
+        name, _ = read_place(node.snapshots.place(0))
+        most = 2 * 2 + snapshot_peers.SPARE
+        for _ in range(most):
+            await node.call(Client, name)
+        one_more = await node.call(Client, name)
+        assert await asyncio.to_thread(one_more.hung_up)
+
+    play(body)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
+    dial = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
+        "s.connect('\\0' + sys.argv[1]); s.settimeout(60); sys.exit(len(s.recv(1)))"
+    )
+
+    async def body(node: Node) -> None:
+        name, _ = read_place(node.snapshots.place(0))
+        command = [sys.executable, "-c", dial, name]
+        done = await asyncio.to_thread(subprocess.run, command, timeout=60, check=False)
+        assert done.returncode == 0
+        assert "a process of another user" in told(caplog)
+
+    play(body)
+
+
+def test_ranks_of_an_older_life_are_not_heard_any_more() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        old = await node.rank(0)
+        node.begin(2)
+        assert await asyncio.to_thread(old.hung_up)
+        with pytest.raises(AssertionError, match="hung up"):  # it says its old place
+            await node.call(Rank, node.snapshots.place(0), replace(node.start, world_size=9))
+
+    play(body)
+
+
+def test_no_socket_is_left_and_none_has_a_path() -> None:
+    async def body(node: Node) -> None:
+        name, local_rank = read_place(node.snapshots.place(1))
+        assert local_rank == 1
+        assert name.startswith("elasticrun-")
+        assert len(name) == 43
+        with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError):
+            other.bind(address(name))
+
+    play(body)

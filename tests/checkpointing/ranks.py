@@ -1,0 +1,98 @@
+"""Real ranks for the tests: forked from a process that has imported torch, with gloo between them.
+
+The fork server is multiprocessing's, so a rank costs milliseconds and not an import of torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.forkserver import _forkserver
+from typing import Any
+
+LIMIT = 120.0
+
+Body = Callable[..., Any]
+
+
+def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]) -> None:
+    os.environ.update(env)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if int(env["WORLD_SIZE"]) > 1:
+            dist.init_process_group("gloo")
+        answer.send(("ok", body(*args)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        answer.send(("failed", traceback.format_exc()))
+        raise
+
+
+class Ranks:
+    """The processes of one life."""
+
+    def __init__(self, body: Body, *args: Any, world: int, places: list[str] | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.processes, self._answers = [], []
+        for rank in range(world):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            if places:
+                env["ELASTICRUN_SNAPSHOTS"] = places[rank]
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(body, env, theirs, args), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._answers.append(ours)
+
+    def results(self, last_first: bool = False) -> list[Any]:
+        """What each rank's body has returned; an AssertionError with what the first one, or the
+        last, has raised."""
+        found = []
+        try:
+            for answer in reversed(self._answers) if last_first else self._answers:
+                assert answer.poll(LIMIT), "a rank does not answer"
+                word, what = answer.recv()
+                assert word == "ok", what
+                found.append(what)
+            for process in self.processes:
+                process.join(LIMIT)
+        finally:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join(LIMIT)
+        for answer in self._answers:
+            answer.close()
+
+
+@contextmanager
+def fork_server() -> Iterator[None]:
+    """Ends the fork server with the tests that need it."""
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch.distributed.tensor", "elasticrun.checkpointing.checkpointer"]
+    )
+    try:
+        yield
+    finally:
+        _forkserver._stop()  # type: ignore[attr-defined]

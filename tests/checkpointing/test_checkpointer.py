@@ -1,0 +1,356 @@
+"""A Checkpointer in this process, and an agent that the test plays."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from elasticrun.checkpointing.memory import Mapped
+from elasticrun.checkpointing.parts import StateError
+from elasticrun.checkpointing.state import State
+from elasticrun.dcp.items import pieces
+from elasticrun.training import Checkpointer, Keep
+from elasticrun.wire.snapshots import (
+    CannotRestore,
+    Committed,
+    NeedSegment,
+    RankHere,
+    Remark,
+    Restored,
+)
+from tests.checkpointing.played import PlayedAgent, playing
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
+    with playing() as played:
+        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
+        yield played
+
+
+USUAL = {"every": 1, "persist_every": None, "strict_save": True, "on_busy": "wait"}
+
+
+class Training:
+    """A small one whose every number follows from the step."""
+
+    def __init__(self, folder: Path, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.sched = torch.optim.lr_scheduler.MultiStepLR(self.optim, [2, 4])
+        self.progress: dict[str, Any] = {"seen": 0, "by": {"x": torch.zeros(3)}, "none": {}}
+        self.loader = {"at": 0}
+        self.ckpt = Checkpointer(
+            folder,
+            model=self.model,
+            optim=self.optim,
+            sched=self.sched,
+            progress=self.progress,
+            **{**USUAL, **options},
+        )
+        self.ckpt.per_rank("loader", self.loader)
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            data = torch.Generator().manual_seed(step)
+            self.model(torch.randn(4, 8, generator=data)).square().sum().backward()
+            self.optim.step()
+            self.sched.step()
+            self.optim.zero_grad()
+            self.progress["seen"] += 4
+            self.progress["by"]["x"] += 1
+            self.loader["at"] = step + 1
+            self.ckpt.step(step + 1)
+
+    def all(self) -> list[Any]:
+        """Every number of it, for comparison."""
+        tensors = [*self.model.state_dict().values(), self.progress["by"]["x"]]
+        for entries in self.optim.state.values():
+            tensors += entries.values()
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optim.param_groups]
+        plain = [groups, self.sched.state_dict(), self.progress["seen"], self.loader]
+        return [[t.tolist() for t in tensors], plain, sorted(self.progress)]
+
+
+def test_all_of_a_training_comes_back_and_goes_on_bit_by_bit(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    one = Training(tmp_path)
+    assert one.ckpt.restore() == 0
+    one.run(0, 5)
+    assert one.ckpt.stats.snapshots == 5
+    agent.next_life(5, 1)
+    other = Training(tmp_path, seed=1)
+    inner = other.progress["by"]
+    weights = [p.data_ptr() for p in other.model.parameters()]
+    assert other.ckpt.restore() == 5
+    assert other.all() == one.all()
+    assert [p.data_ptr() for p in other.model.parameters()] == weights
+    assert other.progress["by"] is inner
+    assert type(other.sched.milestones) is type(one.sched.milestones)
+    one.ckpt.close()
+    other.run(5, 9)
+    alone = Training(tmp_path, every=1 << 40)
+    alone.run(0, 9)
+    assert other.all() == alone.all()
+    assert agent.of(Restored)[1] == Restored(5, "memory")
+    assert other.ckpt.stats.skipped == 0
+    alone.ckpt.close()
+    other.ckpt.close()
+
+
+def test_a_snapshot_changes_nothing_of_an_optimizer_without_state(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    """torch's own get_optimizer_state_dict makes a step of it, and Adam counts that."""
+    one = Training(tmp_path)
+    one.ckpt.save_now(1)
+    assert not one.optim.state
+    one.run(1, 4)
+    layouts = [m.layout for m in agent.of(NeedSegment)]
+    assert len(layouts) == len(set(layouts)) == 2
+    never = Training(tmp_path, every=1 << 40)
+    never.run(1, 4)
+    assert one.all() == never.all()
+    agent.next_life(4, 1)
+    other = Training(tmp_path, seed=1)
+    assert other.ckpt.restore() == 4
+    assert other.all() == one.all()
+    for training in (one, never, other):
+        training.ckpt.close()
+
+
+def test_a_restore_to_before_the_first_step_of_the_optimizer(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    one = Training(tmp_path)
+    one.ckpt.save_now(1)
+    agent.next_life(1, 1)
+    other = Training(tmp_path, seed=1)
+    other.model(torch.ones(4, 8)).sum().backward()
+    other.optim.step()
+    assert other.ckpt.restore() == 1
+    assert not other.optim.state
+    one.ckpt.close()
+    other.ckpt.close()
+
+
+def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.model(torch.ones(4, 8)).sum().backward()
+    training.optim.step()
+    state = State({"model": training.model, "optim": training.optim}, 0)
+    theirs = {
+        "model": get_model_state_dict(training.model),
+        "optim": get_optimizer_state_dict(training.model, training.optim),
+    }
+    mine = {one.item.fqn: one for one in state.take().pieces}
+    wanted = {one.item.fqn: one for one in pieces(theirs)}
+    assert mine.keys() == wanted.keys()
+    for fqn, one in wanted.items():
+        assert mine[fqn].item == one.item
+        same = mine[fqn].value == one.value
+        assert bool(same.all()) if isinstance(same, torch.Tensor) else same
+
+
+def test_the_plan_is_kept_until_something_is_replaced() -> None:
+    model = nn.Linear(3, 3)
+    state = State({"model": model, "loose": {"a": 1, "t": torch.zeros(2)}}, 0)
+    plan = state.take()
+    assert state.take() is plan
+    with torch.no_grad():
+        model.weight.data = torch.ones(3, 3)
+    again = state.take()
+    assert again is not plan
+    assert torch.equal(again.tensors[0], torch.ones(3, 3))
+    model.extra = nn.Parameter(torch.zeros(1))
+    assert len(state.take().tensors) == len(again.tensors) + 1
+
+
+def test_no_slot_is_overwritten_before_a_newer_step_is_whole(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    agent.watermark = False
+    one = Training(tmp_path, on_busy="skip")
+    one.run(0, 4)
+    assert (one.ckpt.stats.snapshots, one.ckpt.stats.skipped) == (2, 2)
+    assert [m.step for m in agent.until(Committed, 2)] == [1, 2]
+    agent.current[0].segment.watermark = 2
+    one.run(4, 5)
+    assert one.ckpt.stats.snapshots == 3
+    one.ckpt.close()
+
+
+def test_what_is_written_out_is_pinned_and_never_in_the_way(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    agent.watermark = False
+    one = Training(tmp_path, persist_every=2, slots=3)
+    one.run(0, 2)
+    first, second = agent.until(Committed, 2)
+    assert (first.persist, second.persist) == (False, True)
+    segment = agent.current[0].segment
+    assert [segment.pinned(slot) for slot in range(3)].count(True) == 1
+    assert segment.pinned(second.slot)
+    assert one.ckpt.stats.persists == 1
+    here = agent.of(RankHere)[0]
+    assert (here.folder, here.keep_last, here.keep_every) == (str(tmp_path), 3, 0)
+    one.ckpt.close()
+
+
+def test_values_that_grow_out_of_their_room_get_more(agent: PlayedAgent, tmp_path: Path) -> None:
+    notes: dict[str, Any] = {"text": "a"}
+    ckpt = Checkpointer(tmp_path, notes=notes, every=1, strict_save=True)
+    ckpt.step(1)
+    notes["text"] = "b" * 300_000
+    ckpt.step(2)
+    assert len(agent.of(NeedSegment)) == 2
+    agent.next_life(2, 1)
+    found: dict[str, Any] = {}
+    other = Checkpointer(tmp_path, notes=found, every=1, strict_save=True)
+    assert other.restore() == 2
+    assert found == notes
+    other.step(3)
+    assert len({m.layout for m in agent.of(NeedSegment)}) == 2  # the room of before
+    ckpt.close()
+    other.close()
+
+
+def test_a_failed_save_is_told_and_training_goes_on(agent: PlayedAgent, tmp_path: Path) -> None:
+    agent.no_segment = "there are 3 GiB in /dev/shm and 4 are needed"
+    one = Training(tmp_path, strict_save=False)
+    one.run(0, 3)
+    assert one.ckpt.stats.failed == 3
+    assert len(agent.of(NeedSegment)) == 1  # it is not asked again for what was refused
+    assert "3 GiB" in agent.until(Remark)[0].text
+    assert len(agent.of(Remark)) == 1
+    one.ckpt.close()
+
+
+def test_strict_save_raises(agent: PlayedAgent, tmp_path: Path) -> None:
+    agent.no_segment = "there is no room"
+    one = Training(tmp_path)
+    with pytest.raises(StateError, match="there is no room"):
+        one.run(0, 1)
+    one.ckpt.close()
+
+
+def test_an_agent_that_hangs_up_ends_snapshots_and_not_training(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    one = Training(tmp_path, strict_save=False)
+    one.run(0, 2)
+    agent.until(Committed, 2)
+    agent.close()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        one.run(2, 6)
+    assert one.ckpt.stats.failed == 1
+    assert any("no more snapshots" in str(one.message) for one in said)
+    one.ckpt.close()
+
+
+def test_an_unhealthy_step_is_left_out(agent: PlayedAgent, tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1)
+    ckpt.step(1)
+    ckpt.step(2, healthy=False)
+    ckpt.step(3)
+    assert [m.step for m in agent.until(Committed, 2)] == [1, 3]
+    ckpt.close()
+
+
+def test_a_shard_that_is_not_whole_is_said_and_ends_the_rank(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    one = Training(tmp_path)
+    one.run(0, 3)
+    agent.next_life(3, 1)
+    agent.unwhole = {0}
+    other = Training(tmp_path, seed=1)
+    with pytest.raises(RuntimeError, match="a byte was flipped"):
+        other.ckpt.restore()
+    assert agent.of(CannotRestore) == [CannotRestore(0, "a byte was flipped")]
+    one.ckpt.close()
+    other.ckpt.close()
+
+
+def test_a_script_that_has_changed_is_told_what_is_missing(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    ckpt = Checkpointer(tmp_path, model=nn.Linear(2, 2), every=1, strict_save=True)
+    ckpt.step(1)
+    agent.next_life(1, 1)
+    for changed, words in (
+        (nn.Linear(2, 3), r"model.(weight|bias) was saved with shape"),
+        (nn.Sequential(nn.Linear(2, 2)), r"model.0.weight is not in what was saved"),
+    ):
+        other = Checkpointer(tmp_path, model=changed, every=1)
+        before = [p.clone() for p in changed.parameters()]
+        with pytest.raises(RuntimeError, match=words):
+            other.restore()
+        assert all(map(torch.equal, before, changed.parameters()))
+        other.close()
+    ckpt.close()
+
+
+def test_plain_values_tensors_and_what_was_not_saved(agent: PlayedAgent, tmp_path: Path) -> None:
+    tensor = torch.arange(4.0)
+    ckpt = Checkpointer(tmp_path, t=tensor, n=7, every=1, strict_save=True)
+    ckpt.step(1)
+    agent.next_life(1, 1)
+    target, late = torch.zeros(4), {"fresh": 1}
+    other = Checkpointer(tmp_path, t=target, n=0, late=late, every=1)
+    assert other.restore() == 1
+    assert torch.equal(target, tensor)
+    assert other.values == {"n": 7}
+    assert late == {"fresh": 1}
+    assert "late was not saved" in agent.until(Remark)[0].text
+    ckpt.close()
+    other.close()
+
+
+def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, tmp_path: Path) -> None:
+    one = Training(tmp_path)
+    one.run(0, 2)
+    agent.until(Committed, 2)
+    mapped = Mapped(os.dup(agent.current[0].fd))
+    layout = mapped.segment.layout()
+    newest = mapped.segment.snapshots()[-1]
+    weights = {f"model.{k}": v for k, v in one.model.state_dict().items()}
+    names = [item.fqn for item in layout.tensors]
+    found = dict(zip(names, mapped.tensors(newest.slot, layout), strict=True))
+    assert weights.keys() <= found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    one.ckpt.close()
+
+
+def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    for wrong, words in (
+        ({"m": FullyShardedDataParallel()}, "fully_shard"),
+        ({"__rank0": 1}, "cannot be a name"),
+        ({"d": {"m": nn.Linear(1, 1)}}, "by a name of its own"),
+        ({}, "there is no state"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Checkpointer(tmp_path, **wrong)
+    for wrong, words in (
+        ({"slots": 1}, "slots is 1"),
+        ({"every": "often"}, "every is 'often'"),
+        ({"on_busy": "panic"}, "on_busy is 'panic'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Checkpointer(tmp_path, x=1, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="last=-1"):
+        Keep(last=-1)

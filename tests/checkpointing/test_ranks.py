@@ -1,0 +1,273 @@
+"""Ranks as processes: sharded state at other numbers of ranks, deaths in mid-copy, torch alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from elasticrun.checkpointing.memory import Mapped
+from elasticrun.training import Checkpointer, Keep
+from elasticrun.wire.snapshots import Committed, Remark, Restored, WantShard
+from tests.checkpointing.played import PlayedAgent, playing
+from tests.checkpointing.ranks import Ranks, fork_server
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with fork_server():
+        yield
+
+
+# ---------------------------------------------------------------- sharded state
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """The job's state at a step, as one rank would have it."""
+    random = torch.Generator().manual_seed(step)
+    return {
+        "rows": torch.randn(7, 3, generator=random),
+        "columns": torch.randn(4, 5, generator=random).to(torch.bfloat16),
+        "few": torch.randn(2, generator=random),  # fewer rows than ranks: empty shards
+        "same": torch.randn(3, generator=random),
+        "plain": torch.randn(2, 2, generator=random),
+        "scalar": torch.tensor(float(step)),
+    }
+
+
+PLACEMENTS: dict[str, Any] = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "few": [Shard(0)],
+    "same": [Replicate()],
+}
+
+
+def sharded(step: int) -> dict[str, torch.Tensor]:
+    state = whole(step)
+    if not dist.is_initialized():
+        return state
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, PLACEMENTS[name]) if name in PLACEMENTS else tensor
+        for name, tensor in state.items()
+    }
+
+
+def parts(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
+
+
+def two_steps(folder: str) -> int:
+    """Two snapshots, the second one written out where nobody plays an agent."""
+    state, notes = sharded(0), {"step": 0}
+    rank = int(os.environ["RANK"])
+    own = {"rank": rank, "random": torch.zeros(3)}
+    ckpt = Checkpointer(
+        folder, state=state, notes=notes, every=1, persist_every=2, strict_save=True, on_busy="wait"
+    )
+    ckpt.per_rank("own", own)
+    start = ckpt.restore()
+    for step in (start + 1, start + 2):
+        for target, source in zip(parts(state), parts(sharded(step)), strict=True):
+            target.copy_(source)
+        notes["step"] = step
+        own["random"].fill_(float(rank + step))
+        ckpt.step(step)
+    ckpt.close()
+    return start
+
+
+def restored(folder: str, step: int) -> tuple[int, list[Any]]:
+    """Restores, and compares every bit of this rank's part."""
+    state, notes, states = sharded(99), {"step": 0}, []
+    own: dict[str, Any] = {"rank": -1}
+    ckpt = Checkpointer(folder, state=state, notes=notes, every=1, persist_every=None)
+    ckpt.per_rank("own", own, on_resize=states.extend)
+    start = ckpt.restore()
+    for name, mine, wanted in zip(state, parts(state), parts(sharded(step)), strict=True):
+        assert torch.equal(mine, wanted), name
+    assert notes == {"step": step}
+    ckpt.step(start + 1)
+    assert ckpt.stats.failed == 0, ckpt.stats.error
+    ckpt.close()
+    if own["rank"] >= 0:
+        assert own["random"].tolist() == [own["rank"] + float(step)] * 3
+    return own["rank"], [(one["rank"], one["random"].tolist()) for one in states]
+
+
+def places(agent: PlayedAgent, world: int) -> list[str]:
+    return [agent.place(rank) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, (1, 3, 2)), (4, (2,))])
+def test_sharded_state_from_memory_at_another_number_of_ranks(
+    old: int, new: tuple[int, ...], tmp_path: Path
+) -> None:
+    with playing(old) as agent:
+        taking = Ranks(two_steps, str(tmp_path), world=old, places=places(agent, old))
+        assert taking.results() == [0] * old
+        first = agent.resume.present
+        for number, world in enumerate(new, start=2):
+            agent.next_life(2, old, number, world, of=first)
+            again = Ranks(restored, str(tmp_path), 2, world=world, places=places(agent, world))
+            states = [(rank, [float(rank + 2)] * 3) for rank in range(old)]
+            for rank, (own, given) in enumerate(again.results()):
+                assert own == (rank if world == old else -1)
+                assert given == ([] if world == old else states)
+        assert {m.source for m in agent.of(Restored)} == {"nothing", "memory"}
+
+
+def test_a_shard_that_is_gone_is_had_from_the_others_if_they_have_it_all(tmp_path: Path) -> None:
+    """One rank's is lost: what is sharded cannot be had, and that is said of this rank."""
+    with playing(2) as agent:
+        Ranks(two_steps, str(tmp_path), world=2, places=places(agent, 2)).results()
+        agent.next_life(2, 2)
+        agent.no_shard = {1}
+        ranks = Ranks(restored, str(tmp_path), 2, world=2, places=places(agent, 2))
+        with pytest.raises(AssertionError, match=r"is held by no rank that was asked"):
+            ranks.results(last_first=True)
+        assert {m.rank for m in agent.of(WantShard, 1)} == {0, 1}
+
+
+# ---------------------------------------------------------------- torch alone
+
+
+def test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path / "runs")
+    assert Ranks(two_steps, folder, world=2).results() == [0, 0]
+    found = {f"state.{name}": torch.zeros_like(tensor) for name, tensor in whole(2).items()}
+    nested = {"state": {name: found[f"state.{name}"] for name in whole(2)}}
+    dcp.load(nested, checkpoint_id=f"{folder}/step-000000002", no_dist=True)
+    assert all(torch.equal(nested["state"][name], tensor) for name, tensor in whole(2).items())
+    states = [(rank, [float(rank + 2)] * 3) for rank in range(2)]
+    assert Ranks(restored, folder, 2, world=1).results() == [(-1, states)]
+    assert Ranks(restored, folder, 2, world=2).results() == [(0, []), (1, [])]
+    assert Ranks(two_steps, folder, world=2).results() == [2, 2]
+
+
+def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(4)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ckpt = Checkpointer(tmp_path, state=state, persist_every=2, keep=Keep(last=2, every=4))
+        assert ckpt.restore() == 0
+        for step in range(1, 11):
+            state["x"] += 1
+            ckpt.step(step)
+    assert [str(w.message) for w in said if "elasticrun" in str(w.message)] == [
+        "elasticrun: this was not started by elasticrun, so nothing is kept in memory; torch's own "
+        "asynchronous save writes what persist_every asks for"
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:09d}" for step in (4, 8, 10)]
+    assert ckpt.stats.persists == 5
+    ckpt.close()
+
+
+def test_a_spoiled_checkpoint_is_condemned_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(40_000)}
+    ckpt = Checkpointer(tmp_path, state=state, persist_every=1)
+    for step in (1, 2):
+        state["x"].fill_(float(step))
+        ckpt.step(step)
+    ckpt.close()
+    (file,) = (tmp_path / "step-000000002").glob("*.distcp")
+    os.truncate(file, 1000)
+    other = {"x": torch.zeros(40_000)}
+    ckpt = Checkpointer(tmp_path, state=other, persist_every=1)
+    assert ckpt.restore() == 1
+    assert torch.equal(other["x"], torch.ones(40_000))
+    ckpt.close()
+
+
+def test_with_an_agent_the_newer_of_memory_and_storage_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"x": torch.zeros(4)}
+    ckpt = Checkpointer(tmp_path, state=state, persist_every=5)
+    state["x"].fill_(5.0)
+    ckpt.step(5)
+    ckpt.close()
+    for memory, source in ((4, "storage"), (5, "memory"), (6, "memory")):
+        with playing() as agent:
+            monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", agent.place(0))
+            first = {"x": torch.full((4,), float(memory))}
+            taking = Checkpointer(tmp_path, state=first, persist_every=None)
+            taking.save_now(memory)
+            agent.next_life(memory, 1)
+            state = {"x": torch.zeros(4)}
+            ckpt = Checkpointer(tmp_path, state=state, every=1, strict_save=True)
+            assert ckpt.restore() == max(memory, 5)
+            assert ckpt.stats.source == source
+            assert torch.equal(state["x"], torch.full((4,), float(max(memory, 5))))
+            assert agent.until(Restored, 2)[-1] == Restored(max(memory, 5), source)
+            ckpt.step(max(memory, 5) + 1)
+            assert ckpt.stats.snapshots == 1
+            ckpt.close()
+            taking.close()
+
+
+# ---------------------------------------------------------------- deaths
+
+
+def train_until_killed(folder: str) -> None:
+    """Every element of the state is the step; nothing but snapshots is done."""
+    torch.set_num_threads(1)
+    state = {f"t{i}": torch.zeros(1 << 18) for i in range(16)}
+    ckpt = Checkpointer(
+        folder, state=state, every=1, persist_every=None, on_busy="wait", strict_save=True
+    )
+    step = ckpt.restore()
+    for tensor in state.values():
+        assert torch.all(tensor == step), "a torn state was restored"
+    while True:
+        step += 1
+        for tensor in state.values():
+            tensor.fill_(step)
+        ckpt.step(step)
+
+
+def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> None:
+    """Twelve times, most of them in the middle of a copy; each life goes on from the one before."""
+    moments = random.Random(5)
+    torn = 0
+    with playing() as agent:
+        for life in range(1, 13):
+            seen = len(agent.of(Committed))
+            ranks = Ranks(train_until_killed, str(tmp_path), world=1, places=[agent.place(0)])
+            agent.until(Committed, seen + 3)
+            time.sleep(moments.uniform(0.0, 0.05))  # the moment is what is tested
+            ranks.close()
+            mapped = Mapped(os.dup(agent.current[0].fd))
+            layout = mapped.segment.layout()
+            snapshots = mapped.segment.snapshots()
+            assert snapshots, "no whole snapshot was left"
+            torn += len(snapshots) < mapped.segment.slots
+            for snapshot in snapshots:
+                for tensor in mapped.tensors(snapshot.slot, layout):
+                    assert torch.all(tensor == snapshot.step)
+            known = agent.of(Committed)[-1].step
+            assert snapshots[-1].step in (known, known + 1)  # it may have died before it said so
+            agent.held[str(life), snapshots[-1].step, 0] = (
+                agent.current[0],
+                Committed(snapshots[-1].step, snapshots[-1].slot, snapshots[-1].sequence, False),
+            )
+            agent.next_life(snapshots[-1].step, 1, life + 1)
+            mapped.close()
+        assert not agent.of(Remark)
+    assert torn >= 1

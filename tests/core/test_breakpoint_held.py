@@ -1,0 +1,224 @@
+"""The books of who holds what: as the definition says, whatever is said and lost in what order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elasticrun.core.breakpoint_held import Ledger, in_spans
+from elasticrun.core.breakpoint_writing import divide, in_size
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import Holding
+
+NAME = RoundName(1, 3, "n")
+WORLD = 6
+NODES = {"a": 0, "b": 2, "c": 4}  # node -> its first rank; two ranks each
+
+
+def held(node: str, step: int, *contents: int, wanted: bool = False, world: int = WORLD) -> Holding:
+    return Holding(NAME, step, NODES[node], world, contents, wanted)
+
+
+def ddp(*nodes: str, step: int = 100) -> Ledger:
+    ledger = Ledger(NAME, WORLD)
+    for node in nodes:
+        ledger.hear(node, [held(node, step, 7, 7)])
+    return ledger
+
+
+def sharded(*nodes: str, step: int = 100) -> Ledger:
+    ledger = Ledger(NAME, WORLD)
+    for node in nodes:
+        first = NODES[node]
+        ledger.hear(node, [held(node, step, first + 1, first + 2)])
+    return ledger
+
+
+class Definition:
+    """What there is, written out: nothing is kept but what was said."""
+
+    def __init__(self) -> None:
+        self.heard_of: set[int] = set()  # ranks
+        self.now: dict[str, dict[int, Holding]] = {}
+
+    def hear(self, node: str, said: list[Holding]) -> None:
+        self.now[node] = {one.step: one for one in said}
+        self.heard_of |= {rank for one in said for rank in self.contents(one)}
+
+    def contents(self, one: Holding) -> dict[int, int]:
+        return {rank: c for rank, c in enumerate(one.contents, one.first_rank) if c}
+
+    def held(self, step: int) -> dict[int, int]:
+        """Rank -> content."""
+        holdings = [said[step] for said in self.now.values() if step in said]
+        return {rank: c for one in holdings for rank, c in self.contents(one).items()}
+
+
+@st.composite
+def stories(draw: Any) -> list[tuple[str, list[Holding]]]:
+    """Who says what, in order; some say that they have nothing any more."""
+    story = []
+    for _ in range(draw(st.integers(1, 12))):
+        node = draw(st.sampled_from(sorted(NODES)))
+        steps = draw(st.lists(st.sampled_from([100, 110, 120]), unique=True, max_size=3))
+        contents = st.integers(0, 3)
+        said = [held(node, step, draw(contents), draw(contents)) for step in sorted(steps)]
+        story.append((node, said))
+    return story
+
+
+@given(stories())
+@settings(max_examples=200, deadline=None)
+def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]]]) -> None:
+    ledger, truth = Ledger(NAME, WORLD), Definition()
+    for node, said in story:
+        ledger.hear(node, said)
+        truth.hear(node, said)
+        for step in (100, 110, 120):
+            snap = ledger.snaps.get(step)
+            have = set(snap.holders) if snap else set()
+            assert have == set(truth.held(step).values())
+            if snap is None:
+                continue
+            needed = set(snap.expected.values())
+            assert snap.missing == len(needed - have)
+            assert set(snap.need) == needed
+            assert snap.ranks == len(truth.held(step))
+            assert set(snap.expected) == truth.heard_of
+            assert snap.expected.items() >= truth.held(step).items()
+            whole = truth.heard_of == set(range(WORLD)) and needed <= have
+            assert ledger.is_whole(step) == whole
+
+
+def test_the_state_of_a_ddp_job_outlives_any_node_but_not_all() -> None:
+    ledger = ddp("a", "b", "c")
+    assert ledger.is_whole(100)
+    assert ledger.is_full(100)
+    ledger.hear("a", ())
+    ledger.hear("c", ())
+    assert ledger.is_whole(100)
+    assert not ledger.is_full(100)
+    ledger.hear("b", ())
+    assert not ledger.is_whole(100)
+    assert ledger.why_not_whole(100) == "no node holds it"
+
+
+def test_a_sharded_state_does_not_outlive_one_node() -> None:
+    ledger = sharded("a", "b", "c")
+    assert ledger.is_whole(100)
+    ledger.hear("b", ())
+    assert not ledger.is_whole(100)
+    assert ledger.why_not_whole(100) == "node b held the only copy of ranks 2-3"
+    ledger.hear("c", ())
+    assert "ranks 2-3, and 1 more nodes that of others" in ledger.why_not_whole(100)
+
+
+def test_ranks_that_never_had_a_snapshot_leave_a_step_incomplete() -> None:
+    ledger = ddp("a", "c")
+    assert not ledger.is_whole(100)
+    assert ledger.why_not_whole(100) == "ranks 2-3 never had a snapshot"
+    ledger.hear("b", [held("b", 110, 7, 7)])  # so they have the same state: 100 is whole too
+    assert ledger.is_whole(100)
+
+
+def test_a_layout_that_changes_counts_from_its_step_on() -> None:
+    """An optimizer makes its state at the first step: shards of two layouts are not combined."""
+    ledger = ddp("a", "b", "c")
+    ledger.hear("a", [held("a", 100, 7, 7), held("a", 110, 8, 8)])
+    assert not ledger.is_whole(110), "the others are expected to have what they had"
+    ledger.hear("b", [held("b", 100, 7, 7), held("b", 110, 8, 8)])
+    ledger.hear("c", [held("c", 110, 8, 8)])
+    assert ledger.is_whole(110)
+    assert ledger.is_whole(100)
+    ledger.hear("a", [held("a", 110, 8, 8)])
+    ledger.hear("b", ())
+    assert ledger.is_whole(110)
+    assert not ledger.is_whole(100)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        held("a", 100, 7, 7, world=8),
+        Holding(RoundName(1, 3, "x"), 100, 0, WORLD, (7, 7), wanted=False),
+        Holding(RoundName(2, 3, "n"), 100, 0, WORLD, (7, 7), wanted=False),
+    ],
+    ids=["world", "nonce", "term"],
+)
+def test_what_is_of_another_round_does_not_count(one: Holding) -> None:
+    ledger = Ledger(NAME, WORLD)
+    ledger.hear("a", [one])
+    assert ledger.steps() == []
+
+
+def test_steps_later_than_a_restore_do_not_come_back() -> None:
+    ledger = ddp("a", "b", "c")
+    ledger.hear("a", [held("a", 100, 7, 7), held("a", 110, 7, 7)])
+    ledger.end_at(100)
+    assert ledger.steps() == [100]
+    ledger.hear("b", [held("b", 110, 7, 7)])
+    assert ledger.steps() == [100]
+    assert ledger.is_whole(100)
+
+
+def test_a_bad_shard_counts_as_absent_for_good() -> None:
+    ledger = sharded("a", "b", "c")
+    assert ledger.spoil("b", 100, 3)
+    assert not ledger.spoil("b", 100, 3), "it is known"
+    assert not ledger.spoil("b", 100, 0), "it is not there"
+    assert ledger.why_not_whole(100) == "node b held the only copy of rank 3"
+    ledger.hear("b", [held("b", 100, 3, 4, wanted=True)])
+    assert not ledger.is_whole(100)
+    copies = ddp("a", "b")
+    copies.hear("c", [held("c", 100, 7, 7)])
+    copies.spoil("c", 100, 4)
+    assert copies.is_whole(100), "others have the same"
+    assert ("c", 4) not in copies.find(100, 4)
+
+
+def test_a_shard_is_asked_of_its_own_rank_first() -> None:
+    ledger = ddp("a", "b", "c")
+    assert ledger.find(100, 3)[0] == ("b", 3)
+    ledger.hear("b", ())
+    assert ledger.find(100, 3)[0] == ("a", 0)
+    assert ledger.find(110, 3) == []
+
+
+def test_a_node_is_needed_where_nobody_else_has_the_same() -> None:
+    assert not ddp("a", "b", "c").needs(100, {"a", "b"})
+    assert ddp("a", "b", "c").needs(100, {"a", "b", "c"})
+    assert sharded("a", "b", "c").needs(100, {"b"})
+    assert not sharded("a", "c").needs(100, {"b"})
+
+
+def test_one_rank_of_each_content_writes_what_is_shared() -> None:
+    parts = divide(ddp("a", "b"), 100)
+    assert {node: part.ranks for node, part in parts.items()} == {"a": (0, 1), "b": (2, 3)}
+    assert {node: part.shared for node, part in parts.items()} == {"a": (0,), "b": ()}
+    parts = divide(sharded("a", "b", "c"), 100)
+    assert [part.shared for part in parts.values()] == [(0, 1), (2, 3), (4, 5)]
+    twice = ddp("a")
+    twice.hear("z", [Holding(NAME, 100, 0, WORLD, (7, 7), wanted=False)])
+    parts = divide(twice, 100)
+    assert [(node, part.ranks) for node, part in parts.items()] == [("a", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([3], "rank 3"),
+        ([1, 2, 3], "ranks 1-3"),
+        ([5, 1, 2], "ranks 1-2, 5"),
+        (range(0, 20, 2), "ranks 0, 2, 4, 6 and more"),
+    ],
+    ids=str,
+)
+def test_ranks_in_words(ranks: Any, said: str) -> None:
+    assert in_spans(ranks) == said
+
+
+def test_sizes_in_words() -> None:
+    sizes = (12, 5 << 10, 300 << 20, int(1.25 * 2**30))
+    assert [in_size(size) for size in sizes] == ["12 B", "5 KiB", "300 MiB", "1.25 GiB"]

@@ -1,0 +1,478 @@
+"""What is restored, what is written out, and when that is over; by hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_save import WAIT_FOR_ALL, BreakpointSave
+from elasticrun.core.breakpoint_writing import MAX_TRIES
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, RoundName
+from tests.core.by_hand import SPEC, Master, failure
+
+R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
+SAVER = {node: Endpoint(node, 7000) for node in "abc"}
+
+
+class Saves(BreakpointSave):
+    """Two nodes of one rank each, of which the test says who holds what."""
+
+    def __init__(self, *, at_breakpoint: bool = True, limit: float = 60.0) -> None:
+        names = itertools.count(1)
+        super().__init__(m.SaveSpec(at_breakpoint, limit), lambda: f"try{next(names)}")
+        self.begin_round(R1, 2, None)
+
+    def holds(
+        self,
+        node: str,
+        *steps: int,
+        now: float = 0.0,
+        wanted: int = -1,
+        name: RoundName = R1,
+        content: int = 0,
+        saver: bool = True,
+    ) -> None:
+        rank = "ab".index(node)
+        own = content or rank + 1
+        held = tuple(m.Holding(name, s, rank, 2, (own,), s == wanted) for s in steps)
+        self.heard(node, m.Holdings(SAVER[node] if saver else None, held), now)
+
+    def both(self, *steps: int, now: float = 0.0, wanted: int = -1, content: int = 0) -> None:
+        for node in "ab":
+            self.holds(node, *steps, now=now, wanted=wanted, content=content)
+
+    def taken(self) -> list[tuple[str, str]]:
+        """The orders since the last call, as (nodes, name of the order)."""
+        orders, self.orders = self.orders, []
+        return [("".join(nodes), type(order).__name__) for nodes, order in orders]
+
+    def last(self) -> m.Order:
+        return self.orders[-1][1]
+
+    def does(self, name: str, now: float = 1.0, *, ok: bool = True, marks: bool = True) -> None:
+        """Both write their parts, and a the marker."""
+        for node in "ab":
+            self.persisted(node, m.Persisted(name, True, False, "", 10, 0.1), now)
+        if marks:
+            why = "" if ok else "the disk is full"
+            self.persisted("a", m.Persisted(name, ok, True, why, 0, 0.1), now)
+
+    def says(self) -> str:
+        news, self.news = self.news, []
+        return "; ".join(text for text, _ in news)
+
+
+def holding(name: RoundName, step: int, rank: int = 1) -> m.Holding:
+    return m.Holding(name, step, rank, 2, (rank + 1,), wanted=False)
+
+
+def step_of(saves: BreakpointSave) -> int | None:
+    restore = saves.choose().restore
+    return None if restore is None else restore.step
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_the_watermark_is_told_once_when_it_rises() -> None:
+    saves = Saves()
+    saves.holds("a", 100)
+    assert saves.taken() == []
+    saves.holds("b", 100)
+    assert saves.taken() == [("ab", "Watermark")]
+    saves.both(100)
+    assert saves.taken() == []
+    saves.both(100, 110)
+    assert saves.taken() == [("ab", "Watermark")]
+    saves.both(100)
+    assert saves.watermark == 110, "it never falls"
+    assert saves.taken() == []
+
+
+def test_steps_of_two_rounds_are_not_combined() -> None:
+    """COORDINATION 9 a: a holds 101 of the old round, b of the new one."""
+    saves = Saves()
+    saves.both(100)
+    saves.holds("a", 100, 101)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert step_of(saves) == 100, "what a holds of 101 is of a time that was given up"
+    held = (holding(R1, 100), holding(R2, 101))
+    saves.heard("b", m.Holdings(SAVER["b"], held), 0.0)
+    assert saves.choose().restore == m.Restore(R1, 100, 2)
+    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 100, 2))
+    assert saves.choose().restore == m.Restore(R1, 100, 2)
+
+
+def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
+    saves = Saves()
+    saves.both(100, content=7)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    rank_a = m.Holding(R2, 101, 0, 2, (7,), wanted=False)
+    rank_b = m.Holding(R2, 90, 1, 2, (7,), wanted=False)
+    saves.heard("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
+    old = m.Holding(R1, 100, 1, 2, (7,), wanted=False)
+    saves.heard("b", m.Holdings(SAVER["b"], (old, rank_b)), 0.0)
+    assert saves.choose().restore == m.Restore(R2, 101, 2)
+    saves.forget("a", 1.0, gone="is dead")
+    choice = saves.choose()
+    assert choice.restore == m.Restore(R2, 90, 2)
+    assert choice.why == "step 101 cannot be restored from memory: no node holds it"
+    saves.heard("b", m.Holdings(SAVER["b"], (old,)), 1.0)
+    assert saves.choose().restore == m.Restore(R1, 100, 2)
+
+
+def test_where_nothing_is_whole_there_is_a_reason() -> None:
+    saves = Saves()
+    assert saves.choose() == saves.choose()
+    assert saves.choose().why == ""
+    saves.both(100)
+    saves.forget("b", 1.0)
+    assert saves.choose().restore is None
+    assert "node b held the only copy of rank 1" in saves.choose().why
+    saves.holds("b", 100)
+    assert step_of(saves) == 100, "its stream stands again"
+
+
+def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
+    saves = Saves()
+    saves.both(90, 100)
+    saves.failed_by_itself()
+    assert step_of(saves) == 100, "the round was not restored from anything"
+    for number in (2, 3):
+        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
+        saves.failed_by_itself()
+    assert step_of(saves) == 90
+    assert "is not restored again" in saves.says()
+    again = BreakpointSave(m.SaveSpec(), str)
+    again.restore(None, saves.rejected())
+    again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))
+    for rank, node in enumerate("ab"):
+        held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
+        again.heard(node, m.Holdings(None, held), 0.0)
+    assert step_of(again) == 90, "the next master knows it too"
+
+
+def test_a_round_that_got_further_is_no_sign_of_poison() -> None:
+    saves = Saves()
+    saves.both(100)
+    for number in (2, 3, 4):
+        name = RoundName(1, number, "y")
+        saves.begin_round(name, 2, m.Restore(R1, 100, 2))
+        saves.holds("a", 100 + number, name=name)
+        saves.holds("b", 100 + number, name=name)
+        saves.failed_by_itself()
+    assert step_of(saves) == 104
+
+
+def test_complaints_about_shards_come_to_an_end() -> None:
+    """Whatever ranks complain of, something is chosen less: free restarts are not for ever."""
+    saves = Saves()
+    saves.both(90, 100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert saves.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert step_of(saves) == 90
+    saves = Saves()
+    saves.both(90, 100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert saves.bad("a", m.ShardBad(R1, 100, 1, "its shape is another")), "a holds no rank 1"
+    assert step_of(saves) == 90
+    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 90, 2))
+    assert not saves.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
+    assert not saves.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
+
+
+def test_a_node_that_serves_badly_is_not_named_again() -> None:
+    saves = Saves()
+    saves.both(100, content=7)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    asked = m.WhereIs(R1, 100, 1)
+    assert saves.where("a", asked).saver == SAVER["b"]
+    saves.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
+    assert step_of(saves) == 100, "a has the same"
+    holder = saves.where("c", asked)
+    assert (holder.saver, holder.holds) == (SAVER["a"], 0)
+    nobody = saves.where("a", asked)
+    assert (nobody.saver, nobody.holds) == (None, -1)
+    assert nobody.reason
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_a_checkpoint_is_written_and_over() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100)
+    assert saves.taken() == [("ab", "Watermark"), ("a", "Persist"), ("b", "Persist")]
+    assert saves.busy == "step 100 is being saved"
+    saves.does("try1", marks=False)
+    assert saves.taken() == [("a", "CommitCheckpoint")]
+    saves.does("another")
+    saves.persisted("b", m.Persisted("try1", True, True, "", 0, 0.1), 2.0)
+    assert saves.written is None, "only the coordinator writes the marker"
+    saves.does("try1", 3.1)
+    assert saves.says() == "the checkpoint of step 100 is written: 2 parts, 20 B in 3.1 s"
+    assert saves.written == m.Restore(R1, 100, 2)
+    assert saves.taken() == [("ab", "PersistOver")]
+    saves.both(100, now=4.0, wanted=100)
+    assert saves.taken() == [("a", "PersistOver"), ("b", "PersistOver")], "it had not read it yet"
+    assert not saves.busy
+
+
+def test_every_rank_writes_its_own_and_one_of_each_content_the_shared() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100, content=7)
+    persists = [order for _, order in saves.orders if isinstance(order, m.Persist)]
+    assert [(one.ranks, one.shared) for one in persists] == [((0,), (0,)), ((1,), ())]
+    assert [one.coordinator for one in persists] == [None, SAVER["a"]]
+    assert [one.writers for one in persists] == [2, 2]
+
+
+def test_a_step_that_some_lack_waits_for_them_a_while() -> None:
+    """Where one rank has all the state its step is whole, but the others' own items would lack."""
+    saves = Saves()
+    saves.both(90, content=7)
+    saves.holds("a", 90, 100, wanted=100, content=7, now=1.0)
+    saves.proceed(1.0)
+    assert not any(name == "Persist" for _, name in saves.taken())
+    assert saves.busy
+    assert saves.next_deadline() == 1.0 + WAIT_FOR_ALL
+    saves.proceed(1.0 + WAIT_FOR_ALL)
+    assert saves.taken() == [("a", "Persist")]
+
+
+def test_the_newest_that_is_wanted_waits_and_older_ones_are_let_go() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100)
+    for step in (110, 120):
+        saves.both(100, step, wanted=step)
+    saves.taken()
+    saves.does("try1", 5.0)
+    saves.proceed(5.0)
+    orders = [order for _, order in saves.orders]
+    assert [one.step for one in orders if isinstance(one, m.Persist)] == [120, 120]
+    saves.orders.clear()
+    saves.holds("a", 110, 120, wanted=110)
+    over = saves.last()
+    assert isinstance(over, m.PersistOver)
+    assert (over.attempt, over.step, over.ok) == ("", 110, False)
+
+
+def test_failed_attempts_are_made_again_later_and_later_until_they_are_given_up() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100)
+    waits, now = [], 0.0
+    for number in range(1, MAX_TRIES + 1):
+        saves.does(f"try{number}", now, ok=False)
+        due = saves.next_deadline()
+        if due is not None:
+            waits.append(due - now)
+            saves.proceed(due - 0.01)
+            assert saves.next_deadline() == due, "not before its time"
+            now = due
+            saves.proceed(now)
+    assert waits == [1.0, 2.0, 4.0, 8.0]
+    assert "it was tried 5 times and is given up" in saves.says()
+    assert not saves.busy
+    assert saves.taken()[-2:] == [("a", "PersistOver"), ("b", "PersistOver")], "no longer wanted"
+    saves.both(100, now=99.0, wanted=100)
+    assert "Persist" not in dict(map(reversed, saves.taken())), "and not begun again"
+
+
+def test_an_attempt_that_hangs_is_over_at_its_limit() -> None:
+    saves = Saves(limit=10.0)
+    saves.both(100, wanted=100)
+    assert saves.next_deadline() == 10.0
+    saves.overslept(3.0)
+    saves.proceed(10.0)
+    assert saves.busy, "nobody listened for three seconds of it"
+    saves.taken()
+    saves.proceed(13.0)
+    assert saves.taken() == [("ab", "PersistOver")]
+    assert "not finished within 10 s" in saves.says()
+
+
+def test_a_node_that_goes_ends_an_attempt_unless_its_part_is_in() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100)
+    saves.taken()
+    saves.forget("b", 1.0, gone="is dead")
+    saves.proceed(1.0)
+    assert saves.taken() == [("a", "PersistOver"), ("a", "PersistOver")], "over, and not wanted"
+    assert "node b held the only copy of rank 1" in saves.says()
+    saves = Saves()
+    saves.both(100, wanted=100)
+    saves.persisted("b", m.Persisted("try1", True, False, "", 10, 0.1), 1.0)
+    saves.forget("b", 1.0, gone="is dead")
+    saves.persisted("a", m.Persisted("try1", True, False, "", 10, 0.1), 1.0)
+    saves.persisted("a", m.Persisted("try1", True, True, "", 0, 0.1), 1.0)
+    assert saves.written == m.Restore(R1, 100, 2)
+
+
+def test_a_stream_that_breaks_does_not_end_an_attempt() -> None:
+    saves = Saves()
+    saves.both(100, wanted=100)
+    saves.forget("b", 1.0)
+    saves.taken()
+    saves.attached("b", 2.0, member=True)
+    assert saves.taken() == [("b", "Persist"), ("b", "Watermark")]
+    saves.does("try1", 3.0, marks=False)
+    saves.forget("a", 4.0)
+    saves.taken()
+    saves.attached("a", 5.0, member=True)
+    assert saves.taken() == [("a", "CommitCheckpoint"), ("a", "Watermark")]
+    saves.forget("b", 5.0)
+    saves.does("try1", 6.0)
+    saves.taken()
+    saves.attached("b", 7.0, member=False)
+    assert saves.taken() == [("b", "PersistOver")], "it was away when that was told"
+
+
+def test_without_a_saver_an_attempt_waits_for_one() -> None:
+    saves = Saves()
+    saves.holds("a", 100, wanted=100, saver=False)
+    saves.holds("b", 100, wanted=100, saver=False)
+    assert saves.taken() == [("ab", "Watermark")]
+    assert "no saver is ready" in saves.status()
+    saves.holds("b", 100, wanted=100)
+    orders = dict(saves.taken())
+    assert orders["b"] == orders["a"] == "Persist"
+
+
+def test_a_later_failure_takes_the_place_of_what_is_being_written() -> None:
+    saves = Saves()
+    saves.both(100)
+    saves.save(m.Restore(R1, 100, 2), 0.0)
+    saves.both(100, 110)
+    saves.taken()
+    saves.save(m.Restore(R1, 110, 2), 1.0)
+    assert saves.taken() == [("ab", "PersistOver"), ("a", "Persist"), ("b", "Persist")]
+    saves.save(m.Restore(R1, 110, 2), 1.0)
+    assert saves.taken() == [], "it is under way"
+    saves.does("try2", 2.0)
+    saves.taken()
+    saves.save(m.Restore(R1, 110, 2), 3.0)
+    assert saves.taken() == [], "it was written"
+
+
+@pytest.mark.parametrize("at_breakpoint", [True, False])
+def test_a_node_that_goes_with_the_only_copy_gives_it_before(at_breakpoint: bool) -> None:
+    saves = Saves(at_breakpoint=at_breakpoint)
+    saves.both(100)
+    saves.taken()
+    saves.going(["b"], 1.0)
+    if not at_breakpoint:
+        assert saves.taken() == []
+        assert step_of(saves) is None, "it will be gone by the time that a round forms"
+        return
+    assert saves.taken() == [("a", "Persist"), ("b", "Persist")]
+    assert step_of(saves) == 100, "it stays for that, and serves the next round"
+    saves.both(100, 110, now=1.5)
+    assert step_of(saves) == 100, "but for nothing else"
+    saves.does("try1", 2.0)
+    assert saves.taken()[-1] == ("ab", "PersistOver")
+    assert step_of(saves) is None
+
+
+def test_what_agents_withdraw_is_no_longer_written() -> None:
+    saves = Saves()
+    saves.both(90, 100, wanted=100)
+    saves.taken()
+    saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
+    assert ("ab", "PersistOver") in saves.taken()
+    assert not saves.busy
+    saves = Saves()
+    saves.both(90, 100, wanted=90)
+    saves.taken()
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert saves.busy == "step 90 is being saved", "an older one is as good as before"
+
+
+def test_the_page_says_what_there_is() -> None:
+    saves = Saves()
+    assert saves.status() == ""
+    saves.both(100, wanted=100)
+    whole = "step 100 is whole in memory"
+    assert saves.status() == f"{whole}; step 100 is being saved (0 of 2 nodes done)"
+    saves.does("try1")
+    assert saves.status() == f"{whole}; step 100 is the newest checkpoint"
+
+
+# ---------------------------------------------------------------- in the master
+
+SAVING = replace(SPEC, max_restarts=0, saves=m.SaveSpec(at_breakpoint=True, limit=20.0))
+
+
+def two_with_a_step(spec: m.JobSpec = SAVING) -> tuple[Master, RoundName]:
+    master = Master(spec)
+    name = master.running()
+    for session, first in ((1, 0), (2, 2)):
+        one = m.Holding(name, 100, first, 4, (first + 1, first + 2), wanted=False)
+        master.hear(session, m.Holdings(Endpoint("h", 7000), (one,)))
+    return master, name
+
+
+def kinds(master: Master, session: int) -> list[str]:
+    return [type(order).__name__ for order in master.orders(session)]
+
+
+def test_the_end_waits_for_the_save_and_no_longer_than_its_limit() -> None:
+    master, name = two_with_a_step()
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert kinds(master, 2) == ["Stop"]
+    master.come_back(1, name)
+    master.come_back(2, name)
+    assert "Persist" in kinds(master, 1)
+    assert master.job.status().reason.startswith("step 100 is being saved before the job ends")
+    master.now += 19.9
+    master.feed(fx.Tick())
+    assert "End" not in kinds(master, 1)
+    master.now += 0.2
+    master.feed(fx.Tick())
+    assert kinds(master, 1)[-2:] == ["PersistOver", "End"]
+    end = master.orders(2)[-1]
+    assert isinstance(end, m.End)
+    assert end.exit_code == EXIT_FAILED
+
+
+def test_a_job_that_is_to_end_does_not_change_its_mind() -> None:
+    """A node dies while the last step is saved: that is no reason to begin again."""
+    master, name = two_with_a_step()
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    master.come_back(1, name)
+    master.come_back(2, name)
+    master.feed(fx.Detached(2, clean=False))
+    master.now += 30.0
+    master.feed(fx.Tick())
+    assert master.job.status().phase == "ended"
+
+
+def test_without_the_flag_a_failed_job_ends_at_once() -> None:
+    master, name = two_with_a_step(replace(SAVING, saves=m.SaveSpec()))
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    assert kinds(master, 2) == ["End"]
+
+
+def test_the_record_has_what_was_restored_and_what_was_written() -> None:
+    master, name = two_with_a_step(replace(SAVING, max_restarts=3))
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    master.come_back(1, name)
+    master.come_back(2, name)
+    start = next(order for order in master.orders(1) if isinstance(order, m.Start))
+    assert start.restore == m.Restore(name, 100, 4)
+    (persist,) = [order for order in master.orders(1) if isinstance(order, m.Persist)]
+    for session in (1, 2):
+        master.hear(session, m.Persisted(persist.attempt, True, False, "", 1, 0.1))
+    master.hear(1, m.Persisted(persist.attempt, True, True, "", 0, 0.1))
+    master.now += 30.0
+    for session in (1, 2):
+        master.hear(session, m.Beat(1))
+    master.feed(fx.Tick())
+    assert master.facts is not None
+    assert master.facts.written == start.restore
+    assert master.facts.round is not None
+    assert master.facts.round.restore == start.restore

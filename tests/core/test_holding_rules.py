@@ -1,0 +1,169 @@
+"""An agent that holds what is being written stays until that is over, and no second longer."""
+
+from __future__ import annotations
+
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core import effects as fx
+from elasticrun.core.group_states import State
+from elasticrun.core.holding_rules import MAX_PERSISTS
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint
+from tests.core.test_worker_group import ROUND, WELCOME, Agent, failed
+
+PERSIST = m.Persist(
+    attempt="a1",
+    round=ROUND,
+    step=7,
+    world_size=2,
+    ranks=(0, 1),
+    shared=(0,),
+    writers=2,
+    coordinates=True,
+    coordinator=None,
+    reason="breakpoint",
+    limit=30.0,
+)
+OVER = m.PersistOver("a1", ROUND, 7, True, "")
+END = m.End(1, "the budget is spent", ())
+
+
+def holding(agent: Agent | None = None) -> Agent:
+    """One whose job is over while its part is being written."""
+    agent = agent or Agent().joined()
+    assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
+    assert agent.order(END) == []
+    assert agent.state is State.HOLDING
+    return agent
+
+
+def test_orders_about_snapshots_are_passed_on_in_any_state() -> None:
+    orders = (
+        m.Watermark(ROUND, 3),
+        m.CommitCheckpoint("a1"),
+        m.Holder(ROUND, 7, 0, 1, Endpoint("b", 1), ""),
+        PERSIST,
+        OVER,
+    )
+    for agent in (Agent().joined(), Agent().started(), Agent().running(), holding()):
+        for order in orders[:4]:
+            assert agent.order(order) == [fx.Obey(order)]
+        assert agent.order(OVER)[0] == fx.Obey(OVER)
+
+
+def test_the_end_waits_for_what_is_being_written() -> None:
+    agent = holding()
+    assert "stays until its part of a checkpoint is saved" in agent.group.status().reason
+    assert agent.order(OVER) == [fx.Obey(OVER), fx.Exit(1, "the budget is spent", (), 0)]
+    assert agent.state is State.OVER
+
+
+def test_what_is_over_holds_nobody() -> None:
+    agent = Agent().joined()
+    agent.order(PERSIST)
+    agent.order(OVER)
+    assert agent.order(END) == [fx.Exit(1, "the budget is spent", (), 0)]
+
+
+def test_it_is_held_for_as_long_as_the_order_gave_it() -> None:
+    agent = holding()
+    assert agent.group.next_deadline() == 30.0
+    assert agent.wait() == [fx.Exit(1, "the budget is spent", (), 0)]
+
+
+def test_an_order_that_comes_again_gives_no_more_time() -> None:
+    agent = Agent().joined()
+    agent.order(PERSIST)
+    agent.now = 20.0
+    agent.order(PERSIST)
+    agent.order(END)
+    assert agent.group.next_deadline() == 30.0
+
+
+def test_an_attempt_whose_time_is_over_holds_nobody() -> None:
+    agent = Agent().joined()
+    agent.order(PERSIST)
+    agent.now = 31.0
+    agent.order(m.PersistOver("other", ROUND, 6, True, ""))
+    assert agent.order(END) == [fx.Exit(1, "the budget is spent", (), 0)]
+
+
+def test_the_next_attempt_holds_it_too() -> None:
+    agent = holding()
+    agent.now = 10.0
+    second = m.Persist(**{f: getattr(PERSIST, f) for f in PERSIST.__slots__} | {"attempt": "a2"})
+    agent.order(second)
+    assert agent.order(OVER) == [fx.Obey(OVER)]
+    assert agent.group.next_deadline() == 40.0
+    assert agent.wait() == [fx.Exit(1, "the budget is spent", (), 0)]
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    agent = Agent().running()
+    agent.order(PERSIST)
+    agent.feed(fx.Signalled(15, "SIGTERM", True))
+    for rank in (0, 1):
+        agent.feed(fx.RankExited(rank, -15, None))
+    said = agent.feed(fx.RanksSwept(()))
+    assert said == [fx.Say(m.Stopped(ROUND))]
+    assert agent.state is State.HOLDING
+    assert agent.feed(fx.Signalled(10, "SIGUSR1", False)) == []
+    (end,) = agent.feed(fx.Signalled(15, "SIGTERM", True))
+    assert isinstance(end, fx.Exit)
+    assert (end.code, end.signum) == (EXIT_FAILED, 15)
+
+
+def test_ranks_get_no_second_more_than_without() -> None:
+    with_one, without = Agent().running(), Agent().running()
+    with_one.order(PERSIST)
+    for agent in (with_one, without):
+        agent.now = 5.0
+    signal = fx.Signalled(15, "SIGTERM", True)
+    assert with_one.feed(signal) == without.feed(signal)
+    assert with_one.group.next_deadline() == without.group.next_deadline()
+    assert with_one.wait() == without.wait() == [fx.SignalRanks((0, 1), 9)]
+
+
+def test_an_excluded_node_stays_too() -> None:
+    agent = Agent().joined()
+    agent.order(PERSIST)
+    assert agent.order(m.Refused("this node is excluded", 81)) == []
+    assert agent.order(OVER)[1:] == [fx.Exit(81, "this node is excluded", (), 0)]
+
+
+def test_while_it_is_held_nothing_begins_and_the_master_is_told_why() -> None:
+    agent = holding()
+    for order in (END, m.Refused("x", 81), m.Wait("y"), m.Stop(ROUND, "z")):
+        assert agent.order(order) == []
+    agent.feed(fx.LinkLost("gone"))
+    assert agent.group.next_deadline() == 30.0  # no master is waited for
+    assert agent.feed(fx.LinkBack()) == [fx.Say(m.Leaving("the budget is spent", 0))]
+    assert agent.order(WELCOME) == []
+    assert agent.feed(fx.SpawnerLost("killed")) == []
+    assert agent.state is State.HOLDING
+
+
+def test_what_cannot_be_ended_is_not_waited_for() -> None:
+    agent = Agent().running()
+    agent.order(PERSIST)
+    agent.feed(fx.RankExited(0, 1, failed(0)))
+    agent.feed(fx.RankExited(1, -15, failed(1, -15, "stopped")))
+    said = agent.feed(fx.RanksSwept((77,)))
+    assert isinstance(said[-1], fx.Exit)
+
+
+def test_there_are_not_more_attempts_than_can_be() -> None:
+    agent = Agent().joined()
+    values = {f: getattr(PERSIST, f) for f in PERSIST.__slots__}
+    for number in range(MAX_PERSISTS):
+        assert agent.order(m.Persist(**values | {"attempt": f"n{number}"}))
+    assert agent.order(m.Persist(**values | {"attempt": "one more"})) == []
+
+
+def test_a_node_whose_ranks_are_done_stays_for_the_last_checkpoint() -> None:
+    agent = Agent().running()
+    for rank in (0, 1):
+        agent.feed(fx.RankExited(rank, 0, None))
+    assert agent.state is State.FINISHED
+    agent.order(PERSIST)
+    assert agent.order(m.End(0, "done", ())) == []
+    assert agent.order(OVER) == [fx.Obey(OVER), fx.Exit(0, "done", (), 0)]

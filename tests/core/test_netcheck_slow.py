@@ -1,0 +1,68 @@
+"""Slow nodes in the network check: what changes between two passes neither hides nor makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
+from elasticrun.core.netcheck_pairs import BESIDE
+
+
+def timed(passes: Sequence[Mapping[str, float]]) -> Outcome:
+    """A check of the nodes of the first pass, whose matmuls take so many milliseconds."""
+
+    class Timed(Machines):
+        def _compute(self, node: str) -> float:
+            return passes[outcome.passes - 1][node] / 1e3
+
+    outcome = Outcome()
+    return drive(new(), list(passes[0]), Timed(()), 0.0, outcome)
+
+
+def test_a_slow_node_cannot_hide_behind_what_has_changed_between_two_passes() -> None:
+    """Figures of three agents that share two cores: all are faster in the second pass. n0 of the
+    first pass and n1 of the second differ, but not because the nodes do."""
+    found = timed([{"n0": 32.2, "n1": 32.1, "n2": 186.1}, {"n0": 15.0, "n1": 14.7, "n2": 43.6}])
+    assert found.reasons == {
+        "n2": "n2 is slow, measured twice: compute 43.6 ms per matmul, the others 14.8 ms (median "
+        "of 2), limit 22.3 ms; 2 x median would say slow too"
+    }
+    assert [sorted(group.nodes) for group in found.groups[1]] == [["n1", "n2"], ["n0"]]
+
+
+def test_what_slows_all_down_in_the_second_pass_makes_nobody_slow() -> None:
+    """Nor does what slowed one down in the first and is over."""
+    assert not timed([{"n0": 10, "n1": 10, "n2": 30}, {"n0": 40, "n1": 40, "n2": 40}]).slow
+    assert not timed([{"n0": 10, "n1": 10, "n2": 30}, {"n0": 2, "n1": 2, "n2": 2}]).slow
+
+
+def test_of_two_nodes_both_are_measured_again() -> None:
+    found = timed([{"n0": 30, "n1": 90}, {"n0": 10, "n1": 31}])
+    assert found.slow == {"n1"}
+    assert [group.nodes for group in found.groups[1]] == [("n1",), ("n0",)]
+    assert not timed([{"n0": 30, "n1": 90}, {"n0": 30, "n1": 31}]).slow
+
+
+def test_beside_a_slow_node_of_many_only_some_are_measured_again() -> None:
+    """From the middle: the fastest were so by chance too."""
+    first = {f"n{at}": 10.0 + at / 10 for at in range(20)} | {"n20": 40.0}
+    found = timed([first, first])
+    assert found.slow == {"n20"}
+    again = [node for group in found.groups[1] for node in group.nodes]
+    assert len(again) == 1 + BESIDE
+    assert {"n8", "n9", "n10", "n11"} <= set(again)
+
+
+def test_a_doubted_node_that_was_held_up_is_judged_once_it_works() -> None:
+    """Its partner of the first pass fails by itself, so that it could not finish its probe."""
+    faults = (Fault("slow-compute", "n2"), Fault("compute", "n3"))
+    outcome = check(8, Machines(faults))
+    assert (outcome.slow, outcome.failed, outcome.passes) == ({"n2"}, {"n3"}, 2)
+
+
+def test_restless_machines() -> None:
+    """What varies between passes hides few slow nodes, and makes few others slow."""
+    for count in (3, 4, 8):
+        found, wronged = restless(count, 200)
+        assert found >= 190
+        assert wronged <= 20

@@ -1,0 +1,150 @@
+"""The examples with snapshots: five lines more than plain scripts, and nothing lost by a kill.
+
+A run that was killed in the middle has to end with bitwise the weights of the plain script that
+never was.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrun.testing.watch import Deadline, Watch
+from tests.harness import ELASTICRUN, TORCHRUN, Launched, World
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ("ddp", "fsdp2")
+STEPS = "120"
+"""The hundredth is written out, each tenth is in memory."""
+
+LIMIT = 120.0
+
+pytestmark = pytest.mark.slow
+
+
+def code(path: Path) -> list[str]:
+    """The lines of a script below its docstring, empty ones left out."""
+    text = path.read_text()
+    first = ast.parse(text).body[0]
+    assert isinstance(first, ast.Expr)
+    return [line for line in text.splitlines()[first.end_lineno :] if line]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_snapshots_take_five_changed_lines(name: str) -> None:
+    plain, ours = code(EXAMPLES / f"{name}.py"), code(EXAMPLES / f"snapshots_{name}.py")
+    differ = list(difflib.ndiff(plain, ours))
+    assert len([line for line in differ if line.startswith("+ ")]) == 5
+    assert len([line for line in differ if line.startswith("- ")]) == 1
+
+
+def run(
+    world: World, folder: Path, launcher: str, script: str, *flags: str, steps: str = STEPS
+) -> Launched:
+    """One of the examples on two ranks, in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    words = ("--nproc-per-node=2", *flags, str(EXAMPLES / script), "--steps", steps)
+    return world.launch(launcher, *words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
+
+
+def outcome(job: Launched) -> tuple[str, str]:
+    """The life in which it ended, and the weights that it learned."""
+    assert job.wait(LIMIT) == 0, job.stderr[-4000:]
+    (found,) = re.findall(r"done life=(\d+) weights=(\w+)", job.stdout)
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights that the plain scripts learn."""
+    found = {}
+    for name in NAMES:
+        created = World(tmp_path_factory.mktemp("undisturbed"))
+        job = run(created, created.scratch / "cwd", ELASTICRUN, f"{name}.py")
+        found[name] = outcome(job)[1]
+        created.close(strict=True)
+    return found
+
+
+@pytest.mark.parametrize(("name", "killed"), [("ddp", 0), ("fsdp2", 1)])
+def test_a_killed_rank_costs_no_bit_of_the_result(
+    name: str, killed: int, undisturbed: dict[str, str], world: World
+) -> None:
+    """It is killed when step 50 is done on rank 0 at least, and the next life goes on from step 40
+    or later. What was saved at the breakpoint is no more than what was due."""
+    flags = ("--max-restarts=3", "--restart-backoff=0", "--save-at-breakpoint")
+    job = run(world, world.scratch / "cwd", ELASTICRUN, f"snapshots_{name}.py", *flags)
+    shown = job.until_text("step=50 life=0", LIMIT, stream="stdout")
+    (pid,) = re.findall(rf"start rank={killed} life=0 pid=(\d+)", shown)
+    (process,) = [p for p in job.below() if p.pid == int(pid)]
+    process.send_signal(signal.SIGKILL)
+    assert outcome(job) == ("1", undisturbed[name])
+    again = [int(step) for step in re.findall(r"step=(\d+) life=1", job.stdout)]
+    assert again
+    assert min(again) >= 50
+    kept = committed(world.scratch / "cwd" / "runs" / name)
+    assert 100 in kept
+    assert min(kept) >= 40
+
+
+def committed(folder: Path) -> list[int]:
+    """The steps of the checkpoints that count."""
+    return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/.metadata"))
+
+
+def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World) -> None:
+    """The whole job is killed; a new one starts from the newest checkpoint."""
+    folder = world.scratch / "cwd"
+    first = run(world, folder, ELASTICRUN, "snapshots_ddp.py", steps="100000")
+    until_committed(folder / "runs/ddp", 100)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    world.nothing_left()
+    step = committed(folder / "runs/ddp")[-1]
+    target = folder / "out.pt"
+    words = ("torch.distributed.checkpoint.format_utils", "dcp_to_torch")
+    place = folder / f"runs/ddp/step-{step:09d}"
+    shown = world.command((sys.executable, "-m", *words, str(place), str(target)))
+    assert shown.wait(LIMIT) == 0, shown.stderr
+    assert target.stat().st_size > 0
+    further = str(step + 50)
+    second = run(world, folder, ELASTICRUN, "snapshots_ddp.py", steps=further)
+    never = run(world, folder, ELASTICRUN, "ddp.py", steps=further)
+    assert outcome(second) == outcome(never)
+    steps = [int(step) for step in re.findall(r"step=(\d+) life=0", second.stdout)]
+    assert steps
+    assert min(steps) > step
+
+
+def until_committed(folder: Path, step: int) -> None:
+    """Wait until the marker of this step is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place, deadline, watched = folder / f"step-{step:09d}", Deadline(LIMIT), False
+    with contextlib.closing(Watch()) as watch:
+        watch.folder(str(folder))
+        while not (place / ".metadata").exists():
+            if place.exists() and not watched:
+                watch.folder(str(place))
+                watched = True
+            else:
+                watch.wait(deadline.left())
+            assert not deadline.over(), f"step {step} was never committed: {os.listdir(folder)}"
+
+
+def test_the_same_script_under_torchrun(undisturbed: dict[str, str], world: World) -> None:
+    """No agent: torch's own asynchronous save, the same folder, and one warning."""
+    folder = world.scratch / "cwd"
+    job = run(world, folder, TORCHRUN, "snapshots_ddp.py")
+    assert outcome(job) == ("0", undisturbed["ddp"])
+    assert committed(folder / "runs/ddp") == [100]
+    again = run(world, folder, ELASTICRUN, "snapshots_ddp.py")
+    assert outcome(again) == ("0", undisturbed["ddp"])
+    assert "step=" not in again.stdout

@@ -1,0 +1,182 @@
+"""Plays the agent to a real saver: its socket, descriptors beside messages, segments in memfds."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.segment import Segment
+from elasticrun.wire.snapshots import (
+    Checked,
+    CheckSnapshot,
+    FromSaver,
+    HashSnapshot,
+    PartOf,
+    PersistParts,
+    SaverHere,
+    SegmentOpen,
+    Serve,
+    ToSaver,
+)
+from elasticrun.wire.spawner import Exited, SpawnSaver
+from tests.dcp.slots import NAMED, HandMade
+from tests.forkserver.driver import LIMIT, Driver
+
+M = TypeVar("M")
+
+SECRET = "5ec2e7"
+
+
+class Shared:
+    """A segment in a memfd, as an agent has it."""
+
+    def __init__(self, made: Segment) -> None:
+        memory = memoryview(made.payload(0).obj)
+        self.fd = os.memfd_create("segment")
+        os.ftruncate(self.fd, len(memory))
+        self.mapping = mmap.mmap(self.fd, 0)
+        self.mapping[:] = memory
+        self.segment = Segment(memoryview(self.mapping))
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Agent:
+    """One saver, and the conversation with it."""
+
+    def __init__(self, driver: Driver, *, host: str = "", secret: str = "", **more: Any) -> None:
+        self.driver = driver
+        place = f"elasticrun-test-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._closing = contextlib.ExitStack()
+        with listener:
+            listener.bind("\0" + place)
+            listener.listen()
+            self.key = driver.new_key()
+            env: dict[str, str] = more.pop("env", {})
+            driver.tell(SpawnSaver(self.key, place, host, secret, env, (), ()))
+            self.pid = driver.spawned(self.key).pid
+            listener.settimeout(LIMIT)
+            self.socket, _ = listener.accept()
+        self._incoming = FrameBuffer(FromSaver)
+        self.heard: list[Any] = []
+        self.here = self.wait(SaverHere)
+        assert self.here.key == self.key
+
+    def tell(self, message: ToSaver, descriptor: int = -1) -> None:
+        """Say it, with a descriptor beside it."""
+        beside = [descriptor] if descriptor >= 0 else []
+        data = encode(message)
+        sent = socket.send_fds(self.socket, [data], beside) if beside else 0
+        self.socket.sendall(data[sent:])
+
+    def wait(
+        self, kind: type[M], where: Callable[[M], bool] = lambda _: True, limit: float = LIMIT
+    ) -> M:
+        """The first message of this kind; others stay for later waits."""
+        deadline = time.monotonic() + limit
+        while True:
+            for index, message in enumerate(self.heard):
+                if isinstance(message, kind) and where(message):
+                    del self.heard[index]
+                    return message
+            left = max(0, deadline - time.monotonic())
+            if not select.select([self.socket], [], [], left)[0]:
+                raise AssertionError(f"no {kind.__name__} came; heard: {self.heard}")
+            data = self.socket.recv(1 << 20)
+            if not data:
+                raise EOFError(f"the saver ended; heard: {self.heard}")
+            self.heard += self._incoming.feed(data)
+
+    def open(self, made: Segment, key: int = 1, local_rank: int = 0) -> Shared:
+        """Give it a segment; it is closed with this conversation."""
+        shared = Shared(made)
+        self._closing.callback(shared.close)
+        self.tell(SegmentOpen(key, local_rank), shared.fd)
+        return shared
+
+    def serve(self, made: Segment, step: int = 7, rank: int = 0, key: int = 1) -> Shared:
+        """And have it served to other nodes."""
+        shared = self.open(made, key)
+        self.tell(Serve(key, 0, 1, NAMED, step, rank))
+        return shared
+
+    def hash(self, key: int = 1, slot: int = 0, sequence: int = 1) -> Checked:
+        """Have a snapshot hashed, and compared with that."""
+        self.tell(HashSnapshot(key, slot, sequence))
+        while True:  # a check overtakes what waits to be hashed, and then has nothing to compare
+            self.tell(CheckSnapshot(key, slot, sequence))
+            checked = self.wait(Checked)
+            if "had not been hashed" not in checked.reason:
+                return checked
+
+    def ended(self) -> Exited:
+        return self.driver.exited(self.key)
+
+    def close(self) -> Exited:
+        """Hang up; the saver ends by that."""
+        self.socket.close()
+        self._closing.close()
+        return self.ended()
+
+
+@contextlib.contextmanager
+def saver(driver: Driver, **more: Any) -> Iterator[Agent]:
+    agent = Agent(driver, **more)
+    try:
+        yield agent
+    finally:
+        agent.socket.close()
+        agent._closing.close()
+    if not any(m.key == agent.key for m in driver.all_of(Exited)):
+        driver.exited(agent.key)
+
+
+def state(rank: int = 0, world: int = 1, elements: int = 1024) -> HandMade:
+    """A sharded weight, a whole one that all ranks have, a value of all, and what is a rank's."""
+    whole = torch.arange(world * elements, dtype=torch.float32).reshape(world, elements)
+    made = HandMade(rank)
+    made.chunk(
+        "model", "weight", is_=whole[rank : rank + 1], shape=tuple(whole.shape), at=(rank, 0)
+    )
+    made.tensor("rng", is_=torch.tensor([rank, 5], dtype=torch.uint8), own=True)
+    made.value("seed", is_=rank * 11, own=True)
+    if rank == 0:
+        made.tensor("model", "bias", is_=torch.full((7,), 0.5))
+        made.value("epoch", is_=3)
+    return made
+
+
+def persist(folder: Any, *parts: PartOf, attempt: str = "a1", **changes: Any) -> PersistParts:
+    """An order that this node coordinates."""
+    order = PersistParts(
+        attempt=attempt,
+        round=NAMED,
+        step=7,
+        folder=str(folder),
+        world_size=max(1, len(parts)),
+        parts=parts,
+        coordinates=True,
+        coordinator_host="",
+        coordinator_port=0,
+        reason="periodic",
+        keep_last=3,
+        keep_every=0,
+    )
+    return replace(order, **changes)
+
+
+def part(rank: int = 0, key: int = 1) -> PartOf:
+    return PartOf(key=key, slot=0, sequence=1, rank=rank, shared=True)

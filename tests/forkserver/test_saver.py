@@ -1,0 +1,364 @@
+"""The saver as a real process, forked and exec'd: hashes, checkpoints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inotify_simple import INotify, flags
+from torch.distributed.checkpoint import load
+
+from elasticrun.storage.folder import Folder
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.serverstart import SHIELDED
+from elasticrun.wire.snapshots import (
+    Checked,
+    CheckSnapshot,
+    CommitDone,
+    CommitNow,
+    GiveUp,
+    Named,
+    PartsDone,
+    Remark,
+    SegmentClosed,
+    SegmentOpen,
+)
+from elasticrun.wire.spawner import Entry, EntryKind, Notice, Pet, Quit, SendSignal
+from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
+from tests.forkserver.saver_play import Agent, part, persist, saver, state
+
+
+@pytest.fixture(scope="module")
+def executing() -> Iterator[Driver]:
+    """A fork server that executes whatever it starts."""
+    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment(), launch="exec") as made:
+        made.ready()
+        yield made
+
+
+@pytest.fixture(params=["fork", "exec"])
+def agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
+    server = request.getfixturevalue("server" if request.param == "fork" else "executing")
+    with saver(server) as made:
+        yield made
+
+
+def loaded(folder: Path, world: int) -> dict[str, Any]:
+    """What plain torch reads, in one process."""
+    found: dict[str, Any] = {
+        "model": {"weight": torch.zeros(world, 1024), "bias": torch.zeros(7)},
+        "epoch": 0,
+        **{
+            f"__rank{r}": {"rng": torch.zeros(2, dtype=torch.uint8), "seed": 0}
+            for r in range(world)
+        },
+    }
+    load(found, checkpoint_id=folder / "step-000000007", no_dist=True)
+    return found
+
+
+def written(agent: Agent) -> PartsDone:
+    """It has written its parts."""
+    done = agent.wait(PartsDone)
+    assert done.ok, done.reason
+    return done
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def test_a_snapshot_is_hashed_and_found_whole(agent: Agent) -> None:
+    shared = agent.open(state().segment())
+    assert agent.hash() == Checked(1, 0, 1, True, "")
+    snapshot = shared.segment.read(0)
+    assert snapshot is not None
+    mine = state().segment(hashed=True)
+    theirs = mine.read(0)
+    assert theirs is not None
+    assert shared.segment.hashes(snapshot) == mine.hashes(theirs)
+
+
+@pytest.mark.parametrize("where", ["tensors", "values"])
+def test_a_flipped_byte_is_found(server: Driver, where: str) -> None:
+    with saver(server) as agent:
+        shared = agent.open(state().segment(), local_rank=5)
+        assert agent.hash().ok
+        layout = shared.segment.layout()
+        at = (
+            layout.own_bytes + 1000
+            if where == "tensors"
+            else layout.own_bytes + layout.shared_bytes
+        )
+        shared.segment.payload(0)[at] ^= 1
+        agent.tell(CheckSnapshot(1, 0, 1))
+        checked = agent.wait(Checked)
+        assert not checked.ok
+        assert "step 7 of local rank 5 is not what was written: block" in checked.reason
+
+
+def test_hashes_of_an_earlier_life_are_not_believed(server: Driver, tmp_path: Path) -> None:
+    """All was withdrawn, and a new life of the rank counts its snapshots from one again."""
+    with saver(server) as agent:
+        shared = agent.open(state().segment())
+        assert agent.hash().ok
+        segment = shared.segment
+        layout = segment.layout()
+        first = segment.read(0)
+        assert first is not None
+        segment.withdraw(0)
+        segment.payload(0)[layout.tensors[-1].payload] ^= 1
+        again = RoundName(1, 4, "eeff")
+        values = first.values_bytes
+        segment.commit(0, round=again, sequence=1, step=7, layout=layout.key, values=values)
+        agent.tell(CheckSnapshot(1, 0, 1))
+        checked = agent.wait(Checked)
+        assert (checked.ok, "had not been hashed" in checked.reason) == (True, True)
+        agent.tell(persist(tmp_path, part(), round=Named(1, 4, "eeff")))
+        written(agent)
+        agent.tell(CommitNow("a1", 1))
+        assert agent.wait(CommitDone).ok
+    assert Folder(str(tmp_path)).verify(7) == ""
+
+
+def test_what_cannot_be_compared_is_said(server: Driver) -> None:
+    with saver(server) as agent:
+        shared = agent.open(state().segment())
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert agent.wait(Checked) == Checked(
+            1, 0, 1, True, "step 7 of local rank 0 had not been hashed"
+        )
+        for order in (CheckSnapshot(1, 0, 2), CheckSnapshot(1, 1, 1), CheckSnapshot(1, 9, 1)):
+            agent.tell(order)
+            checked = agent.wait(Checked)
+            assert not checked.ok
+            assert "holds another snapshot by now" in checked.reason
+        shared.segment.withdraw(0)
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert not agent.wait(Checked).ok
+        agent.tell(SegmentClosed(1))
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert agent.wait(Checked).reason == "the saver does not have that segment"
+
+
+def test_garbage_for_a_segment_is_said(server: Driver) -> None:
+    with saver(server) as agent:
+        null = os.open(os.devnull, os.O_RDONLY)
+        agent.tell(SegmentOpen(1, 3), null)
+        os.close(null)
+        assert "the segment of local rank 3 cannot be read" in agent.wait(Remark).text
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert not agent.wait(Checked).ok
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_two_ranks_are_written_and_plain_torch_reads_them(agent: Agent, tmp_path: Path) -> None:
+    for rank in range(2):
+        agent.open(state(rank, 2).segment(), key=rank + 1)
+    assert agent.hash(2).ok
+    agent.tell(persist(tmp_path, part(0, 1), part(1, 2)))
+    done = written(agent)
+    files = list((tmp_path / "step-000000007").iterdir())
+    assert done.nbytes == sum(file.stat().st_size for file in files)
+    assert not (tmp_path / "step-000000007" / ".metadata").exists()
+    agent.tell(CommitNow("a1", 2))
+    assert agent.wait(CommitDone) == CommitDone("a1", True, "")
+    found = loaded(tmp_path, 2)
+    assert torch.equal(found["model"]["weight"], torch.arange(2048.0).reshape(2, 1024))
+    assert torch.equal(found["model"]["bias"], torch.full((7,), 0.5))
+    assert found["epoch"] == 3
+    assert [found[f"__rank{r}"]["seed"] for r in range(2)] == [0, 11]
+    assert found["__rank1"]["rng"].tolist() == [1, 5]
+
+
+def test_orders_that_come_again_are_answered_again(server: Driver, tmp_path: Path) -> None:
+    with saver(server) as agent:
+        agent.open(state().segment())
+        order = persist(tmp_path, part())
+        agent.tell(order)
+        done = written(agent)
+        agent.tell(order)
+        assert agent.wait(PartsDone) == done
+        for _ in range(2):
+            agent.tell(CommitNow("a1", 1))
+            assert agent.wait(CommitDone).ok
+
+
+def test_parts_are_counted_before_a_commit(server: Driver, tmp_path: Path) -> None:
+    with saver(server) as agent:
+        agent.open(state().segment())
+        agent.tell(CommitNow("a1", 1))
+        assert "does not know that attempt" in agent.wait(CommitDone).reason
+        agent.tell(persist(tmp_path, part(), world_size=2))
+        written(agent)
+        agent.tell(CommitNow("a1", 2))
+        assert agent.wait(CommitDone) == CommitDone("a1", False, "1 of 2 parts have come in")
+        agent.tell(GiveUp("a1"))
+        agent.tell(CommitNow("a1", 1))
+        assert "it is over" in agent.wait(CommitDone).reason
+
+
+def test_what_is_given_up_is_removed_and_what_is_committed_stays(
+    server: Driver, tmp_path: Path
+) -> None:
+    with saver(server) as agent:
+        agent.open(state().segment())
+        agent.tell(persist(tmp_path, part(), attempt="first"))
+        written(agent)
+        agent.tell(CommitNow("first", 1))
+        assert agent.wait(CommitDone).ok
+        agent.tell(persist(tmp_path, part(), attempt="second"))
+        written(agent)
+        agent.tell(GiveUp("second"))
+        agent.tell(GiveUp("first"))
+        agent.tell(GiveUp("unheard of"))
+        agent.tell(persist(tmp_path / "other", part(), attempt="third"))
+        written(agent)  # storage is done with in order: the files of the second are gone now
+        (file,) = (tmp_path / "step-000000007").glob("*.distcp")
+        assert "first" in file.name
+        assert loaded(tmp_path, 1)["epoch"] == 3
+
+
+def test_old_checkpoints_are_removed_after_a_commit(server: Driver, tmp_path: Path) -> None:
+    with saver(server) as agent:
+        for step in (7, 8, 9):
+            agent.open(state().segment(step), key=step)
+            agent.tell(
+                persist(tmp_path, part(key=step), attempt=f"a{step}", step=step, keep_last=2)
+            )
+            written(agent)
+            agent.tell(CommitNow(f"a{step}", 1))
+            assert agent.wait(CommitDone).ok
+        agent.tell(persist(tmp_path / "other", part(key=7), attempt="last"))
+        written(agent)
+        agent.tell(GiveUp("last"))  # its turn comes after the sweep's
+        agent.tell(persist(tmp_path / "other", part(key=7), attempt="later"))
+        written(agent)
+        assert sorted(os.listdir(tmp_path)) == ["other", "step-000000008", "step-000000009"]
+
+
+def test_a_folder_that_cannot_be_is_a_sentence(server: Driver, tmp_path: Path) -> None:
+    with saver(server) as agent:
+        agent.open(state().segment())
+        (tmp_path / "file").write_text("")
+        for folder, attempt in ((tmp_path / "file", "a"), ("relative", "b"), ("none://x", "c")):
+            agent.tell(persist(folder, part(), attempt=attempt))
+            done = agent.wait(PartsDone)
+            assert not done.ok
+            assert done.reason.count("\n") == 0
+            assert "Traceback" not in done.reason
+            assert "Error" not in done.reason, done.reason
+
+
+# ---------------------------------------------------------------- a file system that hangs
+
+
+def test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal(
+    server: Driver, tmp_path: Path
+) -> None:
+    # What opens a named pipe for writing waits for a reader: a file of the attempt that hangs.
+    folder = tmp_path / "step-000000007"
+    folder.mkdir()
+    os.mkfifo(folder / "__0_3.1.slow.distcp")
+    with saver(server) as agent:
+        agent.open(state().segment())
+        agent.tell(persist(tmp_path / "other", part(), attempt="quick"))
+        written(agent)
+        agent.tell(persist(tmp_path, part(), attempt="slow"))
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert agent.wait(Checked).ok
+        agent.tell(GiveUp("slow"))
+        assert agent.wait(PartsDone).reason == "it was given up"
+        remark = agent.wait(Remark).text
+        assert f"{tmp_path} did not let go of an attempt within 10 s" in remark
+        assert agent.ended().code == 76
+
+
+# ---------------------------------------------------------------- its life
+
+
+def test_it_ends_with_its_conversation(agent: Agent) -> None:
+    assert agent.close().code == 0
+
+
+def test_it_is_named_and_shielded(agent: Agent) -> None:
+    assert Path(f"/proc/{agent.pid}/comm").read_text().strip() == "elasticrun-save"
+    for signum in SHIELDED:
+        os.kill(agent.pid, signum)
+    agent.tell(CheckSnapshot(1, 0, 1))
+    assert not agent.wait(Checked).ok
+    status = Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()
+    assert int(status[3]) == agent.pid  # a session of its own
+
+
+def test_its_environment_is_the_orders_with_one_thread(executing: Driver) -> None:
+    with saver(executing, env={"OMP_NUM_THREADS": "7", "MARK": "there"}) as agent:
+        variables = Path(f"/proc/{agent.pid}/environ").read_bytes().split(b"\0")
+        assert {b"MARK=there", b"OMP_NUM_THREADS=1"} <= set(variables)
+        assert b"OMP_NUM_THREADS=7" not in variables
+
+
+def test_one_that_is_ordered_anew_takes_the_place_of_the_old(server: Driver) -> None:
+    with saver(server) as old, saver(server) as new:
+        assert old.ended().code == -signal.SIGKILL
+        new.tell(CheckSnapshot(1, 0, 1))
+        assert not new.wait(Checked).ok
+
+
+def test_one_killed_in_mid_persist_leaves_no_checkpoint(server: Driver, tmp_path: Path) -> None:
+    folder = tmp_path / "step-000000007"
+    folder.mkdir()
+    with INotify() as watch, saver(server) as agent:
+        watch.add_watch(folder, flags.CREATE)
+        shared = agent.open(state(elements=32 << 20).segment())
+        agent.tell(persist(tmp_path, part(), attempt="killed"))
+        assert watch.read(timeout=int(LIMIT * 1000))  # it has begun to write
+        server.tell(SendSignal(agent.key, signal.SIGKILL))
+        assert agent.ended().code == -signal.SIGKILL
+        assert not any(isinstance(message, PartsDone) for message in agent.heard)
+        (left,) = folder.iterdir()
+        assert "killed" in left.name
+        with saver(server) as another:
+            another.tell(SegmentOpen(1, 0), shared.fd)
+            another.tell(persist(tmp_path, part(), attempt="again"))
+            written(another)
+            another.tell(CommitNow("again", 1))
+            assert another.wait(CommitDone).ok
+    (file,) = folder.glob("*.distcp")  # what the killed one has left is gone, too
+    assert "again" in file.name
+
+
+def test_words_that_nobody_understands_end_it(server: Driver) -> None:
+    with saver(server) as agent:
+        agent.socket.sendall(b"\0\0\0\2{}")
+        assert agent.ended().code == 2
+    with saver(server) as agent:
+        agent.tell(SegmentOpen(1, 0))  # without its descriptor
+        assert agent.ended().code == 2
+
+
+@pytest.mark.parametrize("launch", ["fork", "exec"])
+def test_it_outlives_silence_but_not_its_fork_server(launch: str) -> None:
+    entry = Entry(EntryKind.COMMAND if launch == "exec" else EntryKind.SCRIPT, "none.py")
+    with Driver(
+        entry, env=plain_environment(), launch="auto" if launch == "fork" else "exec"
+    ) as own:
+        own.ready()
+        agent = Agent(own)
+        own.tell(Pet(0.05))
+        own.wait(Notice, lambda notice: "nothing was heard of the agent" in notice.text)
+        agent.tell(CheckSnapshot(1, 0, 1))
+        assert not agent.wait(Checked).ok
+        assert alive(agent.pid)
+        if launch == "auto":
+            own.tell(Quit())
+        else:
+            own.process.kill()
+        assert not gone([agent.pid], LIMIT)
+        agent.socket.close()

@@ -1,0 +1,284 @@
+"""Two savers of two fork servers on one host: snapshots fetched, parts handed over, strangers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticrun.wire import bulk
+from elasticrun.wire.frames import encode
+from elasticrun.wire.segment import Segment, begin, segment_bytes
+from elasticrun.wire.snapshots import (
+    Checked,
+    CheckSnapshot,
+    CommitDone,
+    CommitNow,
+    Fetch,
+    Fetched,
+    FetchInto,
+    FetchSize,
+    GiveUp,
+    PartsDone,
+    PersistParts,
+    Remark,
+    SegmentOpen,
+    Serve,
+)
+from elasticrun.wire.spawner import Entry, EntryKind
+from tests.dcp.slots import NAMED, ROUND
+from tests.forkserver.driver import LIMIT, Driver, plain_environment
+from tests.forkserver.saver_play import SECRET, Agent, part, persist, saver, state
+from tests.forkserver.test_saver import loaded, written
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[Driver]:
+    """Another node's fork server."""
+    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment()) as made:
+        made.ready()
+        yield made
+
+
+@pytest.fixture
+def holder(second: Driver) -> Iterator[Agent]:
+    """A saver that others can dial."""
+    with saver(second, host=HOST, secret=SECRET) as made:
+        assert made.here.port
+        yield made
+
+
+def ask(agent: Agent, port: int, *, step: int = 7, rank: int = 0) -> FetchSize:
+    agent.tell(Fetch(5, NAMED, step, rank, HOST, port))
+    return agent.wait(FetchSize)
+
+
+@contextmanager
+def memory(size: FetchSize) -> Iterator[int]:
+    """A fresh segment for a copy; its descriptor."""
+    fd = os.memfd_create("copy")
+    os.ftruncate(fd, segment_bytes(size.layout_length, size.slot_bytes, 2))
+    with mmap.mmap(fd, 0) as mapping:
+        sizes = {"layout_length": size.layout_length, "slot_bytes": size.slot_bytes}
+        view = memoryview(mapping)
+        begin(view, **sizes, slots=2)
+        view.release()
+    yield fd
+    os.close(fd)
+
+
+def mapped(fd: int) -> Segment:
+    return Segment(memoryview(mmap.mmap(fd, 0)))
+
+
+# ---------------------------------------------------------------- fetch
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_a_snapshot_is_fetched_as_it_is(server: Driver, second: Driver, secret: str) -> None:
+    made = state(elements=17 << 20).segment()  # 68 MiB: two blocks
+    with (
+        saver(second, host=HOST, secret=secret) as holder,
+        saver(server, secret=secret) as agent,
+    ):
+        original = holder.serve(made).segment
+        size = ask(agent, holder.here.port)
+        assert size.ok, size.reason
+        with memory(size) as fd:
+            agent.tell(FetchInto(5), fd)
+            assert agent.wait(Fetched) == Fetched(5, True, "")
+            copy = mapped(fd)
+            snapshot, theirs = copy.read(0), original.read(0)
+            assert snapshot == theirs
+            assert snapshot is not None
+            assert snapshot.is_of(ROUND)
+            assert copy.layout() == original.layout()
+            end = size.slot_bytes
+            assert copy.payload(0)[:end] == original.payload(0)[:end]
+            assert len(copy.hashes(snapshot)) == 3
+            agent.tell(SegmentOpen(6, 0), fd)
+            agent.tell(CheckSnapshot(6, 0, 1))
+            assert agent.wait(Checked) == Checked(6, 0, 1, True, "")
+
+
+def test_what_rotted_on_the_other_node_is_found(server: Driver, holder: Agent) -> None:
+    shared = holder.serve(state().segment())
+    assert holder.hash().ok
+    shared.segment.payload(0)[9000] ^= 1
+    with saver(server, secret=SECRET) as agent:
+        size = ask(agent, holder.here.port)
+        with memory(size) as fd:
+            agent.tell(FetchInto(5), fd)
+            fetched = agent.wait(Fetched)
+            assert not fetched.ok
+            assert "block 1 of 2 is not what was written" in fetched.reason
+            assert mapped(fd).read(0) is None
+
+
+def test_memory_that_is_too_small_is_refused(server: Driver, holder: Agent) -> None:
+    holder.serve(state().segment())
+    with saver(server, secret=SECRET) as agent:
+        size = ask(agent, holder.here.port)
+        with memory(FetchSize(5, True, "", size.layout_length, 4096)) as fd:
+            agent.tell(FetchInto(5), fd)
+            fetched = agent.wait(Fetched)
+            assert "too small" in fetched.reason
+        with memory(size) as fd:
+            agent.tell(FetchInto(77), fd)
+            assert "nothing was to be fetched" in agent.wait(Fetched).reason
+
+
+def test_one_that_is_served_a_moment_later_is_waited_for(server: Driver, holder: Agent) -> None:
+    shared = holder.open(state().segment())
+    with saver(server, secret=SECRET) as agent:
+        agent.tell(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
+        agent.tell(CheckSnapshot(1, 0, 1))
+        agent.wait(Checked)  # it has begun to ask by now, or will at once
+        holder.tell(Serve(1, 0, 1, NAMED, 7, 0))
+        assert agent.wait(FetchSize).ok
+        shared.segment.withdraw(0)
+        size = ask(agent, holder.here.port)
+        assert not size.ok
+        assert "holds another snapshot by now" in size.reason
+
+
+# ---------------------------------------------------------------- who is let in
+
+
+@pytest.mark.parametrize(
+    ("mine", "sentence"),
+    [("a0a0", "does not know this job's secret"), ("", bulk.SECRET_WANTED)],
+)
+def test_another_secret_is_refused(server: Driver, holder: Agent, mine: str, sentence: str) -> None:
+    holder.serve(state().segment())
+    with saver(server, secret=mine) as agent:
+        size = ask(agent, holder.here.port)
+        assert not size.ok
+        assert sentence in size.reason
+
+
+def test_a_client_that_cannot_prove_itself_is_refused(holder: Agent) -> None:
+    """It knows the protocol, not the secret."""
+    with socket.create_connection((HOST, holder.here.port), LIMIT) as sock:
+        sock.sendall(encode(bulk.Dial(bulk.VERSION, "aa", True)))
+        sock.sendall(encode(bulk.Shown("bb")) + encode(bulk.Get("ff", 7, 0, True)))
+        said = b""
+        while more := sock.recv(65536):
+            said += more
+    assert b"Refusal" in said
+    assert bulk.WRONG in holder.wait(Remark).text
+
+
+def test_garbage_on_the_port_is_dropped(server: Driver, holder: Agent) -> None:
+    holder.serve(state().segment())
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\2", b"\xff" * 100_000, b""):
+        with socket.create_connection((HOST, holder.here.port), LIMIT) as sock:
+            try:
+                sock.sendall(garbage)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+            except ConnectionError:
+                pass  # it was hung up on while it still spoke
+    with saver(server, secret=SECRET) as agent:
+        assert ask(agent, holder.here.port).ok
+
+
+def test_strangers_that_say_nothing_do_not_keep_others_out_for_long(
+    server: Driver, holder: Agent
+) -> None:
+    holder.serve(state().segment())
+    silent = [socket.create_connection((HOST, holder.here.port), LIMIT) for _ in range(70)]
+    try:
+        with saver(server, secret=SECRET) as agent:
+            assert ask(agent, holder.here.port).ok
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_nobody_serves_where_no_host_was_given(server: Driver) -> None:
+    with saver(server) as agent:
+        assert agent.here.port == 0
+
+
+def test_an_address_that_is_not_ours_is_said(server: Driver) -> None:
+    with saver(server, host="192.0.2.7") as agent:
+        assert agent.here.port
+        assert "192.0.2.7 is none of its own" in agent.wait(Remark).text
+
+
+# ---------------------------------------------------------------- a checkpoint of two nodes
+
+
+def away(folder: Path, port: int) -> PersistParts:
+    """Rank 1's part, which a saver at this port coordinates."""
+    where = {"coordinates": False, "coordinator_host": HOST, "coordinator_port": port}
+    return persist(folder, part(1, 4), world_size=2, **where)
+
+
+def test_two_nodes_make_one_checkpoint(server: Driver, holder: Agent, tmp_path: Path) -> None:
+    with saver(server, secret=SECRET) as agent:
+        agent.open(state(1, 2).segment(), key=4)
+        away = {
+            "coordinates": False,
+            "coordinator_host": HOST,
+            "coordinator_port": holder.here.port,
+        }
+        agent.tell(persist(tmp_path, part(1, 4), world_size=2, **away))
+        # The coordinator hears of the attempt later than the part comes in.
+        agent.tell(CheckSnapshot(4, 0, 1))
+        agent.wait(Checked)
+        holder.open(state(0, 2).segment())
+        holder.tell(persist(tmp_path, part(0, 1), world_size=2))
+        written(holder)
+        assert written(agent).nbytes > 0
+        holder.tell(CommitNow("a1", 2))
+        assert holder.wait(CommitDone) == CommitDone("a1", True, "")
+    found = loaded(tmp_path, 2)
+    assert torch.equal(found["model"]["weight"], torch.arange(2048.0).reshape(2, 1024))
+    assert found["__rank1"]["seed"] == 11
+
+
+def test_a_coordinator_that_has_given_up_takes_nothing(
+    server: Driver, holder: Agent, tmp_path: Path
+) -> None:
+    holder.open(state(0, 2).segment())
+    holder.tell(persist(tmp_path, part(0, 1), world_size=2))
+    written(holder)
+    holder.tell(GiveUp("a1"))
+    with saver(server, secret=SECRET) as agent:
+        agent.open(state(1, 2).segment(), key=4)
+        away = {
+            "coordinates": False,
+            "coordinator_host": HOST,
+            "coordinator_port": holder.here.port,
+        }
+        agent.tell(persist(tmp_path, part(1, 4), world_size=2, **away))
+        done = agent.wait(PartsDone)
+        assert not done.ok
+        assert "that attempt is over" in done.reason
+
+
+def test_a_part_that_cannot_be_handed_over_is_given_up(server: Driver, tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as nobody, saver(server) as agent:
+        port = nobody.getsockname()[1]
+        nobody.close()
+        agent.open(state(1, 2).segment(), key=4)
+        agent.tell(away(tmp_path, port))
+        agent.tell(GiveUp("a1"))
+        assert agent.wait(PartsDone).reason == "it was given up"
+        agent.tell(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="b"))
+        written(agent)
+        agent.tell(GiveUp("b"))
+        agent.tell(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="c"))
+        written(agent)  # storage is done with in order
+        assert not list((tmp_path / "step-000000007").glob("*"))

@@ -1,0 +1,65 @@
+"""Snapshots in a world in which everything goes wrong: what must hold stands in `sim.memory`."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.core import breakpoint_held, breakpoint_save
+from elasticrun.core.breakpoint_writing import Part, divide
+from elasticrun.sim.script import read, run
+from elasticrun.sim.training import TrainingChaos
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import Start
+
+SEEDS = 30
+MANY_SEEDS = 2000
+BATCH = 10
+ROUND = RoundName(1, 2, "other")
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_invariants_hold(first: int) -> None:
+    checkpoints = restores = 0
+    for seed in range(first, first + BATCH):
+        chaos = TrainingChaos(seed)
+        findings = chaos.run()
+        assert not findings.faults, (seed, findings.faults[:5], findings.lines[-40:])
+        checkpoints += len(chaos.world.shelves.checkpoints)
+        restores += sum(one is not None for one in chaos.world.shelves.restores.values())
+    assert checkpoints > BATCH, "the worlds must be busy"
+    assert restores > BATCH
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, 200))
+def test_invariants_hold_for_thousands(first: int) -> None:
+    for seed in range(first, first + 200):
+        findings = TrainingChaos(seed, duration=120.0).run()
+        assert not findings.faults, (seed, findings.faults[:5], findings.lines[-40:])
+
+
+def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breakpoint_held.Ledger, "is_whole", lambda ledger, step: True)
+    text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 a\n9 end\n"
+    assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
+
+
+def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(ledger: breakpoint_held.Ledger, step: int) -> dict[str, Part]:
+        return {"a": divide(ledger, step)["a"]}
+
+    monkeypatch.setattr(breakpoint_save, "divide", half)
+    text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 persist\n9 end\n"
+    assert any("lacks parts" in fault for fault in run(read(text)).worlds.faults)
+
+
+def test_a_snapshot_dropped_while_it_is_written_is_found() -> None:
+    """Ranks that go on from nothing while a step is written out: a master that does not end the
+    attempt before it says so."""
+    script = read("# why\njob 1:1\n0 node a\n5 snap 100 persist\n5.2 end\n")
+    world = run(script)
+    memory = world.nodes["a"].memory
+    (kept,) = memory.kept
+    assert kept.attempts
+    memory.started(Start(ROUND, 0, 1, 0, 1, 0, 1, 0, Endpoint("a", 1), host_store=True))
+    assert any("which is being written" in fault for fault in world.shelves.faults)

@@ -1,0 +1,167 @@
+"""A training under elasticrun with snapshots: what it must come to, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.testing.job import ElasticJob
+
+TRAIN = Path(__file__).with_name("train.py")
+STEPS = 12
+LIMIT = 60.0
+"""Seconds that anything may take."""
+
+Job = Callable[..., ElasticJob]
+
+
+@cache
+def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
+    """The fingerprints by rank of a run that nothing befell and that took no snapshot in memory."""
+    folder = tempfile.mkdtemp(prefix="undisturbed-")
+    try:
+        command = [
+            *(sys.executable, "-m", "elasticrun", "--standalone", f"--nproc-per-node={world}"),
+            *(str(TRAIN), "--mode", mode, "--steps", str(steps), "--every", "1000000"),
+            *("--out", folder, "--ckpt", f"{folder}/ckpt"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+        assert done.returncode == 0, done.stderr
+        return tuple(str(ends(Path(folder), rank)[-1]) for rank in range(world))
+    finally:
+        shutil.rmtree(folder)
+
+
+def told(out: Path, rank: int) -> list[dict[str, Any]]:
+    """The lines that a rank has written."""
+    file = out / f"rank-{rank}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def starts(out: Path, rank: int) -> list[int]:
+    """The steps that a rank has gone on from, life by life."""
+    return [line["start"] for line in told(out, rank) if "start" in line]
+
+
+def ends(out: Path, rank: int) -> list[str]:
+    return [line["end"] for line in told(out, rank) if "end" in line]
+
+
+class Training:
+    """One job with snapshots: `out` has what ranks tell, `ckpt` the checkpoints, `shm` segments."""
+
+    def __init__(self, elastic_job: Job, folder: Path, shm: Path) -> None:
+        self._elastic_job = elastic_job
+        self.out, self.ckpt, self.shm = folder / "out", folder / "ckpt", shm
+        self.gate = folder / "gate"
+        self.out.mkdir()
+        self.job: ElasticJob
+        self.mode, self.steps, self.world = "ddp", STEPS, 2
+
+    def start(
+        self,
+        *args: str,
+        mode: str = "ddp",
+        steps: int = STEPS,
+        nproc: int = 2,
+        nodes: int = 1,
+        gated: bool = False,
+        env: dict[str, object] | None = None,
+        **options: Any,
+    ) -> ElasticJob:
+        """`nproc` ranks on each of `nodes` nodes; further options are elastic_job's."""
+        self.mode, self.steps, self.world = mode, steps, nproc * nodes
+        if gated:
+            args = (*args, "--gate", str(self.gate))
+        self.job = self._elastic_job(
+            *(TRAIN, "--mode", mode, "--steps", steps, "--out", self.out, "--ckpt", self.ckpt),
+            *args,
+            nproc_per_node=nproc,
+            nodes=nodes,
+            env={"ELASTICRUN_SHM_DIR": self.shm, "OMP_NUM_THREADS": 1, **(env or {})},
+            **options,
+        )
+        return self.job
+
+    def open_gate(self, step: int = 10**9) -> None:
+        """Let ranks go on beyond each step below this one."""
+        fresh = self.gate.with_suffix(".new")
+        fresh.write_text(str(step))
+        fresh.rename(self.gate)
+
+    def go_on(self) -> None:
+        """Open the gate once something has ended the first round: not before, or the ranks that
+        are to be stopped would go on."""
+        self.job.wait_for(round=2, phase="running")
+        self.open_gate()
+
+    def finish(self, code: int = 0) -> None:
+        """Wait for the end."""
+        result = self.job.result()
+        assert {c for c in result.exit_codes if c != -9} == {code}, result
+
+    def is_as_if_nothing_happened(self) -> None:
+        """Every rank ended, once, with the bits of a run that was never disturbed."""
+        expected = undisturbed(self.mode, self.world, self.steps)
+        assert [ends(self.out, rank) for rank in range(self.world)] == [[end] for end in expected]
+
+    def starts(self, rank: int = 0) -> list[int]:
+        return starts(self.out, rank)
+
+    def segments(self) -> list[Path]:
+        """Files in shared memory, without locks."""
+        return [p for p in self.shm.rglob("*") if p.is_file() and p.name[0].isdecimal()]
+
+    def lose_memory(self) -> None:
+        """The memory of agents that were killed goes with their machine."""
+        for folder in self.shm.iterdir():
+            with (folder / "lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                shutil.rmtree(folder)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for what tells nobody of itself."""
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {LIMIT} s"
+            threading.Event().wait(0.05)
+
+    def checkpoints(self) -> list[int]:
+        """Steps with a marker."""
+        found = self.ckpt.glob("step-*/.metadata")
+        return sorted(int(p.parent.name.removeprefix("step-")) for p in found)
+
+    def said(self, pattern: str) -> bool:
+        """Whether any node has said so by now."""
+        texts = [self.job.output(number) for number in range(len(self.job.nodes))]
+        return any(re.search(pattern, text) for text in texts)
+
+
+@pytest.fixture
+def training(elastic_job: Job, tmp_path: Path) -> Iterator[Training]:
+    """At the end nothing may be left in shared memory."""
+    shm = Path(tempfile.mkdtemp(prefix="elasticrun-test-", dir="/dev/shm"))
+    made = Training(elastic_job, tmp_path, shm)
+    try:
+        yield made
+        if all(node.exit_code not in (None, -9) for node in made.job.nodes):
+            left = [p for p in shm.rglob("*") if p.is_file()]
+            assert not left, f"left in shared memory: {left}"
+    finally:
+        shutil.rmtree(shm, ignore_errors=True)

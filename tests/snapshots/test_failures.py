@@ -1,0 +1,230 @@
+"""What is lost when: the rows of the table in docs/snapshots.md, with real jobs."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticrun.testing.job import ElasticJob
+from elasticrun.wire.segment import Segment
+from tests.snapshots.conftest import STEPS, Training, ends
+
+pytestmark = pytest.mark.slow
+
+MEMORY = r"go on from step 7 in memory"
+
+
+def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
+    """Of this node; its children bear its command line too."""
+    below = psutil.Process(job.nodes[node].pid).children()
+    (found,) = (p for p in below if "forkserver" in " ".join(p.cmdline()))
+    return found
+
+
+def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
+    (found,) = (p for p in fork_server(job, node).children() if p.name() == "elasticrun-save")
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
+    """Between two snapshots: nothing is lost, and the end is the same to the bit."""
+    training.start("--die", f"1:7:{how}", mode=mode, max_restarts=1)
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 7]
+    assert training.said(MEMORY)
+    training.is_as_if_nothing_happened()
+
+
+def test_two_ranks_die_at_once(training: Training) -> None:
+    training.start("--die", "0:7:kill", "--die", "1:7:kill", mode="fsdp2", max_restarts=1)
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_a_rank_dies_twice_after_progress(training: Training) -> None:
+    """What was restored and went on is no poison."""
+    training.start("--die", "1:4:kill", "--die", "0:8:kill", max_restarts=2)
+    training.finish()
+    assert training.starts(1) == [0, 4, 8]
+    training.is_as_if_nothing_happened()
+
+
+def test_the_fork_server_dies(training: Training) -> None:
+    """With ranks and saver; the snapshots are the agent's."""
+    job = training.start(mode="fsdp2", gated=True, max_restarts=1)
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    fork_server(job).kill()
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_the_master_dies_and_then_a_rank(training: Training) -> None:
+    """The next master is told anew what the nodes hold."""
+    job = training.start(gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
+    training.open_gate(5)
+    job.wait_for_world(2, step=5)
+    job.kill_master()
+    job.wait_for(phase="running")
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    job.kill_rank(1)
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_an_agent_dies_and_comes_back(training: Training) -> None:
+    """Its segments are adopted by the next agent of the node: even what is sharded is there."""
+    job = training.start(mode="fsdp2", gated=True, nodes=2, nproc=1, nnodes="2")
+    training.open_gate(7)
+    world = job.wait_for_world(2, step=7)
+    victim = world.nodes[1]
+    job.kill_agent(victim)
+    job.restart_node(victim)
+    training.go_on()
+    training.finish()
+    assert training.starts(1) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
+    """DDP: the others go on from memory, with fewer ranks."""
+    job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2")
+    training.open_gate(7)
+    world = job.wait_for_world(2, step=7)
+    job.kill_node(world.nodes[1])
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    assert len(ends(training.out, 0)) == 1
+
+
+def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
+    """DDP: a node that has never trained fetches the state from one that has."""
+    job = training.start(gated=True, nodes=3, nproc=1, nnodes="2:2", together=True)
+    training.open_gate(7)
+    world = job.wait_for_world(2, step=7)
+    job.kill_node(world.nodes[1])
+    training.go_on()
+    training.world = 2
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    assert training.starts(1) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
+    """FSDP without replicas: everybody goes back to the newest checkpoint, and it is said why."""
+    args = ("--persist-every", "4")
+    job = training.start(*args, mode="fsdp2", gated=True, nodes=2, nproc=1, nnodes="2")
+    training.open_gate(7)
+    world = job.wait_for_world(2, step=7)
+    job.wait_for(lambda status: "4" in status.snapshot and training.checkpoints() == [4])
+    victim = world.nodes[1]
+    job.kill_node(victim)
+    training.lose_memory()
+    job.restart_node(victim)
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 4]
+    assert training.said("only copy")
+    training.is_as_if_nothing_happened()
+
+
+def test_a_state_that_kills_is_given_up(training: Training) -> None:
+    """The poison rule: the same step twice without progress, then the older slot."""
+    training.start("--die", "1:7:kill", "--poison", "7", max_restarts=4)
+    training.finish()
+    assert training.starts(0) == [0, 7, 7, 6]
+    training.is_as_if_nothing_happened()
+
+
+def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
+    """Periodic checkpoints, the last of them ordered just before the end; old ones are removed."""
+    training.start("--persist-every", "3", "--keep", "2")
+    training.finish()
+    assert training.checkpoints()[-1] == STEPS
+    assert len(training.checkpoints()) <= 2
+    assert not list(training.ckpt.glob("**/*.tmp"))
+
+
+def test_saved_at_the_breakpoint(training: Training) -> None:
+    """--save-at-breakpoint: what memory gave is written out in the background, without a wait."""
+    training.start(
+        *("--die", "1:7:kill"), mode="fsdp2", max_restarts=1, options=["--save-at-breakpoint"]
+    )
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    assert 7 in training.checkpoints()
+    training.is_as_if_nothing_happened()
+
+
+def test_saved_before_the_job_ends(training: Training) -> None:
+    """No restart is left: the newest step is written before the job is over."""
+    training.start("--die", "1:7:kill", mode="fsdp2", options=["--save-at-breakpoint"])
+    training.finish(1)
+    assert training.checkpoints() == [7]
+    assert training.said("saved before the job ends")
+
+
+def test_the_next_job_goes_on_from_storage(training: Training) -> None:
+    """Another job, another number of ranks."""
+    training.start("--die", "1:7:kill", mode="fsdp2", options=["--save-at-breakpoint"])
+    training.finish(1)
+    training.start(mode="fsdp2", nproc=3)
+    training.finish()
+    assert training.starts(2) == [7]
+    assert training.starts(0)[-1] == 7
+
+
+def test_a_flipped_bit_in_memory(training: Training) -> None:
+    """What does not have its hash counts as absent: the older slot is taken, and it is said."""
+    job = training.start(gated=True, max_restarts=1)
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    for path in training.segments():
+        training.until(lambda path=path: hashed(path, 7), "hashes of step 7")  # type: ignore[misc]
+        flip(path, 7)
+    job.kill_rank(1)
+    training.go_on()
+    training.finish()
+    assert training.starts(0)[-1] == 6
+    assert training.said("cannot be used")
+    training.is_as_if_nothing_happened()
+
+
+def hashed(path: Path, step: int) -> bool:
+    """Whether the saver has hashed this step of a segment."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        segment = Segment(memoryview(memory))
+        found = any(segment.hashes(s) for s in segment.snapshots() if s.step == step)
+        segment.close()
+        return found
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the first tensor of this step."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        segment = Segment(memoryview(memory))
+        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
+        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
+        segment.close()
+
+
+def test_shared_memory_that_is_too_small(training: Training) -> None:
+    """Training goes on without snapshots, and a sentence says so."""
+    training.start(env={"ELASTICRUN_SHM_DIR": "/proc"}, steps=4)
+    training.finish()
+    assert len(ends(training.out, 0)) == 1
+    assert training.said(re.escape("/proc"))

@@ -1,0 +1,162 @@
+"""A small training whose every number depends on the step alone: a resumed run must end with the
+same bits as one that was never killed.
+
+    train.py --mode ddp|fsdp2 --steps N --out FOLDER --ckpt FOLDER [--every N] [--persist-every N]
+             [--die RANK:STEP:HOW]... [--poison STEP] [--gate FILE]
+
+Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
+end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, after the
+snapshot of step 5; HOW is kill, raise, term, or any signal's name. With `--poison 7` rank 1 dies in
+its first step of every life that goes on from step 7. With `--gate FILE` the ranks wait after each
+step until the file's number is above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from inotify_simple import INotify, flags
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elasticrun.testing import step as tell_step
+from elasticrun.training import Checkpointer, Keep
+
+
+def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(8, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, 3)
+    )
+    if mode == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif mode == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+        fully_shard(model[0])
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int
+) -> None:
+    """Every rank takes its share of the same global batch."""
+    data = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(12, 8, generator=data)
+    targets = torch.randint(0, 3, (12,), generator=data)
+    share = slice(rank * 12 // world, (rank + 1) * 12 // world)
+    loss = nn.functional.cross_entropy(model(inputs[share]), targets[share])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def whole(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return found.detach().cpu()
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all parameters, buffers and the optimizer's state; a collective where it is sharded."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.removeprefix("module.").encode() + bytes_of(whole(value)))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in sorted(optimizer.state[parameter].items()):
+                digest.update(name.encode() + bytes_of(whole(value)))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def tell(out: Path, rank: int, **what: Any) -> None:
+    line = json.dumps({"rank": rank, "pid": os.getpid(), **what})
+    with open(out / f"rank-{rank}.jsonl", "a") as file:
+        file.write(line + "\n")
+
+
+def die(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("planted by --die")
+    os.kill(os.getpid(), signal.Signals["SIG" + how.upper()])
+    signal.pause()
+
+
+def wait_for(gate: Path | None, step: int) -> None:
+    """Until the number in the file is above `step`; the test renames a new file to its place."""
+    if gate is None:
+        return
+    with INotify() as changes:
+        changes.add_watch(gate.parent, flags.MOVED_TO)
+        while not gate.exists() or int(gate.read_text()) <= step:
+            changes.read()
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--mode", default="ddp")
+    options.add_argument("--steps", type=int, default=10)
+    options.add_argument("--width", type=int, default=16)
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--ckpt", required=True)
+    options.add_argument("--every", type=int, default=1)
+    options.add_argument("--persist-every", type=int)
+    options.add_argument("--keep", type=int, default=3)
+    options.add_argument("--die", action="append", default=[])
+    options.add_argument("--poison", type=int)
+    options.add_argument("--gate", type=Path)
+    args = options.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = build(args.mode, args.width)
+    progress = {"seen": 0}
+    checkpointer = Checkpointer(
+        args.ckpt,
+        model=model,
+        optim=optimizer,
+        progress=progress,
+        every=args.every,
+        persist_every=args.persist_every,
+        keep=Keep(last=args.keep),
+    )
+    start = checkpointer.restore()
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    tell(args.out, rank, start=start, world=world, life=life, seen=progress["seen"])
+    for step in range(start, args.steps):
+        if start == args.poison and rank == 1:
+            die("kill")
+        train_step(model, optimizer, step, rank, world)
+        progress["seen"] += 12
+        checkpointer.step(step + 1)
+        tell_step(step + 1)
+        for planted in args.die:
+            who, when, how = planted.split(":")
+            done = args.out / f"died-{planted}"
+            here = (int(who), int(when)) == (rank, step + 1)
+            if here and not done.exists():
+                done.touch()
+                die(how)
+        wait_for(args.gate, step + 1)
+    dist.barrier()
+    tell(args.out, rank, end=fingerprint(model, optimizer), stats=str(checkpointer.stats))
+    checkpointer.close()
+    del model, optimizer  # a DDP object that lives at exit can abort the process
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A disk that is full: a real one, a small tmpfs in a namespace of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "full_disk.py"
+MOUNT = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+
+
+def test_a_full_disk_is_said_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    inside = ["unshare", "-rm", "sh", "-c", MOUNT, str(tmp_path)]
+    try:
+        trial = subprocess.run([*inside, "true"], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if trial.returncode:
+        pytest.skip(f"no tmpfs can be mounted in a namespace here: {trial.stderr.strip()}")
+    done = subprocess.run(
+        [*inside, sys.executable, str(SCRIPT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, early, late, left = done.stdout.splitlines()
+    assert first == "written"
+    for line in (early, late):
+        assert "data was not written: there is no room (0.0" in line
+        assert line.endswith("make room, or choose another folder")
+    assert left == "{} {} [1]"

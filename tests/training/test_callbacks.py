@@ -1,0 +1,51 @@
+"""The callbacks for Lightning and for HF's Trainer, with the real libraries on tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+LIMIT = 240.0
+DIES_AFTER = 13
+SCRIPTS_HERE = ("hf_snapshots.py", "lightning_snapshots.py")
+
+
+def results(world: World, script: str, dies_after: int, launcher: str) -> list[Any]:
+    """What both ranks said at the end of one run."""
+    script_at = str(SCRIPTS / "frameworks" / script)
+    flags = ("--nproc-per-node=2", "--max-restarts=1")
+    folder = f"run-{len(world.jobs)}"
+    job = world.launch(launcher, *flags, script_at, folder, str(dies_after), env=ENVIRONMENT)
+    assert job.wait(LIMIT) == 0, job.stdout + job.stderr
+    found = [json.loads(line) for line in re.findall(r"RESULT (\{.*?\})", job.stdout)]
+    assert len(found) == 2, job.stdout + job.stderr
+    return sorted(found, key=lambda result: int(result["rank"]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS_HERE)
+def test_a_killed_rank_goes_on_at_the_same_step_to_the_same_weights(
+    script: str, world: World
+) -> None:
+    """The one that is never killed runs under torchrun, where the callbacks work as well. The step
+    after which a rank is killed may be in memory or not: the kill comes right after it."""
+    never = results(world, script, 0, TORCHRUN)
+    killed = results(world, script, DIES_AFTER, ELASTICRUN)
+    assert [(r["life"], r["first"]) for r in never] == [(0, 1)] * 2
+    assert {r["life"] for r in killed} == {1}
+    assert {r["first"] for r in killed} <= {DIES_AFTER, DIES_AFTER + 1}
+    for left, right in zip(never, killed, strict=True):
+        without = ("life", "first")
+        assert {k: v for k, v in left.items() if k not in without} == {
+            k: v for k, v in right.items() if k not in without
+        }
