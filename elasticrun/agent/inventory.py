@@ -140,6 +140,29 @@ class Inventory:
         rows = self._contents(held).items()
         return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
 
+    def has_whole(self, held: Held, watermark: int) -> bool:
+        """Whether a step of the present life lies in it that is whole over the job."""
+        present = self.present
+        return present is not None and any(
+            one.round == present.key and one.step <= watermark for one in held.snapshots()
+        )
+
+    def passed_over(self, held: Iterable[Held], watermark: int) -> int:
+        """Ranks of the present life hold different steps above the watermark, and one that some
+        have was passed over by others, so that it will never be whole: the newest step, below all
+        that every local rank holds, that may be given up; -1: none, or no rank has passed any."""
+        if self.present is None:
+            return -1
+        rows = [
+            {s.step for s in one.snapshots() if s.round == self.present.key and s.step > watermark}
+            for one in held
+        ]
+        steps = set().union(*rows)
+        if not any(step not in row and step < max(row) for row in rows if row for step in steps):
+            return -1
+        common = set.intersection(*rows)
+        return max((step for step in steps if not common or step < min(common)), default=-1)
+
     def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
         """By (round, step): what each local rank of that round holds."""
         found: dict[tuple[bytes, int], list[int]] = {}

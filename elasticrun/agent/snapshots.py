@@ -20,6 +20,7 @@ from elasticrun.agent.held import Held, Sizes
 from elasticrun.agent.holdings_report import HoldingsReport
 from elasticrun.agent.inventory import Inventory
 from elasticrun.agent.link import Link
+from elasticrun.agent.marks import Marks
 from elasticrun.agent.memory import NoRoom
 from elasticrun.agent.persisting import Persisting, named
 from elasticrun.agent.savers import Savers
@@ -94,8 +95,7 @@ class Snapshots:
         self._current: dict[int, Held] = {}  # given in this life, by local rank
         self._giving: set[int] = set()  # local ranks that are being given a segment
         self._steps: dict[int, int] = {}  # the last one that each local rank has committed
-        self._watermark = NONE
-        self._resumed = False
+        self._marks = Marks()
         self._remarks: set[str] = set()
         self._hashes: dict[int, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,7 +127,7 @@ class Snapshots:
 
     def begin(self, start: m.Start) -> None:
         """Ranks of this round are about to be started."""
-        self._start, self._living, self._resumed = start, True, False
+        self._start, self._living = start, True
         for peer in self._server.peers():
             if isinstance(peer.here, s.RankHere):
                 peer.close()
@@ -139,7 +139,7 @@ class Snapshots:
         self._inventory.begin(start, self._segments.held)
         pins = self._persisting.pins()
         sift(self._segments.held, start.restore, pins, self._wanted.reason)
-        self._watermark = NONE if start.restore is None else start.restore.step
+        self._marks.begin(NONE if start.restore is None else start.restore.step)
         self.savers.replace_old()
         self._shards.begin(start)
         self._serve()
@@ -168,6 +168,7 @@ class Snapshots:
         if isinstance(order, m.Watermark):
             if self._start is not None and order.round == self._start.round:
                 self._whole(order.step)
+                self._give_up(order.given_up)
         elif isinstance(order, m.Persist):
             self._persisting.begin(order)
         elif isinstance(order, m.CommitCheckpoint):
@@ -179,16 +180,18 @@ class Snapshots:
 
     def _whole(self, step: int) -> None:
         """The present life has a whole step of its own: older ones are not needed for it."""
-        if step <= self._watermark and self._resumed:
+        if not self._marks.rise(step):
             return
-        self._watermark, self._resumed = step, True
-        for held in self._current.values():
-            if not held.gone:
-                held.segment.watermark = step
+        self._marks.show(self._current.values())
         for held in self._segments.held:
             held.unpin(CHOSEN)
         self._shards.let_copies_go()
         self._tidy()
+
+    def _give_up(self, step: int) -> None:
+        """Steps above the watermark that are in nobody's way any more."""
+        if self._marks.give_up(step):
+            self._marks.show(self._current.values())
 
     def _over(self, order: m.PersistOver) -> None:
         """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
@@ -295,7 +298,7 @@ class Snapshots:
             return
         self._giving.discard(local_rank)
         self._current[local_rank] = held
-        held.segment.watermark = self._watermark
+        self._marks.show([held])
         held.segment.save_at = held.segment.current = NONE
         fresh = not held.written and not held.snapshots()
         peer.send(s.SegmentHere(True, "", fresh), held.fd)
@@ -307,18 +310,10 @@ class Snapshots:
             current = self._current.get(held.local_rank)
             if current is None or current is held or held.pinned():
                 continue
-            if not held.snapshots() or self._has_whole(current):
+            if not held.snapshots() or self._inventory.has_whole(current, self._marks.watermark):
                 self.savers.forget(held)
                 self._segments.drop(held)
         self._report.changed()
-
-    def _has_whole(self, held: Held) -> bool:
-        """Whether a step of the present life lies in it that is whole over the job."""
-        present = self._inventory.present
-        return present is not None and any(
-            snapshot.round == present.key and snapshot.step <= self._watermark
-            for snapshot in held.snapshots()
-        )
 
     # ------------------------------------------------------------ commits
 
@@ -334,10 +329,11 @@ class Snapshots:
             self._wanted.add(snapshot.round, snapshot.step, self._current.values())
         self._steps[local_rank] = snapshot.step
         alone = start.group_world_size == 1 and len(self._steps) == self._nproc
-        if alone and (not self._resumed or min(self._steps.values()) > self._watermark):
-            step = self._inventory.whole_here(self._current.values())
-            if step >= 0:
-                self._whole(step)
+        if alone and (not self._marks.resumed or min(self._steps.values()) > self._marks.watermark):
+            self._whole(self._inventory.whole_here(self._current.values()))
+        mark = self._marks.watermark
+        if any(mark < step < snapshot.step for step in self._steps.values()):
+            self._give_up(self._inventory.passed_over(self._current.values(), mark))
         if held.key not in self._hashes:
             loop = asyncio.get_running_loop()
             self._hashes[held.key] = loop.call_later(HASH_AFTER, self._hash, held)

@@ -5,7 +5,9 @@ Two rounds are believed: the present one, and the one that it was restored from,
 it was restored from, for as long as nodes hold it. What a node holds counts while its stream
 stands: it says all of it again on every stream, before it says that its ranks have stopped.
 
-*The watermark* is the newest whole step of the present round; older ones are needed no more.
+*The watermark* is the newest whole step of the present round; older ones are needed no more. Where
+ranks have come to hold different steps above it, none of which can become whole, their slots would
+be full for ever: those steps are *given up*, and do not count from then on.
 *The choice* is the newest whole step of the present round, else of the one before, without those
 that are bad: a shard did not have its hash, or (poison) MAX_REJECTED rounds that went on from it
 failed by themselves before they had a whole step of their own. A node that died is no sign of
@@ -92,7 +94,16 @@ class BreakpointChoice:
             newest = next((step for step in ledger.steps() if ledger.is_whole(step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
-                self.orders.append((tuple(self._raw), m.Watermark(ledger.name, newest)))
+                self.orders.append((tuple(self._raw), self._mark()))
+            elif ledger.passed > max(self.watermark, ledger.given_up[1]):
+                ledger.give_up(self.watermark)
+                self.orders.append((tuple(self._raw), self._mark()))
+
+    def _mark(self) -> m.Watermark:
+        """What all nodes of the present round are to know."""
+        ledger = self._ledgers[0]
+        above, upto = ledger.given_up
+        return m.Watermark(ledger.name, self.watermark, upto if above == self.watermark else -1)
 
     # ------------------------------------------------------------ the choice
 

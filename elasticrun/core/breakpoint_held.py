@@ -96,6 +96,8 @@ class Ledger:
         self.name = name
         self.world_size = world_size
         self.upto: int | None = None  # later steps were withdrawn; None: the round may still run
+        self.passed = -1  # the newest step that a node has which is needed for it went on without
+        self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
         self.snaps: dict[int, Snap] = {}
         self._last: dict[int, int] = {}  # rank -> the content that it had last
         self._home: dict[int, str] = {}  # rank -> the node that held it last
@@ -127,6 +129,27 @@ class Ledger:
                 self._put(node, one)
         if now:
             self._said[node] = now
+            self._pass_over(now)
+
+    def _pass_over(self, now: dict[int, Holding]) -> None:
+        """A node that holds a newer step will not come back for those that it does not hold; where
+        nobody else has its content either, they will never be whole."""
+        newest = max(now)
+        mine = {content for content in now[newest].contents if content}
+        for step, snap in self.snaps.items():
+            gone_by = self.passed < step < newest and step not in now
+            if gone_by and not all(snap.holders.get(content) for content in mine):
+                self.passed = step
+
+    def give_up(self, above: int) -> int:
+        """Nothing above this step counts of what is held now; the newest such step."""
+        newest = max(self.snaps, default=-1)
+        self.given_up = (above, newest)
+        for step in [one for one in self.snaps if one > above]:
+            del self.snaps[step]
+        for node, said in self._said.items():
+            self._said[node] = {at: one for at, one in said.items() if at <= above}
+        return newest
 
     def keep_only(self, node: str, step: int | None) -> None:
         """Of this node no other step counts any more; None: none does."""
@@ -188,7 +211,9 @@ class Ledger:
 
     def _is_ours(self, one: Holding) -> bool:
         late = self.upto is not None and one.step > self.upto
-        return one.round == self.name and one.world_size == self.world_size and not late
+        if late or self.given_up[0] < one.step <= self.given_up[1]:
+            return False
+        return one.round == self.name and one.world_size == self.world_size
 
     def _put(self, node: str, one: Holding) -> None:
         snap = self.snaps.get(one.step)

@@ -109,8 +109,8 @@ class BreakpointSave(BreakpointChoice):
                 self.orders.append(((node,), attempt.order(node, now)))
             elif attempt.committing:
                 self.orders.append(((node,), m.CommitCheckpoint(attempt.name)))
-        if member and self.watermark >= 0:
-            self.orders.append(((node,), m.Watermark(self._ledgers[0].name, self.watermark)))
+        if member and self._ledgers and self._mark() != m.Watermark(self._ledgers[0].name, -1):
+            self.orders.append(((node,), self._mark()))
 
     def _kept(self, node: str, ledger: Ledger) -> int | None:
         attempt = self._attempt

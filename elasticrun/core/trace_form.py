@@ -171,7 +171,8 @@ def snapshot_words(message: m.Report | m.Order) -> str:
             said = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
             return f"Persisted {message.attempt}: {said}"
         case m.Watermark():
-            return f"Watermark {message.round.number}: step {message.step}"
+            given_up = f", up to {message.given_up} given up" if message.given_up >= 0 else ""
+            return f"Watermark {message.round.number}: step {message.step}{given_up}"
         case m.Persist():
             role = "coordinates" if message.coordinates else f"with {message.coordinator}"
             return (

@@ -18,6 +18,10 @@ from elasticrun.wire.spawner import Configure, EntryKind
 
 PACKAGE = __name__.partition(".")[0]
 
+FOR_SNAPSHOTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor")
+"""What a Checkpointer imports of torch, most of a second of one core; every life of every rank of
+a script that names one would pay it."""
+
 
 @dataclass
 class Prepared:
@@ -96,5 +100,8 @@ def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, al
         return f"torch cannot be imported here ({type(error).__name__}: {error})"[:300]
     prepared.torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
     if not alone:
-        prepared.remarks += prepared.preloader.import_modules(configure.preload, refused)
+        modules = list(configure.preload)
+        if trust.takes_snapshots(configure.entry):
+            modules += [name for name in FOR_SNAPSHOTS if name not in modules]
+        prepared.remarks += prepared.preloader.import_modules(modules, refused)
     return ""

@@ -96,24 +96,35 @@ def entry_reason(entry: Entry) -> str:
     """What the program itself says against a fork."""
     if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
         return ""
-    path = entry.target
-    if entry.kind is EntryKind.MODULE:
-        path = _module_file(entry.target)
+    path = _file_of(entry)
     if path.endswith((".pyc", ".pyo")):
         return f"{path} is compiled"
-    words = _words_in(path)
+    text = _text_of(path)
+    words = sorted(word for word in FORBIDDEN_IN_TEXT if word in text)
     if words:
         return f"{path} speaks of {words[0]}, which only a fresh process reads"
     return ""
 
 
-def _words_in(path: str) -> list[str]:
+def takes_snapshots(entry: Entry) -> bool:
+    """Whether the program's own text names elasticrun's Checkpointer; what it imports is not looked
+    at."""
+    if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
+        return False
+    text = _text_of(_file_of(entry))
+    return "Checkpointer" in text and "elasticrun" in text
+
+
+def _file_of(entry: Entry) -> str:
+    return _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
+
+
+def _text_of(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            text = file.read(MAX_SCRIPT).decode("utf-8", "replace")
+            return file.read(MAX_SCRIPT).decode("utf-8", "replace")
     except (OSError, ValueError):
-        return []
-    return sorted(word for word in FORBIDDEN_IN_TEXT if word in text)
+        return ""
 
 
 def _module_file(name: str) -> str:

@@ -109,6 +109,7 @@ class Memory:
         self.kept: list[Kept] = []  # the oldest first
         self.skipped = 0
         self._watermark: Key | None = None
+        self._given_up = -1
         self._start: Start | None = None
         self._saver = Endpoint(node.name, SAVER_PORT)
 
@@ -118,7 +119,7 @@ class Memory:
         """Ranks of a new life are about to start."""
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
-        self._start, self._watermark = start, key
+        self._start, self._watermark, self._given_up = start, key, -1
         shelves.sizes[start.round] = start.world_size
         if shelves.restores.setdefault(start.round, key) != key:
             self._fault(f"round {start.round} restores {key} and {shelves.restores[start.round]}")
@@ -160,7 +161,8 @@ class Memory:
         mark = self._watermark
         whole = [one for one in self.kept if mark is not None and not one.is_later(mark)]
         older = self.kept[: self.kept.index(whole[-1])] if whole else []
-        return next((one for one in older if not one.pinned), None)
+        lost = [one for one in self.kept if one not in whole and one.step <= self._given_up]
+        return next((one for one in older + lost if not one.pinned), None)
 
     def gives(self, name: RoundName, step: int, rank: int) -> bool:
         """Whether the shard of this rank, or one that is equal to it, is here."""
@@ -195,6 +197,9 @@ class Memory:
 
     def _mark(self, order: Watermark) -> None:
         if self._start is None or order.round != self._start.round:
+            return
+        self._given_up = order.given_up
+        if order.step < 0:
             return
         key = (order.round, order.step)
         if not self._shelves.was_whole(key):

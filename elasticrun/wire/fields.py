@@ -323,7 +323,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "saver": _MAYBE_ENDPOINT,
         "reason": _TEXT,
     },
-    m.Watermark: _SNAPSHOT,
+    m.Watermark: {"round": _ROUND, "step": Int(-1, INT64), "given_up": Int(-1, INT64)},
     m.Persist: {
         "attempt": _ATTEMPT,
         **_SNAPSHOT,

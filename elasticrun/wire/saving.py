@@ -95,10 +95,12 @@ class Holder:
 @dataclass(frozen=True, slots=True)
 class Watermark:
     """Order: this step of the present round is whole over the whole job, so that older ones are
-    needed no more."""
+    needed no more; -1: none is yet. Steps above it up to `given_up` will never be whole, because
+    some nodes have them and others went on without; -1: none."""
 
     round: RoundName
     step: int
+    given_up: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ machines the notice over the socket, which comes after them, is the fence (check
     control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
     opaque values | slot 1 ...
 
-Words of the control page have one writer each: the agent `watermark` and `save_at`, the rank
-`current`. A slot's pin is set by the rank for a persist that it asks for (before it tells the
+Words of the control page have one writer each: the agent `watermark`, `given_up` and `save_at`, the
+rank `current`. A slot's pin is set by the rank for a persist that it asks for (before it tells the
 agent) or by the agent while no rank lives, and cleared by the agent alone.
 """
 
@@ -36,7 +36,7 @@ MIN_SLOTS: Final = 2
 MAX_SLOTS: Final = 4
 
 _MAGIC, _VERSION, _SLOTS, _LAYOUT_BYTES, _LAYOUT_LENGTH, _SLOT_BYTES = range(6)
-_WATERMARK, _SAVE_AT, _CURRENT = 16, 17, 18
+_WATERMARK, _SAVE_AT, _CURRENT, _GIVEN_UP = 16, 17, 18, 19
 _PINS = 24
 """Indices of 8-byte words in the control page; pins take MAX_SLOTS of them."""
 
@@ -164,6 +164,16 @@ class Segment:
         self._words[_WATERMARK] = step
 
     @property
+    def given_up(self) -> int:
+        """Steps above the watermark up to this one can never be whole, since some ranks have them
+        and others went on without; NONE: no step."""
+        return self._words[_GIVEN_UP]
+
+    @given_up.setter
+    def given_up(self, step: int) -> None:
+        self._words[_GIVEN_UP] = step
+
+    @property
     def save_at(self) -> int:
         """The step that everybody is asked to save, or NONE."""
         return self._words[_SAVE_AT]
@@ -234,19 +244,22 @@ class Segment:
 
     def free_slot(self) -> int | None:
         """Where the next snapshot of the present life may go: a slot that holds nothing, else one
-        that is not pinned and that a newer whole step has made needless; None if there is none now
-        (checkpointing 2.5). For the rank."""
+        that is not pinned and is needless, because a newer step is whole or because its own step
+        was given up; None if there is none now (checkpointing 2.5). For the rank."""
         held = {s.slot: s for s in self.snapshots()}
         free = [j for j in range(self.slots) if not self.pinned(j)]
         for slot in free:
             if slot not in held:
                 return slot
-        whole = [s for s in held.values() if s.step <= self.watermark]
-        newest = max(whole, key=lambda s: s.sequence, default=None)
-        if newest is None:
-            return None
-        old = [held[j] for j in free if held[j].sequence < newest.sequence]
-        return min(old, key=lambda s: s.sequence).slot if old else None
+        watermark, given_up = self.watermark, self.given_up
+        whole = [s.sequence for s in held.values() if s.step <= watermark]
+        newest = max(whole, default=0)
+        needless = [
+            held[j]
+            for j in free
+            if held[j].sequence < newest or watermark < held[j].step <= given_up
+        ]
+        return min(needless, key=lambda s: s.sequence).slot if needless else None
 
     # ------------------------------------------------------------ hashes, kept by the saver
 
@@ -281,7 +294,7 @@ def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int
     words[_LAYOUT_BYTES] = room
     words[_LAYOUT_LENGTH] = layout_length
     words[_SLOT_BYTES] = slot_bytes
-    words[_WATERMARK] = words[_SAVE_AT] = words[_CURRENT] = NONE
+    words[_WATERMARK] = words[_SAVE_AT] = words[_CURRENT] = words[_GIVEN_UP] = NONE
     words[_MAGIC] = MAGIC
     words.release()
 

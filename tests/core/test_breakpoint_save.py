@@ -94,6 +94,40 @@ def test_the_watermark_is_told_once_when_it_rises() -> None:
     assert saves.taken() == []
 
 
+def test_steps_that_can_never_be_whole_are_given_up() -> None:
+    """Two slots each, of which one has the watermark: b came too late for 110, a for 111. Nothing
+    that they hold above 100 can become whole, and nothing else could be written for ever."""
+    saves = Saves()
+    saves.both(100)
+    saves.taken()
+    saves.holds("a", 100, 110)
+    assert saves.taken() == [], "b may still be copying 110"
+    saves.holds("b", 100, 111)
+    (nodes, order), saves.orders = saves.orders[-1], []
+    assert nodes == ("a", "b")
+    assert order == m.Watermark(R1, 100, 111)
+    assert step_of(saves) == 100
+    saves.holds("b", 100, 110)  # whatever is said of them from now on
+    assert saves.taken() == []
+    assert step_of(saves) == 100
+    saves.attached("a", 1.0, member=True)
+    assert saves.last() == m.Watermark(R1, 100, 111), "a new stream is told again"
+    saves.taken()
+    saves.both(100, 120)
+    assert saves.last() == m.Watermark(R1, 120)
+    assert step_of(saves) == 120
+
+
+def test_equal_state_is_never_given_up() -> None:
+    """Whoever has it has it for all."""
+    saves = Saves()
+    saves.both(100, content=5)
+    saves.holds("a", 100, 110, content=5)
+    saves.holds("b", 100, 111, content=5)
+    assert saves.watermark == 111
+    assert all(getattr(order, "given_up", -1) == -1 for _, order in saves.orders)
+
+
 def test_steps_of_two_rounds_are_not_combined() -> None:
     """COORDINATION 9 a: a holds 101 of the old round, b of the new one."""
     saves = Saves()

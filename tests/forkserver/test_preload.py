@@ -96,6 +96,32 @@ def test_only_installed_packages_are_preloaded(tmp_path: Path, name: str) -> Non
         assert ("not an installed package" in text) or ("no such module" in text)
 
 
+IMPORTS = """
+import json, sys
+ran = []
+sys.addaudithook(lambda event, args: event == "exec" and ran.append(args[0].co_filename))
+import torch.distributed.checkpoint
+json.dump([name for name in ran if "distributed" in name], open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [("from elasticrun.training import Checkpointer", True), ("checkpointer = None", False)],
+)
+def test_what_a_checkpointer_needs_is_there_for_a_script_that_names_it(
+    tmp_path: Path, text: str, there: bool
+) -> None:
+    """Without a word of the user's; other scripts do not wait for it at their start."""
+    out = tmp_path / "out"
+    entry = script(tmp_path / "s.py", IMPORTS + text + "\n", str(out))
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+        assert (json.loads(out.read_text()) == []) is there
+        assert driver.all_of(Notice) == []
+
+
 def test_a_changed_file_is_run_as_it_is_now(tmp_path: Path, package: Path) -> None:
     out = tmp_path / "out"
     entry = script(tmp_path / "s.py", SCRIPT, str(out))

@@ -253,7 +253,7 @@ orders: st.SearchStrategy[m.Order] = st.one_of(
     st.builds(m.End, EXITS, TEXTS, failure_lists),
     st.builds(m.Echo, LONGS, SECONDS),
     probes(),
-    st.builds(m.Watermark, rounds, LONGS),
+    st.builds(m.Watermark, rounds, LONGS, LONGS),
     persists(),
     st.builds(m.CommitCheckpoint, ATTEMPTS),
     st.builds(m.PersistOver, st.just("") | ATTEMPTS, rounds, LONGS, st.booleans(), TEXTS),

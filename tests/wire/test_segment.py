@@ -218,3 +218,18 @@ def test_a_kill_at_any_moment_leaves_the_step_before() -> None:
         assert hashlib.sha256(payload).digest() == hashlib.sha256(whole).digest()
         last = newest.step
     assert mid_copy, "no kill came in the middle of a copy: this test has proved nothing"
+
+
+def test_steps_that_were_given_up_make_room() -> None:
+    """This rank has 30, another one has 25 in its place: neither will ever be whole."""
+    _, segment = fresh()
+    save(segment, 10)
+    segment.watermark = 10
+    save(segment, 30)
+    assert segment.free_slot() is None
+    segment.given_up = 29
+    assert segment.free_slot() is None
+    segment.given_up = 30
+    assert save(segment, 40) == 1
+    assert steps(segment) == [10, 40]
+    assert segment.free_slot() is None

@@ -1257,7 +1257,9 @@ class Watermark(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    given_up: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     def __init__(
@@ -1265,10 +1267,11 @@ class Watermark(_message.Message):
         *,
         round: Global___Round | None = ...,
         step: _builtins.int = ...,
+        given_up: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given_up", b"given_up", "round", b"round", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
