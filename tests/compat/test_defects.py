@@ -77,7 +77,7 @@ class TestScaleUp:
         jobs = agents(world, TORCHRUN, 1, "1:2", port, conf)
         world.hub.ranks(1, world_size=1)
         jobs += agents(world, TORCHRUN, 1, "1:2", port, conf)
-        assert [j.wait() for j in jobs] == [1, 1]
+        assert [j.wait(150) for j in jobs] == [1, 1]  # its own time limits, one after the other
 
     def test_ours(self, world: World) -> None:
         port = free_port()

@@ -1,6 +1,7 @@
 """Writes all that a rank can see of its start to $DUMP_DIR/<rank>.<restart>.json.
 
-DUMP_FAIL_UNTIL=N: exits with 3 in every life before the N-th (all ranks).
+DUMP_FAIL_UNTIL=N: exits with 3 in every life before the N-th (all ranks), once all ranks of that
+life have written theirs: the first to fail is the end of the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import resource
 import signal
 import stat
 import sys
+import time
 from pathlib import Path
 
 
@@ -76,8 +78,14 @@ def main() -> None:
     """Write the picture, then fail if this life is to fail."""
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     folder = Path(os.environ["DUMP_DIR"])
-    folder.joinpath(f"{os.environ['RANK']}.{restart}.json").write_text(json.dumps(picture()))
+    done = folder / f"{os.environ['RANK']}.{restart}.json"
+    begun = done.with_suffix(".part")
+    begun.write_text(json.dumps(picture()))
+    begun.rename(done)
     if restart < int(os.environ.get("DUMP_FAIL_UNTIL", "0")):
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        while not all((folder / f"{rank}.{restart}.json").exists() for rank in ranks):
+            time.sleep(0.01)
         sys.exit(3)
 
 

@@ -5,10 +5,10 @@ same bits as one that was never killed.
              [--die RANK:STEP:HOW]... [--poison STEP] [--gate FILE]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
-end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, after the
-snapshot of step 5; HOW is kill, raise, term, or any signal's name. With `--poison 7` rank 1 dies in
-its first step of every life that goes on from step 7. With `--gate FILE` the ranks wait after each
-step until the file's number is above it.
+end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
+ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal's name. With
+`--poison 7` rank 1 dies in its first step of every life that goes on from step 7. With
+`--gate FILE` the ranks wait after each step until the file's number is above it.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def main() -> None:
         optim=optimizer,
         progress=progress,
         every=args.every,
+        on_busy="wait",
         persist_every=args.persist_every,
         keep=Keep(last=args.keep),
     )
@@ -143,11 +144,13 @@ def main() -> None:
         progress["seen"] += 12
         checkpointer.step(step + 1)
         tell_step(step + 1)
-        for planted in args.die:
-            who, when, how = planted.split(":")
-            done = args.out / f"died-{planted}"
-            here = (int(who), int(when)) == (rank, step + 1)
-            if here and not done.exists():
+        planted = [one for one in args.die if int(one.split(":")[1]) == step + 1]
+        if planted:
+            dist.barrier()  # all have taken their snapshot
+        for one in planted:
+            who, _, how = one.split(":")
+            done = args.out / f"died-{one}"
+            if int(who) == rank and not done.exists():
                 done.touch()
                 die(how)
         wait_for(args.gate, step + 1)
