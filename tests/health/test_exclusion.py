@@ -122,8 +122,10 @@ def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
     job.kill_rank(1)
     second = health.world_of(0, 1, since=first.began)
     assert second.restarts == 1
+    # A busy machine may look slow and be measured in one more pass; the checks are counted.
+    assert health.said().count("network check of 2 nodes (") == 2, health.said()
     for number in (0, 1):
-        assert job.output(number).count("this machine is being probed") == 2
+        assert health.said(number).count("this machine is being probed with node") >= 2
     health.finish(0, 0)
 
 
