@@ -63,22 +63,36 @@ def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
     return found
 
 
-READY = ("--preload=torch._dynamo,torch.distributed.checkpoint.state_dict",)
-"""What a Checkpointer imports of torch, made ready in the fork server."""
-
-
-def lives(gib: float, count: int, samples: int, deaths: int, *more: str) -> Samples:
-    """Stalls beside memcpy in a first life, then so many SIGKILLs, each with the restore, the first
-    snapshot after it, and the seconds from the death to a step of training again."""
+def lives(gib: float, count: int, samples: int, pairs: int) -> Samples:
+    """Stalls beside memcpy in a first life, then so many pairs of SIGKILLs, each with the restore,
+    the first snapshot after it, and the seconds from the death to a step of training again."""
+    deaths = 2 * pairs
     with job(ELASTICRUN) as run:
         words = (str(gib), str(count), str(samples), str(deaths + 1))
-        flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *NO_BACKOFF, *more)
+        flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *NO_BACKOFF)
         run.start(*flags, script="snapshot_lives.py", arguments=words)
         _through(run, deaths)
         rows = figures(run)
-        found = by_name(rows)
-        found["killed → training again"] = recoveries(run, deaths)
-        return found
+        return {**by_name(rows), **_breakdown(run, deaths)}
+
+
+AGAIN = "killed → training again"
+PARTS = ("dies", "script", "imported", "made", "restored", "again")
+"""What happens between the two, in turn."""
+
+
+def _breakdown(run: Job, deaths: int) -> Samples:
+    """Seconds from a death to a step of training again, and between what happens on the way; of
+    lives whose state was not touched before, those of even numbers."""
+    found: Samples = {}
+    for life in range(2, deaths + 1, 2):
+        at = [run.of("dies", life - 1), *(run.of(name, life) for name in PARTS[1:])]
+        if all(at):
+            times = [facts[0].time for facts in at]
+            found.setdefault(AGAIN, []).append(times[-1] - times[0])
+            for name, (before, after) in zip(PARTS[1:], itertools.pairwise(times), strict=True):
+                found.setdefault(f"to {name}", []).append(after - before)
+    return found
 
 
 def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]:

@@ -79,7 +79,6 @@ class Found:
     lives: rows.Samples = field(default_factory=dict)
     persists: rows.Samples = field(default_factory=dict)
     disk: rows.Samples = field(default_factory=dict)
-    ready: rows.Samples = field(default_factory=dict)
 
     def table(self) -> list[Row]:
         """What there is to say of them."""
@@ -136,18 +135,20 @@ class Found:
                 "memcpy, fresh mapping",
             ),
             Row("rank killed → training again", "s", again, (), "", most=0.5),
+            Row("– of it: death seen, rank swept, forked", "s", ours("to script", none)),
+            Row("– imports", "s", ours("to imported", none)),
+            Row("– process group, model", "s", ours("to made", none)),
+            Row(
+                "– restore() into memory that was never touched",
+                *("s", ours("to restored", none), floor("first touch", none), "first touch of it"),
+            ),
+            Row("– the first step", "s", ours("to again", none)),
             Row(
                 "–",
                 *("s", again, self.disk.get(ELASTICRUN, none)),
                 "elasticrun, dcp.load from disk",
             ),
             Row("–", "s", again, self.disk.get(TORCHRUN, none), "torchrun, dcp.load from disk"),
-            Row(
-                "–, with --preload of what of torch it imports",
-                *("s", self.ready.get("killed → training again", none), again, "without"),
-                most=0.5,
-            ),
-            Row("– of it, restore()", "s", self.ready.get("restore", none)),
         ]
 
 
@@ -157,7 +158,6 @@ def measure(gib: float, count: int, samples: int, only: str) -> Found:
     parts = {
         "floors": lambda: found.floors.update(rows.floors(gib, count, samples)),
         "lives": lambda: found.lives.update(rows.lives(gib, count, samples, samples)),
-        "ready": lambda: found.ready.update(rows.lives(gib, count, 1, samples, *rows.READY)),
         "persists": lambda: found.persists.update(rows.persists(gib, count, samples)),
         "disk": lambda: found.disk.update(
             {name: rows.from_disk(name, gib, count, 2) for name in (ELASTICRUN, TORCHRUN)}
@@ -196,9 +196,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="0.25 GiB, few samples")
     parser.add_argument("--gib", type=float, default=0.0, help="GiB of state; 1")
     parser.add_argument("--tensors", default="64,4096", help="numbers of tensors; 64,4096")
-    parser.add_argument(
-        "--only", default="", help="floors, lives, ready, persists, disk or training"
-    )
+    parser.add_argument("--only", default="", help="floors, lives, persists, disk or training")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     gib = options.gib or (0.25 if options.quick else 1.0)

@@ -158,6 +158,16 @@ EXCLUDE_FOR: Final = 3600.0
 
 # ---------------------------------------------------------------- snapshots
 
+REPLICA_LIMIT: Final = 120.0
+"""Longest time for copying one snapshot to second nodes (`Checkpointer(replicas=1)`), after which
+this one has no replicas and older ones may be overwritten; raise it for large states on slow
+networks."""
+
+ORPHAN_GRACE: Final = 900.0
+"""Seconds for which the memory of an agent that was killed waits for the next one of its job and
+node, since another agent of this user found it so; raise it where agents take longer to come back.
+It is given up sooner where another job has no room without it."""
+
 SAVE_LIMIT: Final = 120.0
 """Seconds that one attempt to write a checkpoint may take until it is given up and its snapshot may
 be overwritten (`--save-limit`); raise it for storage that is slow for the size of the state."""
@@ -166,6 +176,10 @@ be overwritten (`--save-limit`); raise it for storage that is slow for the size 
 
 SHUTDOWN_TIMEOUT: Final = 30
 """Seconds between SIGTERM and SIGKILL for a rank that handles SIGTERM (torchrun's default)."""
+
+DEPARTURE_GRACE: Final = 25.0
+"""Seconds from a death signal until a node leaves, where its ranks can save a step before
+(`--departure-grace`); 5 below what Kubernetes gives a pod. 0: it leaves at once."""
 
 SPAWN_TIMEOUT: Final = 300.0
 """How long the fork server may take to start all ranks of a node before the agent gives it up;
@@ -306,6 +320,7 @@ class AgentConfig:
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     exit_barrier_timeout: float | None = None  # None: as long as the job runs
+    departure_grace: float = DEPARTURE_GRACE
     # events, status
     event_log_handler: str = "null"
     status_port: int = 0  # 0: one that is free

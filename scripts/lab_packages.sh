@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Debian packages without which tests are skipped: a real etcd, and what makes network namespaces.
+# Debian packages without which tests are skipped: a real etcd, a real Slurm, real containers, and
+# what makes network namespaces.
 set -euo pipefail
-declare -A package=([etcd]=etcd-server [etcdctl]=etcd-client [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables)
+declare -A package=(
+  [etcd]=etcd-server [etcdctl]=etcd-client
+  [munged]=munge [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client
+  [runc]=runc
+  [ip]=iproute2 [tc]=iproute2 [nft]=nftables [iptables]=iptables
+)
 wanted=()
 for program in "${!package[@]}"; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || wanted+=("${package[$program]}")

@@ -38,6 +38,7 @@ MARK = "ELASTICRUN_TEST_MARK"
 SOCKET = "ELASTICRUN_TEST_SOCKET"
 SCRIPTS = Path(__file__).parent / "scripts"
 SHM = Path("/dev/shm")
+OTHERS_IN_SHM = ("sem.mp-", "elasticrun-test-")
 
 TORCHRUN = "torchrun"
 ELASTICRUN = "elasticrun"
@@ -53,11 +54,16 @@ _FOREIGN = (
     "ELASTICRUN_",
     "DLROVER_",
     "SLURM_",
+    "KUBERNETES_",
+    "LWS_",
+    "VC_",
+    "SKYPILOT_",
     "OMP_",
     "PYTHON",
 )
 _FOREIGN_NAMES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NODE_NUM"),
+    "JOB_COMPLETION_INDEX",
     *("LOGLEVEL", "CUDA_VISIBLE_DEVICES", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
 }
 
@@ -404,9 +410,10 @@ def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
     """Entries of /dev/shm that were not there `before` and that no living process has mapped.
 
     Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
-    they are, and other programs of this machine make and leave them. What a test that runs beside
-    this one has there for a while goes within `limit` seconds, and is not told."""
-    left = {name for name in shm_entries() if not name.startswith("sem.mp-")} - before
+    they are, and other programs of this machine make and leave them; so are folders of fixtures
+    that run beside this test, and look after them. What else a test beside this one has there for a
+    while goes within `limit` seconds, and is not told."""
+    left = {name for name in shm_entries() if not name.startswith(OTHERS_IN_SHM)} - before
     end = time.monotonic() + limit
     with INotify() as watcher:
         if left:

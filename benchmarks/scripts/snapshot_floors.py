@@ -43,10 +43,15 @@ def note(found: Samples, name: str, value: float) -> None:
 
 
 def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
-    """Copies between private and shared memory, both warm; and through a fresh mapping."""
+    """Copies between private and shared memory, both warm; and through a fresh mapping. And what
+    the kernel takes for giving a process so much memory of its own, which every new one needs."""
     tensors = state.tensors()
     for _ in range(samples):
         time.sleep(PAUSE)
+        untouched = [torch.empty_like(tensor) for tensor in tensors]
+        touch = timed(lambda untouched=untouched: torch._foreach_zero_(untouched))
+        note(found, "first touch", touch)
+        del untouched
         note(found, "memcpy", timed(lambda: shared.take(tensors)))
         note(found, "memcpy back", timed(lambda: shared.give(tensors)))
         fresh = shared.mapped(tensors)

@@ -40,7 +40,7 @@ class Held:
     """One segment in our hands."""
 
     key: int  # what a saver knows it by; never used twice
-    local_rank: int  # -1: a copy from another node
+    local_rank: int  # -1: what another node's rank has, copied from there
     sizes: Sizes
     content: int  # Layout.content
     path: str  # "" for memory without a name
@@ -50,6 +50,13 @@ class Held:
     written: bool = False  # a snapshot was seen in it, so its layout stands
     pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> what it is needed for
     gone: bool = False  # given back: nothing of it may be looked at
+    own: bool = False  # its rank has state that no other rank has
+    replica: int = -1  # the rank of another node whose snapshots are kept here; -1: it is none
+
+    @property
+    def passing(self) -> bool:
+        """Whether it is a copy that one restore needs, and nobody else."""
+        return self.local_rank < 0 and self.replica < 0
 
     def snapshots(self) -> list[Snapshot]:
         """What stands in it, the newest last."""

@@ -13,6 +13,10 @@ from elasticrun.wire.messages import Holdings
 REPORTS_PER_SECOND: Final = 50.0
 """That a master hears from all nodes of a round."""
 
+ALONE: Final = 1.0
+"""Seconds between the reports of a node that is the only one: it knows by itself what is whole, and
+what matters is said at once (`now`)."""
+
 
 class HoldingsReport:
     """`look` makes the report as it is now, `nodes` is how many the round has."""
@@ -31,7 +35,8 @@ class HoldingsReport:
     def changed(self) -> None:
         """Tell it soon; of what changes within a moment only the last."""
         loop = asyncio.get_running_loop()
-        due = self._said_at + max(1, self._nodes()) / REPORTS_PER_SECOND
+        nodes = self._nodes()
+        due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
         if due <= loop.time():
             self._offer()
         elif self._due is None and not self._closed:

@@ -10,6 +10,7 @@ external    somebody has started it
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,11 @@ from elasticrun.wire.route import is_loopback, is_ours, names_this_host_only, ro
 
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
+
+DIAL_LIMIT: Final = 2.0
+"""Seconds for a dial to an address of our own, which takes microseconds."""
+
+NONCE_BYTES: Final = 16
 
 
 class HostError(Exception):
@@ -84,7 +90,33 @@ def bind_test(address: str, port: int) -> Bind:
             where = Endpoint(address, port)
             raise HostError(f"cannot listen on {where}: {error.strerror}") from None
     # `ip_nonlocal_bind` lets any address be bound.
-    return Bind.OURS if is_ours(address) else Bind.ELSEWHERE
+    return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
+
+
+def leads_here(address: str) -> bool:
+    """Whether a dial to this address comes out at this host: what answers shows our own nonce.
+
+    On a port that nobody else knows: at the endpoint's, other nodes may be dialling already."""
+    if is_loopback(address):
+        return True
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        with _socket_for(address) as listener, _socket_for(address) as dialled:
+            listener.bind((address, 0))
+            listener.listen(1)
+            dialled.connect(listener.getsockname())
+            answering, _ = listener.accept()
+            with answering:
+                answering.sendall(nonce)
+                return dialled.recv(NONCE_BYTES, socket.MSG_WAITALL) == nonce
+    except OSError:
+        return False
+
+
+def _socket_for(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    made.settimeout(DIAL_LIMIT)
+    return made
 
 
 def settle(config: AgentConfig) -> Place:

@@ -10,15 +10,19 @@ what belongs to a rank alone (its random numbers, its data loader) is in nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Final
 
 from elasticrun.agent.held import Held
 from elasticrun.agent.segment_folder import Life
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import MAX_CONTENTS, MAX_HOLDINGS, Holding, Start
 from elasticrun.wire.segment import Snapshot, round_key
-from elasticrun.wire.snapshots import RankHere
+from elasticrun.wire.snapshots import RankHere, Restored
+
+MOST_GAP: Final = 64
+"""Ranks between two of which a report lists replicas as one row: those between them have 0."""
 
 
 class Inventory:
@@ -29,6 +33,9 @@ class Inventory:
         self._lives: dict[bytes, Life] = {}
         self._wanted: set[tuple[bytes, int]] = set()
         self._folder_told = False
+        self.reading: int | None = None
+        """The checkpoint that ranks of the present life went on from; -1: none; None: they have not
+        said so yet, and may be reading any."""
         self.present: Life | None = None
         """The newest life of the local ranks."""
 
@@ -44,6 +51,7 @@ class Inventory:
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
         self._folder_told = False
+        self.reading = None
         needed = {snapshot.round for one in held for snapshot in one.snapshots()} | {life.key}
         self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
 
@@ -64,6 +72,10 @@ class Inventory:
             )
         return ""
 
+    def restored(self, said: Restored) -> None:
+        """What came of the restore of a local rank."""
+        self.reading = said.step if said.source == "storage" else -1
+
     def lives(self) -> list[Life]:
         """All that are known, the newest last."""
         return list(self._lives.values())
@@ -71,21 +83,23 @@ class Inventory:
     def life(self, name: RoundName) -> Life | None:
         return self._lives.get(round_key(name))
 
+    def learn(self, name: RoundName, world_size: int) -> None:
+        """A round in which no rank of this node took part, and of which it is to hold replicas."""
+        life = Life(name.term, name.number, name.nonce, 0, world_size, 0)
+        if life.key not in self._lives:
+            if self.present is not None:
+                last, every = self.present.keep_last, self.present.keep_every
+                life = replace(life, folder=self.present.folder, keep_last=last, keep_every=every)
+            self._lives = {life.key: life, **self._lives}
+
     # ------------------------------------------------------------ single snapshots
 
     def find(
         self, held: Iterable[Held], name: RoundName, step: int, rank: int
     ) -> tuple[Held, Snapshot] | None:
         """The snapshot of this rank of (round, step), if it lies here."""
-        life = self.life(name)
-        if life is None:
-            return None
-        for one in held:
-            if one.local_rank >= 0 and life.first_rank + one.local_rank == rank:
-                snapshot = one.find(life.key, step)
-                if snapshot is not None:
-                    return one, snapshot
-        return None
+        mine = [one for one in self.all_of(held, name, step) if one[2] == rank]
+        return min(mine, key=lambda one: one[0].replica)[:2] if mine else None
 
     def all_of(
         self, held: Iterable[Held], name: RoundName, step: int
@@ -93,10 +107,23 @@ class Inventory:
         """Every snapshot of (round, step) that lies here, with its rank."""
         life = self.life(name)
         found: list[tuple[Held, Snapshot, int]] = []
+        if life is None:
+            return found
         for one in held:
-            snapshot = None if life is None or one.local_rank < 0 else one.find(life.key, step)
-            if life is not None and snapshot is not None:
-                found.append((one, snapshot, life.first_rank + one.local_rank))
+            rank = _rank(one, life)
+            snapshot = one.find(life.key, step) if rank >= 0 else None
+            if snapshot is not None:
+                found.append((one, snapshot, rank))
+        return found
+
+    def everything(self, held: Iterable[Held]) -> list[tuple[Held, Snapshot, Life, int]]:
+        """Every snapshot of a known life that lies here, with its rank."""
+        found: list[tuple[Held, Snapshot, Life, int]] = []
+        for one in held:
+            for snapshot in one.snapshots() if not one.passing else ():
+                life = self._lives.get(snapshot.round)
+                if life is not None and _rank(one, life) >= 0:
+                    found.append((one, snapshot, life, _rank(one, life)))
         return found
 
     # ------------------------------------------------------------ all of them
@@ -117,20 +144,17 @@ class Inventory:
         contents = self._contents(held)
         self._wanted &= contents.keys()
         found: list[Holding] = []
+        own = any(one.own for one in held if one.local_rank >= 0)
         order = {key: at for at, key in enumerate(self._lives)}
-        listed = 0
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
             life, row = self._lives[key], tuple(contents[key, step])
             partly = 0 in row
             if partly and ((living and life is self.present) or self._better(contents, key, step)):
                 continue
-            listed += len(row)
-            if len(found) == MAX_HOLDINGS or listed > MAX_CONTENTS:
-                break
             wanted = (key, step) in self._wanted
             place = (life.first_rank, life.world_size)
-            found.append(Holding(life.name, step, *place, row, wanted))
-        return tuple(found)
+            found.append(Holding(life.name, step, *place, row, wanted, own=own))
+        return _fitting([*found, *self._replicas(held)])
 
     def whole_here(self, held: Iterable[Held]) -> int:
         """The newest step of the present life that all local ranks have committed; -1: none."""
@@ -175,6 +199,53 @@ class Inventory:
                 row[one.local_rank] = one.content
         return found
 
+    def _replicas(self, held: Iterable[Held]) -> list[Holding]:
+        """What is held of other nodes' ranks."""
+        rows: dict[tuple[bytes, int], dict[int, int]] = {}
+        for one in held:
+            for snapshot in one.snapshots() if one.replica >= 0 else ():
+                if snapshot.round in self._lives:
+                    row = rows.setdefault((snapshot.round, snapshot.step), {})
+                    row[one.replica] = one.content
+        found = []
+        for (key, step), row in rows.items():
+            life = self._lives[key]
+            for first, contents in _stretches(row):
+                place = (first, life.world_size)
+                found.append(Holding(life.name, step, *place, contents, False, replica=True))
+        return found
+
     def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
         """Whether all ranks hold another step of this round."""
         return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
+
+
+def _rank(one: Held, life: Life) -> int:
+    """Whose snapshots of this life lie there; -1: nobody's."""
+    if one.local_rank >= 0:
+        return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
+    return one.replica if one.replica < life.world_size else -1
+
+
+def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Contents by rank as runs with few gaps: the first rank of each, and its contents."""
+    run: list[int] = []
+    for rank in [*sorted(row), -1]:
+        if run and (rank < 0 or rank - run[-1] > MOST_GAP):
+            yield run[0], tuple(row.get(one, 0) for one in range(run[0], run[-1] + 1))
+            run = []
+        run.append(rank)
+
+
+def _fitting(held: list[Holding]) -> tuple[Holding, ...]:
+    """As many as a report may list: the newest, what ranks of this node have before replicas."""
+    found: list[Holding] = []
+    listed = 0
+    for one in sorted(
+        held, key=lambda h: (-h.round.term, -h.round.number, -h.step, h.replica, h.first_rank)
+    ):
+        listed += len(one.contents)
+        if len(found) == MAX_HOLDINGS or listed > MAX_CONTENTS:
+            break
+        found.append(one)
+    return tuple(found)

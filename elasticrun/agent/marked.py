@@ -45,10 +45,10 @@ def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
         return Tie.NONE
 
 
-def kill_group(pid: int, signum: int) -> None:
+def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
     """Send a signal to the group that `pid` leads, or to `pid` alone while it does not lead one
-    yet; nothing if it has gone."""
-    for send in (os.killpg, os.kill):
+    yet, or where only it is meant; nothing if it has gone."""
+    for send in (os.kill,) if alone else (os.killpg, os.kill):
         try:
             send(pid, signum)
             return

@@ -13,7 +13,7 @@ from elasticrun.agent import host
 from elasticrun.agent.door_host import DoorHost
 from elasticrun.agent.helpers import MasterHost, MasterProcess, new_record, sweep_records
 from elasticrun.agent.identity import offered_address
-from elasticrun.agent.meeting_base import LEAVE_LIMIT, RESOLVE_AGAIN, MeetingBase
+from elasticrun.agent.meeting_base import LEAVE_LIMIT, MeetingBase, resolve_again
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.config import AgentConfig
@@ -187,7 +187,7 @@ class Meeting(MeetingBase):
     async def _place(self) -> host.Place:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._config.spec.join_timeout
-        told = False
+        tries = 0
         while True:
             try:
                 return await in_thread(lambda: host.settle(self._config), name="resolve")
@@ -195,10 +195,12 @@ class Meeting(MeetingBase):
                 if loop.time() >= end:
                     limit = self._config.spec.join_timeout
                     raise host.HostError(f"{error}, for {limit:g} s") from None
-                if not told:
-                    told = True
+                tries += 1
+                if tries == 1:
                     logger.warning("%s; trying again until it does", error)
-            await asyncio.sleep(RESOLVE_AGAIN)
+            # No event tells of a new name. Not all pods of a job ask in the same moment.
+            wait = resolve_again(tries) * random.uniform(0.75, 1.25)
+            await asyncio.sleep(min(wait, max(0.0, end - loop.time())))
 
     def _moved(self, endpoint: Endpoint) -> None:
         self.dial = endpoint

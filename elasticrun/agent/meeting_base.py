@@ -13,7 +13,17 @@ from elasticrun.operator_log import StderrWriter
 from elasticrun.wire.ids import Endpoint
 
 RESOLVE_AGAIN: Final = 1.0
-"""Seconds between tries to resolve a name that is needed to meet: pods get theirs late."""
+"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
+late."""
+
+RESOLVE_CAP: Final = 5.0
+"""The longest such wait: name servers remember for some seconds that a name was not there."""
+
+
+def resolve_again(tries: int) -> float:
+    """Seconds until a name that did not resolve is tried again, after so many tries."""
+    return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
+
 
 OVER_LIMIT: Final = 3.0
 """Seconds for a hosted master to end when the job is over: then its port is free again when the

@@ -1,10 +1,11 @@
 """Shared memory by the page: how much may be had, taking it, and making it warm. All of it blocks.
 
 `ftruncate` alone would succeed where there is no room, and the first store into the page would end
-the process that makes it (SIGBUS); so pages are taken by `posix_fallocate`. A limit of the cgroup
-is looked at before, since reaching it kills somebody. And pages that nobody has touched are zeroed,
-and perhaps given by a hypervisor, at the first touch: MADV_POPULATE_WRITE touches them beforehand,
-by ctypes, because `mmap.madvise` would hold the interpreter for the whole call (checkpointing 2.3).
+the process that makes it (SIGBUS); so pages are taken by `posix_fallocate`, after as many large
+ones as there are (`large_pages`). A limit of the cgroup is looked at before, since reaching it
+kills somebody. And pages that nobody has touched are zeroed, and perhaps given by a hypervisor, at
+the first touch: MADV_POPULATE_WRITE touches them beforehand, by ctypes, because `mmap.madvise`
+would hold the interpreter for the whole call (checkpointing 2.3).
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from elasticrun.agent import large_pages
+from elasticrun.wire.mapping import system
+
+Tell = Callable[[str], None]
 
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
@@ -113,16 +120,20 @@ def _can_go(folder: Path) -> int:
 # ---------------------------------------------------------------- taking it
 
 
-def take_file(path: str, nbytes: int, filled: int) -> int:
-    """A descriptor of a new file of `nbytes`, whose first `filled` bytes have their pages. NoRoom,
-    and then there is no file."""
+def _nobody(clause: str) -> None:
+    """Who need not know why there are no large pages."""
+
+
+def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
+    """A descriptor of a new file of `nbytes`, whose first `filled` bytes have their pages; `tell`
+    is called with a clause if no large ones could be had. NoRoom, and then there is no file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
         raise NoRoom(f"{path} cannot be made ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled)
+        _fill(fd, nbytes, filled, tell)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):
@@ -131,25 +142,26 @@ def take_file(path: str, nbytes: int, filled: int) -> int:
     return fd
 
 
-def take_anonymous(name: str, nbytes: int, filled: int) -> int:
+def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
     """The same without a file. NoRoom."""
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError as error:
         raise NoRoom(f"the kernel gives no memory without a file ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled)
+        _fill(fd, nbytes, filled, tell)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _fill(fd: int, nbytes: int, filled: int) -> None:
+def _fill(fd: int, nbytes: int, filled: int, tell: Tell) -> None:
     try:
+        os.ftruncate(fd, nbytes)
+        if why := large_pages.take(fd, filled):
+            tell(why)
         os.posix_fallocate(fd, 0, filled)
-        if nbytes > filled:
-            os.ftruncate(fd, nbytes)
     except OSError as error:
         raise NoRoom(f"{in_words(filled)} could not be taken ({error.strerror})") from None
 
@@ -160,11 +172,7 @@ def _fill(fd: int, nbytes: int, filled: int) -> None:
 def populate(fd: int, nbytes: int) -> bool:
     """Touch every page, without the interpreter's lock; false where the kernel cannot be asked to.
     The mapping is gone again afterwards: page tables are each process' own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc = system()
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     for at in range(0, nbytes, CHUNK):
         length = min(CHUNK, nbytes - at)

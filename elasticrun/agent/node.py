@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from dataclasses import replace
 from typing import Final
@@ -47,7 +46,6 @@ from elasticrun.core.effects import (
     ReleaseStore,
     RunProbe,
     Say,
-    Signalled,
     SignalRanks,
     SpawnerLost,
     SpawnRanks,
@@ -147,6 +145,7 @@ class Node:
             restart_grace=spec.restart_grace,
             shutdown_timeout=config.shutdown_timeout,
             exit_barrier_timeout=config.exit_barrier_timeout,
+            departure_grace=config.departure_grace,
             master_lost_timeout=spec.master_lost_timeout,
             host=os.uname().nodename,  # our own name may take a name server
         )
@@ -203,6 +202,7 @@ class Node:
             fatal=self._fatal,
             progress=self._progress.place,
             snapshots=self._snapshots.place,
+            is_put_off=self._snapshots.departing.is_put_off,
         )
         self._probing = Probing(config, self._spawners, self._loop.deliver)
         self._helpers = (self._stores, self._probing, self._snapshots.savers)
@@ -258,7 +258,7 @@ class Node:
             if death:
                 self._hurry.set()
             return
-        self._loop.deliver(Signalled(signum, signal.Signals(signum).name, death))
+        self._loop.deliver(self._snapshots.departing.signalled(signum, death=death))
 
     def _from_master(self, event: AgentEvent) -> None:
         if isinstance(event, LinkBack):  # what is held comes before all that the brain says

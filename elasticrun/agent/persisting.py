@@ -173,6 +173,7 @@ class Persisting:
         if life is None or not life.folder:
             raise CannotPersist("no rank has said where checkpoints go")
         where = order.coordinator
+        last, in_use = self._keep(order, life.keep_last)
         return PersistParts(
             attempt=order.attempt,
             round=named(order.round),
@@ -187,9 +188,22 @@ class Persisting:
             coordinator_host="" if order.coordinates or where is None else where.host,
             coordinator_port=0 if order.coordinates or where is None else where.port,
             reason=order.reason,
-            keep_last=life.keep_last,
+            keep_last=last,
             keep_every=life.keep_every,
+            rewound_from=order.rewound_from,
+            in_use=in_use,
         )
+
+    def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
+        """How many checkpoints are kept (0: all), and which besides: a rank may still be reading
+        the one that it goes on from, unless each has taken a snapshot since."""
+        present, reading = self._inventory.present, self._inventory.reading
+        is_present = present is not None and present.name == order.round
+        if is_present and order.writers >= order.world_size:
+            return last, ()
+        if reading is None:
+            return 0, ()
+        return last, (reading,) if reading >= 0 else ()
 
     # ------------------------------------------------------------ small change
 

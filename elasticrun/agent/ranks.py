@@ -76,9 +76,10 @@ class Ranks:
         fatal: Callable[[str], None],
         progress: Callable[[int], str] = lambda local_rank: "",
         snapshots: Callable[[int], str] = lambda local_rank: "",
+        is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
     ) -> None:
         """`progress`: where this local rank is to tell its steps; `snapshots`: where it speaks of
-        its snapshots."""
+        its snapshots; `is_put_off`: whether it does not end by this signal."""
         self._config = config
         self._spawners = spawners
         self._output = output
@@ -87,6 +88,7 @@ class Ranks:
         self._fatal = fatal
         self._progress = progress
         self._snapshots = snapshots
+        self._is_put_off = is_put_off
         self._life: _Life | None = None
         self._sweeping: frozenset[int] = frozenset()
         self._bindings: list[numa.Binding] | None = None
@@ -131,6 +133,9 @@ class Ranks:
             life.signalled[local_rank] = signum
             self._sent_at[signum] = time.monotonic()
             self._spawners.send(key, SendSignal(key, signum))
+            if self._is_put_off(local_rank, signum):  # it would end by it, but for us
+                self._sent_at[signal.SIGKILL] = time.monotonic()
+                self._spawners.send(key, SendSignal(key, signal.SIGKILL, alone=True))
 
     def call_off(self) -> None:
         """The ranks that were asked for and are not yet started shall not be."""
@@ -197,7 +202,9 @@ class Ranks:
         local_rank = life.keys[message.key]
         self._output.rank_exited(local_rank)
         sent = life.signalled.get(local_rank)
-        if message.code != 0 and sent is None:
+        if self._is_put_off(local_rank, -message.code):
+            logger.warning("local rank %d ended by a signal that it had put off", local_rank)
+        elif message.code != 0 and sent is None:
             logger.error(
                 "failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
                 message.code,

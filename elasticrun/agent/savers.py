@@ -156,19 +156,17 @@ class Savers:
         self._say(CommitNow(attempt, writers))
         return await self._of(answer, CommitDone)
 
-    async def fetch_size(
-        self, key: int, round: Named, step: int, rank: int, host: str, port: int
-    ) -> FetchSize:
+    async def fetch_size(self, order: Fetch) -> FetchSize:
         """Ask another node's saver for a snapshot. SaverGone."""
         await self.there()
-        answer = self._answer(("size", key))
-        self._say(Fetch(key, round, step, rank, host, port))
+        answer = self._answer(("size", order.key))
+        self._say(order)
         return await self._of(answer, FetchSize)
 
-    async def fetch_into(self, key: int, held: Held) -> Fetched:
+    async def fetch_into(self, key: int, held: Held, slot: int = 0) -> Fetched:
         """And have it copied into this memory. SaverGone."""
         answer = self._answer(("fetched", key))
-        self._say(FetchInto(key), held.fd)
+        self._say(FetchInto(key, slot, held.sizes.layout), held.fd)
         return await self._of(answer, Fetched)
 
     def hash(self, held: Held, snapshot: Snapshot) -> None:

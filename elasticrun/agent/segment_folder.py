@@ -2,7 +2,9 @@
 
 Its name says whose it is: user, job, node. An agent holds its lock (flock) for as long as it lives,
 so a folder whose lock is free has lost its agent: the next agent of the same node adopts what lies
-there, and agents of other jobs remove it. Nothing here is at a path that two jobs share.
+there. Agents of other jobs mark it when they find it so, and remove it some time later: at once if
+the machine was started anew since, for what is not on a tmpfs may be torn then. Nothing here is at
+a path that two jobs share.
 """
 
 from __future__ import annotations
@@ -36,8 +38,21 @@ MAX_FILES: Final = 65536
 
 LOCK: Final = "lock"
 LIVES: Final = "lives.json"
+ORPHAN: Final = "orphan"
+"""Its time is when another agent found that this folder had lost its own."""
 
-_NAME: Final = re.compile(r"(\d{1,4})-([0-9a-f]{16})-(\d{1,9})")
+_NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of a segment."""
+
+    path: str
+    local_rank: int  # -1: another node's rank
+    replica: int  # that rank; -1: none
+    layout: int  # Layout.key
+    serial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +86,26 @@ class SegmentFolder:
         self.path = path
         self._lock = lock
         self._prefix = prefix  # of the folders of this job's other nodes
+        self.torn = False  # what lay here was of before this machine's last start
+        if _is_of_another_boot(lock):
+            self.torn = True
+            self.clear()
+        _note_boot(lock)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, ORPHAN))
 
-    def file(self, local_rank: int, layout: int, serial: int) -> str:
-        """The path of a segment."""
-        return os.path.join(self.path, f"{local_rank}-{layout:016x}-{serial}")
+    def file(self, local_rank: int, layout: int, serial: int, replica: int = -1) -> str:
+        """The path of a segment; `replica`: the rank of another node that it is for."""
+        whose = f"r{replica}" if replica >= 0 else str(local_rank)
+        return os.path.join(self.path, f"{whose}-{layout:016x}-{serial}")
 
-    def files(self) -> Iterator[tuple[str, int, int, int]]:
-        """Path, local rank, layout key and serial of each segment that lies here."""
+    def files(self) -> Iterator[Found]:
+        """Each segment that lies here."""
         for name in sorted(os.listdir(self.path))[:MAX_FILES]:
             if found := _NAME.fullmatch(name):
-                rank, layout, serial = int(found[1]), int(found[2], 16), int(found[3])
-                yield os.path.join(self.path, name), rank, layout, serial
+                rank, layout = int(found[2]), int(found[3], 16)
+                whose = (-1, rank) if found[1] else (rank, -1)
+                yield Found(os.path.join(self.path, name), *whose, layout, int(found[4]))
 
     def lives(self) -> list[Life]:
         """The rounds that the last agent has noted; [] where nothing can be read."""
@@ -133,10 +157,64 @@ def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | No
     return None
 
 
-def clean(base: str, job_id: str) -> None:
-    """Remove what agents of other jobs of this user have left that were killed."""
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """Folders that were removed, and the seconds until the next one may be; None: there is none."""
+
+    removed: int
+    due: float | None
+
+
+def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
+    """Remove what agents of other jobs of this user have left that were killed, once one of us has
+    found it `grace` seconds ago. `now`: by the clock of files."""
     mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
-    _remove_free(base, lambda name: name.startswith(mine) and not name.startswith(ours))
+    waits: list[float] = []
+
+    def is_over(path: str, lock: int) -> bool:
+        left = 0.0 if _is_of_another_boot(lock) else grace - _orphaned_for(path, now)
+        if left > 0:
+            waits.append(left)
+        return left <= 0
+
+    removed = _remove_free(
+        base, lambda name: name.startswith(mine) and not name.startswith(ours), is_over
+    )
+    return Cleaned(removed, min(waits, default=None))
+
+
+def _orphaned_for(path: str, now: float) -> float:
+    """Seconds since one of us found that this folder had lost its agent; 0.0: it is found now."""
+    mark = os.path.join(path, ORPHAN)
+    with contextlib.suppress(OSError):
+        age = now - os.stat(mark, follow_symlinks=False).st_mtime
+        if age >= 0:  # else the clock was set back meanwhile
+            return age
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(OSError):
+        os.close(os.open(mark, flags, 0o600))
+        os.utime(mark, (now, now), follow_symlinks=False)
+    return 0.0
+
+
+def _boot() -> bytes:
+    """Names the time since this machine's last start; b"" where the kernel does not say."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read(64).strip()
+    return b""
+
+
+def _note_boot(lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _boot(), 0)
+
+
+def _is_of_another_boot(lock: int) -> bool:
+    with contextlib.suppress(OSError):
+        noted, boot = os.pread(lock, 64, 0), _boot()
+        return bool(noted and boot) and noted != boot
+    return False
 
 
 def _lock(path: str) -> int | None:
@@ -167,8 +245,14 @@ def _lock(path: str) -> int | None:
     raise OSError(f"{path} is removed again and again")
 
 
-def _remove_free(base: str, wanted: Callable[[str], bool]) -> None:
-    """Remove the folders here that are `wanted(name)` and that no agent holds."""
+def _remove_free(
+    base: str,
+    wanted: Callable[[str], bool],
+    is_over: Callable[[str, int], bool] = lambda path, lock: True,
+) -> int:
+    """Remove the folders here that are `wanted(name)`, that no agent holds, and that `is_over(path,
+    lock)`; how many that was."""
+    removed = 0
     pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
     with contextlib.suppress(OSError):
         for name in os.listdir(base)[:MAX_FILES]:
@@ -178,8 +262,13 @@ def _remove_free(base: str, wanted: Callable[[str], bool]) -> None:
             with contextlib.suppress(OSError):
                 lock = _lock(path)
                 if lock is not None:
-                    _remove(path)
-                    os.close(lock)
+                    try:
+                        if is_over(path, lock):
+                            _remove(path)
+                            removed += 1
+                    finally:
+                        os.close(lock)
+    return removed
 
 
 def _remove(path: str) -> None:

@@ -15,13 +15,21 @@ import contextlib
 import mmap
 import os
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
 from elasticrun.agent import memory
 from elasticrun.agent.held import Held, Sizes, let_go
 from elasticrun.agent.memory import NoRoom, in_words
-from elasticrun.agent.segment_folder import DEFAULT_BASE, Life, SegmentFolder, clean, take
+from elasticrun.agent.orphans import Orphans
+from elasticrun.agent.segment_folder import (
+    DEFAULT_BASE,
+    Found,
+    Life,
+    SegmentFolder,
+    take,
+)
 from elasticrun.agent.threads import in_thread
 from elasticrun.operator_log import logger
 from elasticrun.wire import env
@@ -47,6 +55,7 @@ class Segments:
         self._job_id = job_id
         self._nproc = nproc
         self._base = environ.get(env.SHM_DIR, "") or DEFAULT_BASE
+        self._orphans = Orphans(self._base, job_id)
         self._folder: SegmentFolder | None = None
         self._no_folder = ""
         self._node = ""
@@ -66,13 +75,18 @@ class Segments:
         of. The folder of a node that has none is made when it is needed."""
         self._node = node
         try:
-            adopted = await in_thread(lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments")
+            due, adopted = await in_thread(
+                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments"
+            )
         except (OSError, TimeoutError) as error:
             self._have_none(error)
             return []
+        self._orphans.again(due)
         if adopted is None:
             return []
         self._folder, self.held, lives = adopted
+        if self._folder.torn:
+            logger.warning("snapshots of before this machine's last start are not used")
         found = self.held
         serials = [int(held.path.rpartition("-")[2]) for held in found]
         self._serials = count(max(serials, default=0) + 1)
@@ -95,16 +109,28 @@ class Segments:
         """A number that no segment has had."""
         return next(self._keys)
 
-    async def need(self, local_rank: int, sizes: Sizes, content: int) -> Held:
-        """The segment of this local rank for this layout: the one it had, or a new one. NoRoom."""
-        if wrong := sizes.wrong():
+    async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
+        """The segment of this local rank for this layout: the one it had, or a new one; with
+        `least` slots (0: no fewer) where there is no room for all. NoRoom."""
+        fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
+        if wrong := sizes.wrong() or fewer.wrong():
             raise NoRoom(wrong)
         for held in self.held:
-            if held.local_rank == local_rank and held.sizes == sizes:
+            if held.local_rank == local_rank and held.sizes in (sizes, fewer):
                 held.content = content
                 return held
-        self._announce(sizes)
-        held = await self._make(local_rank, sizes, content, sizes.nbytes)
+        try:
+            self._announce(sizes)
+            held = await self._make(local_rank, sizes, content, sizes.nbytes)
+        except NoRoom as error:
+            if fewer == sizes or self._closed:
+                raise
+            self._once(
+                f"there is room for {least} snapshots of a rank only: some are skipped while a "
+                f"checkpoint is written ({error})"
+            )
+            sizes = fewer
+            held = await self._make(local_rank, sizes, content, sizes.nbytes)
         self._spawn(self._warm(held))
         return held
 
@@ -116,6 +142,19 @@ class Segments:
         one = sizes.nbytes - (PAGE + slot_bytes)
         return await self._make(-1, sizes, 0, one)
 
+    async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
+        """The segment for what this rank of another node has: the one it had for this layout, or a
+        new one. NoRoom."""
+        if wrong := sizes.wrong():
+            raise NoRoom(wrong)
+        for held in self.held:
+            if held.replica == rank and held.sizes == sizes:
+                held.content = content
+                return held
+        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        self._once(f"replicas take {slots} of shared memory for each rank of another node", "info")
+        return await self._make(-1, sizes, content, sizes.nbytes, rank)
+
     def drop(self, held: Held) -> None:
         """Not needed any more; who has mapped it keeps what it sees."""
         if held in self.held:
@@ -126,6 +165,7 @@ class Segments:
     async def close(self, *, job_over: bool) -> None:
         """Give everything back."""
         self._closed = True
+        self._orphans.close()
         held, self.held = self.held, []
         for one in held:
             one.gone = True
@@ -168,31 +208,37 @@ class Segments:
             why = f"{self._base}: {error.strerror or error}"
         self._no_folder = f"there is no folder for snapshots ({why})"
 
-    async def _make(self, local_rank: int, sizes: Sizes, content: int, filled: int) -> Held:
+    async def _make(
+        self, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int = -1
+    ) -> Held:
         named = await self._room(filled)
         self._taking += filled
         try:
-            return await self._take(named, local_rank, sizes, content, filled)
+            return await self._take(named, local_rank, sizes, content, filled, replica)
         finally:
             self._taking -= filled
             self._taken.set()
 
     async def _take(
-        self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int
+        self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int
     ) -> Held:
         folder = self._folder if named else None
-        path = "" if folder is None else folder.file(local_rank, sizes.layout, next(self._serials))
-        if local_rank < 0:  # a copy is of no use to a later agent
-            path = ""
+        path = ""
+        if folder is not None and max(local_rank, replica) >= 0:  # else no later agent wants it
+            path = folder.file(local_rank, sizes.layout, next(self._serials), replica)
+
+        small: list[str] = []
 
         def work() -> tuple[int, mmap.mmap]:
             if path:
-                fd = memory.take_file(path, sizes.nbytes, filled)
+                fd = memory.take_file(path, sizes.nbytes, filled, small.append)
             else:
-                fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled)
+                fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled, small.append)
             return fd, mmap.mmap(fd, sizes.nbytes)
 
         fd, mapped = await in_thread(work, name="segments")
+        for why in small:
+            self._once(f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})", "info")
         view = memoryview(mapped)
         begin(
             view,
@@ -201,7 +247,10 @@ class Segments:
             slots=sizes.slots,
         )
         segment = Segment(view)
-        held = Held(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment)
+        held = Held(
+            *(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment),
+            replica=replica,
+        )
         if self._closed:
             await _give_back([held])
             raise NoRoom("this agent ends")
@@ -214,15 +263,19 @@ class Segments:
         What others are just taking may or may not have been counted already: so a refusal waits
         until they are done."""
         await self._have_folder()
+        made_room = False
         while True:
             self._taken.clear()
             room, (free, bound) = await in_thread(self._look, name="segments")
             taking = self._taking
             if need + taking <= free and room is not None and need + taking <= room:
                 return True
-            if not taking:
+            if taking:
+                await self._taken.wait()
+            elif made_room or not await self._orphans.make_room():
                 break
-            await self._taken.wait()
+            else:
+                made_room = True
         if need > free:
             raise NoRoom(f"{in_words(need)} are needed, and {bound} has {in_words(free)} left")
         where = f"{self._base} has room for {in_words(room or 0)}"
@@ -251,28 +304,31 @@ class Segments:
 
     # ------------------------------------------------------------ taking over
 
-    def _adopt(self, node: str) -> tuple[SegmentFolder, list[Held], list[Life]] | None:
-        clean(self._base, self._job_id)
+    def _adopt(
+        self, node: str
+    ) -> tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]:
+        """When others' folders are to be looked at again, and what is ours here."""
+        due = self._orphans.look().due
         folder = take(self._base, self._job_id, node, make=False)
         if folder is None:
-            return None
+            return due, None
         lives = folder.lives()
         found: list[Held] = []
-        for path, local_rank, layout, _ in folder.files():
-            held = self._adopted(path, local_rank, layout) if lives else None
-            if held is not None and local_rank < self._nproc:
+        for file in folder.files():
+            held = self._adopted(file) if lives else None
+            if held is not None and file.local_rank < self._nproc:
                 found.append(held)
                 continue
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(file.path)
             if held is not None:
                 let_go(held)
-        return folder, found, lives
+        return due, (folder, found, lives)
 
-    def _adopted(self, path: str, local_rank: int, layout: int) -> Held | None:
+    def _adopted(self, file: Found) -> Held | None:
         """A segment with snapshots of ours, or None for what is none."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -283,14 +339,17 @@ class Segments:
         try:
             segment = Segment(memoryview(mapped))
             found = segment.layout()
-            if found.key != layout:
+            if found.key != file.layout:
                 raise SegmentError("another layout")
         except (SegmentError, BufferError):
             os.close(fd)
             return None  # the mapping goes with its last view
-        sizes = Sizes(layout, len(found.encode()), segment.slot_bytes, segment.slots)
+        sizes = Sizes(file.layout, len(found.encode()), segment.slot_bytes, segment.slots)
         held = Held(
-            next(self._keys), local_rank, sizes, found.content, path, fd, mapped, segment, True
+            *(next(self._keys), file.local_rank, sizes, found.content, file.path, fd),
+            *(mapped, segment, True),
+            replica=file.replica,
+            own=any(item.own for item in found.items),
         )
         for slot in range(segment.slots):
             segment.pin(slot, False)

@@ -23,13 +23,17 @@ from elasticrun.operator_log import logger
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Holder, Report, Restore, ShardBad, Start, WhereIs
 from elasticrun.wire.segment import Snapshot
-from elasticrun.wire.snapshots import ShardHere, Whole
+from elasticrun.wire.snapshots import Fetch, ShardHere, Whole
 
 WHERE_LIMIT: Final = 60.0
 """Seconds for the master to say who holds a shard; it may be on its way back."""
 
 FETCH_LIMIT: Final = 900.0
 """Seconds for a copy from another node: a terabyte at a gigabyte a second, nearly."""
+
+CHECK_LIMIT: Final = 300.0
+"""Seconds for the saver to compare a shard: more than a terabyte takes, and less than a rank waits
+for the answer."""
 
 MAX_ASKED: Final = 16384
 """Shards that one life asks for; each local rank needs those of a few others at most."""
@@ -85,7 +89,7 @@ class Shards:
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
-        for held in [one for one in self._segments.held if one.local_rank < 0]:
+        for held in [one for one in self._segments.held if one.passing]:
             self._savers.forget(held)
             self._segments.drop(held)
 
@@ -94,7 +98,8 @@ class Shards:
         if self.restore is not None:
             name, step = self.restore.round, self.restore.step
             for held, snapshot, _ in self._inventory.all_of(self._segments.held, name, step):
-                self._check(held, snapshot)
+                if held.replica < 0:  # of those only what is asked for
+                    self._check(held, snapshot)
 
     def ask_again(self) -> None:
         """To a master that may not have heard it."""
@@ -203,7 +208,7 @@ class Shards:
         try:
             async with asyncio.timeout(FETCH_LIMIT):
                 size = await self._savers.fetch_size(
-                    key, named(order.round), order.step, order.holds, *where
+                    Fetch(key, named(order.round), order.step, order.holds, *where)
                 )
                 if not size.ok:
                     raise Absent(size.reason)
@@ -222,7 +227,7 @@ class Shards:
         given = self._given.get(rank)
         if given is None:
             peer.send(Whole(rank, False, f"rank {rank}'s shard was not given"))
-        elif given[0].local_rank < 0:  # a copy was compared on its way
+        elif given[0].passing:  # it was compared on its way
             peer.send(Whole(rank, True, ""))
         else:
             ok, reason = await asyncio.shield(self._check(given[0], given[1]))
@@ -236,9 +241,13 @@ class Shards:
 
     async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
         try:
-            answer = await self._savers.check(held, snapshot)
-        except SaverGone as error:
-            return True, f"nothing was compared: {error}"
+            async with asyncio.timeout(CHECK_LIMIT):
+                answer = await self._savers.check(held, snapshot)
+        except (SaverGone, TimeoutError) as error:
+            why = str(error) or f"the saver has not answered for {CHECK_LIMIT:g} s"
+            text = f"nothing was compared: {why}"
+            logger.warning("step %d goes unverified: %s", snapshot.step, one_line(text))
+            return True, text
         return answer.ok, answer.reason
 
     # ------------------------------------------------------------ small change

@@ -16,6 +16,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
+from elasticrun.agent.awaiting import Awaiting
+from elasticrun.agent.departing import Departing
+from elasticrun.agent.hashing import Hashing
 from elasticrun.agent.held import Held, Sizes
 from elasticrun.agent.holdings_report import HoldingsReport
 from elasticrun.agent.inventory import Inventory
@@ -23,11 +26,14 @@ from elasticrun.agent.link import Link
 from elasticrun.agent.marks import Marks
 from elasticrun.agent.memory import NoRoom
 from elasticrun.agent.persisting import Persisting, named
+from elasticrun.agent.rank_here import refusal, resume
+from elasticrun.agent.remarks import Remarks
+from elasticrun.agent.replicas import Replicas
 from elasticrun.agent.savers import Savers
 from elasticrun.agent.segments import Segments
 from elasticrun.agent.shards import Shards
 from elasticrun.agent.sifting import CHOSEN, sift
-from elasticrun.agent.snapshot_peers import Peer, PeerServer, one_line
+from elasticrun.agent.snapshot_peers import Peer, PeerServer
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.threads import tell_failure
 from elasticrun.agent.wanted import Wanted
@@ -36,16 +42,7 @@ from elasticrun.operator_log import logger
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.progress import place
-from elasticrun.wire.segment import NONE, VERSION, round_key
-
-HASH_AFTER: Final = 0.1
-"""Seconds after a commit when it is hashed; ranks that commit faster have only some hashed."""
-
-REMARKS_MOST: Final = 20
-"""Sentences of ranks and savers that are shown in one life."""
-
-FOLDER_MOST: Final = 4096
-"""Characters of the path or URL of a folder of checkpoints."""
+from elasticrun.wire.segment import NONE, round_key
 
 MAX_CONTENT: Final = 2**63
 
@@ -71,6 +68,7 @@ class Snapshots:
         self._segments = Segments(config.spec.job_id, self._nproc, environ)
         self._inventory = Inventory(self._nproc)
         self._server = PeerServer(self._nproc, self)
+        self._remarks = Remarks()
         self.savers = Savers(
             config,
             spawners,
@@ -78,12 +76,13 @@ class Snapshots:
             host=lambda: address() if self._several else "",
             ready=self._saver_ready,
             lost=self._saver_lost,
-            remark=self._remark,
+            remark=self._remarks,
         )
         say = self._say
         parts = (self._segments, self._inventory, self.savers)
         self._shards = Shards(*parts, say)
         self._persisting = Persisting(*parts, say=say, bad=self._shards.bad, freed=self._tidy)
+        self._replicas = Replicas(*parts, say=say, changed=lambda: self._report.changed())
         limit = config.spec.saves.limit
         self._wanted = Wanted(self._segments, self._inventory, limit, self._tidy)
         self._report = HoldingsReport(
@@ -96,8 +95,9 @@ class Snapshots:
         self._giving: set[int] = set()  # local ranks that are being given a segment
         self._steps: dict[int, int] = {}  # the last one that each local rank has committed
         self._marks = Marks()
-        self._remarks: set[str] = set()
-        self._hashes: dict[int, asyncio.TimerHandle] = {}
+        self.departing = Departing(config, self._current, self._say)
+        self._hashing = Hashing(self.savers)
+        self._awaiting = Awaiting()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, node: str) -> None:
@@ -115,10 +115,10 @@ class Snapshots:
         self._wanted.close()
         self.savers.close()
         self._shards.end()
+        self._replicas.close()
         self._persisting.close()
         self._server.close()
-        for timer in self._hashes.values():
-            timer.cancel()
+        self._hashing.close()
         for task in self._tasks:
             task.cancel()
         await self._segments.close(job_over=job_over)
@@ -134,14 +134,17 @@ class Snapshots:
         self._ranks.clear()
         self._current.clear()
         self._giving.clear()
+        self._awaiting.clear()
         self._steps.clear()
         self._remarks.clear()
+        self.departing.begin(start)
         self._inventory.begin(start, self._segments.held)
         pins = self._persisting.pins()
         sift(self._segments.held, start.restore, pins, self._wanted.reason)
         self._marks.begin(NONE if start.restore is None else start.restore.step)
         self.savers.replace_old()
         self._shards.begin(start)
+        self._replicas.begin(start)
         self._serve()
         self._report.changed()
 
@@ -171,12 +174,16 @@ class Snapshots:
                 self._give_up(order.given_up)
         elif isinstance(order, m.Persist):
             self._persisting.begin(order)
+        elif isinstance(order, m.SaveAt):
+            self.departing.ask(order)
         elif isinstance(order, m.CommitCheckpoint):
             self._persisting.commit(order)
         elif isinstance(order, m.PersistOver):
             self._over(order)
         elif isinstance(order, m.Holder):
             self._shards.holder(order)
+        elif isinstance(order, m.Replicate):
+            self._replicas.obey(order)
 
     def _whole(self, step: int) -> None:
         """The present life has a whole step of its own: older ones are not needed for it."""
@@ -186,12 +193,14 @@ class Snapshots:
         for held in self._segments.held:
             held.unpin(CHOSEN)
         self._shards.let_copies_go()
+        self._replicas.tidy()
         self._tidy()
 
     def _give_up(self, step: int) -> None:
         """Steps above the watermark that are in nobody's way any more."""
         if self._marks.give_up(step):
             self._marks.show(self._current.values())
+            self._awaiting.look()
 
     def _over(self, order: m.PersistOver) -> None:
         """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
@@ -226,37 +235,22 @@ class Snapshots:
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
         start = self._start
-        if here.version != VERSION:
-            peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
-            return
-        if start is None or not self._living or not 0 <= here.local_rank < self._nproc:
-            peer.break_off("no such rank was started")
-            return
-        if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
-            peer.break_off("it names a folder, or a number of checkpoints, that there cannot be")
-            return
-        place = (start.first_rank + here.local_rank, start.world_size)
-        if (here.rank, here.world_size) != place:
-            said = f"rank {here.rank} of {here.world_size}"
-            peer.break_off(f"it says that it is {said}, and is rank {place[0]} of {place[1]}")
+        why = refusal(here, start if self._living else None, self._nproc)
+        if start is None or why:
+            peer.break_off(why)
             return
         before = self._ranks.get(here.local_rank)
         self._ranks[here.local_rank] = peer
         if before is not None:
             before.break_off("a newer Checkpointer of that rank has taken its place")
         if sentence := self._inventory.told(here):
-            self._remark(sentence)
+            self._remarks(sentence)
+        self._replicas.wanted = here.replicas > 0
+        if here.replicas and start.group_world_size == 1:
+            self._remarks("no replicas: this node is the only one", level="info")
         self.savers.want()
-        restore = start.restore
-        peer.send(
-            s.Resume(
-                present=named(start.round),
-                round=s.Named() if restore is None else named(restore.round),
-                step=NONE if restore is None else restore.step,
-                world_size=0 if restore is None else restore.world_size,
-                same=restore is not None and self._shards.is_here(here.rank),
-            )
-        )
+        same = start.restore is not None and self._shards.is_here(here.rank)
+        peer.send(resume(start, same=same, put_off=self.departing.signals))
 
     def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
         if isinstance(message, s.NeedSegment) and local_rank in self._giving:
@@ -266,16 +260,26 @@ class Snapshots:
             self._spawn(self._give(peer, local_rank, message))
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
+        elif isinstance(message, s.AwaitRoom):
+            held = self._current.get(local_rank)
+            self._awaiting.ask(peer, local_rank, held, message.whole)
         elif isinstance(message, s.WantShard):
             self._shards.want(peer, message.rank)
         elif isinstance(message, s.IsWhole):
             self._shards.is_whole(peer, message.rank)
         elif isinstance(message, s.CannotRestore):
             self._shards.cannot(message.rank, message.reason)
+        elif isinstance(message, s.PutsOff):
+            self.departing.puts_off(local_rank, message.signals)
+        elif isinstance(message, s.Missed):
+            self.departing.missed(message)
         elif isinstance(message, s.Remark):
-            self._remark(f"local rank {local_rank}: {message.text}")
-        elif isinstance(message, s.Restored) and message.source != "nothing":
-            self._remark(f"ranks go on from step {message.step} ({message.source})", level="info")
+            self._remarks(f"local rank {local_rank}: {message.text}")
+        elif isinstance(message, s.Restored):
+            self._inventory.restored(message)
+            if message.source != "nothing":
+                said = f"ranks go on from step {message.step} ({message.source})"
+                self._remarks(said, level="info")
 
     # ------------------------------------------------------------ segments
 
@@ -286,11 +290,11 @@ class Snapshots:
             peer.break_off("it names a layout that there cannot be")
             return
         try:
-            held = await self._segments.need(local_rank, sizes, need.content)
+            held = await self._segments.need(local_rank, sizes, need.content, need.least)
         except NoRoom as error:
             self._giving.discard(local_rank)
             reason = f"training goes on without snapshots: {error}"
-            self._remark(f"local rank {local_rank}: {reason}")
+            self._remarks(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
             return
         await self._segments.note(self._inventory.lives())
@@ -298,14 +302,18 @@ class Snapshots:
             return
         self._giving.discard(local_rank)
         self._current[local_rank] = held
+        held.own = need.own
         self._marks.show([held])
-        held.segment.save_at = held.segment.current = NONE
+        held.segment.current = NONE
+        self.departing.show(held)
         fresh = not held.written and not held.snapshots()
         peer.send(s.SegmentHere(True, "", fresh), held.fd)
         self._tidy()
 
     def _tidy(self) -> None:
-        """Drop segments of other layouts that nobody needs any more."""
+        """Something is not needed any more: tell who waits for room, and drop segments of other
+        layouts that nobody needs."""
+        self._awaiting.look()
         for held in list(self._segments.held):
             current = self._current.get(held.local_rank)
             if current is None or current is held or held.pinned():
@@ -328,25 +336,24 @@ class Snapshots:
         if said.persist or self._inventory.wants(snapshot.round, snapshot.step):
             self._wanted.add(snapshot.round, snapshot.step, self._current.values())
         self._steps[local_rank] = snapshot.step
+        self.departing.committed(snapshot.step)
         alone = start.group_world_size == 1 and len(self._steps) == self._nproc
         if alone and (not self._marks.resumed or min(self._steps.values()) > self._marks.watermark):
-            self._whole(self._inventory.whole_here(self._current.values()))
+            same = len(set(self._steps.values())) == 1
+            self._whole(
+                snapshot.step if same else self._inventory.whole_here(self._current.values())
+            )
         mark = self._marks.watermark
         if any(mark < step < snapshot.step for step in self._steps.values()):
             self._give_up(self._inventory.passed_over(self._current.values(), mark))
-        if held.key not in self._hashes:
-            loop = asyncio.get_running_loop()
-            self._hashes[held.key] = loop.call_later(HASH_AFTER, self._hash, held)
+        self._hashing.soon(held)
+        if self._replicas.wanted and self._several:
+            rank = start.first_rank + local_rank
+            self.savers.serve(held, snapshot, named(start.round), rank)
         if said.persist:
             self._report.now()
         else:
             self._report.changed()
-
-    def _hash(self, held: Held) -> None:
-        self._hashes.pop(held.key, None)
-        newest = held.find_any()
-        if newest is not None:
-            self.savers.hash(held, newest)
 
     # ------------------------------------------------------------ the saver
 
@@ -354,7 +361,7 @@ class Snapshots:
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
-            self._hash(held)
+            self._hashing.now(held)
         self._report.now()
 
     def _saver_lost(self) -> None:
@@ -365,29 +372,19 @@ class Snapshots:
     def _holdings(self) -> m.Holdings:
         held = self._inventory.holdings(self._segments.held, living=self._living)
         port = self.savers.port
-        return m.Holdings(Endpoint(self._address(), port) if port else None, held)
+        saver = Endpoint(self._address(), port) if port else None
+        return m.Holdings(saver, held, self._replicas.wanted)
 
     def _serve(self) -> None:
         """Let other nodes have what is held here."""
         if self._several and self.savers.here:
-            for life in self._inventory.lives():
-                for held in self._segments.held:
-                    for snapshot in held.snapshots() if held.local_rank >= 0 else ():
-                        if snapshot.round == life.key:
-                            rank = life.first_rank + held.local_rank
-                            self.savers.serve(held, snapshot, named(life.name), rank)
+            for held, snapshot, life, rank in self._inventory.everything(self._segments.held):
+                self.savers.serve(held, snapshot, named(life.name), rank)
 
     # ------------------------------------------------------------ small change
 
     def _say(self, report: m.Report) -> None:
         self._link().say(report)
-
-    def _remark(self, text: str, level: str = "warning") -> None:
-        """One sentence for the operator, once in a life of the ranks."""
-        text = one_line(text)
-        if text not in self._remarks and len(self._remarks) < REMARKS_MOST:
-            self._remarks.add(text)
-            getattr(logger, level)("%s", text)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -184,11 +184,11 @@ class FunctionSpawner:
                 self._probes.start(message)
             case spawner.SpawnSaver():
                 self._saver.start(message)
-            case spawner.SendSignal(key, signum):
+            case spawner.SendSignal(key, signum, alone):
                 if self._probes.send_signal(key, signum) or self._saver.send_signal(key, signum):
                     pass
                 elif key in self._ranks:
-                    kill_group(self._pids[key], signum)
+                    kill_group(self._pids[key], signum, alone=alone)
                 elif key in self._stores:
                     self._stores[key].send_signal(signum)
             case spawner.Sweep():

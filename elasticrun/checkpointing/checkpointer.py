@@ -13,6 +13,8 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 
 from elasticrun.checkpointing.board import Board, BoardError
+from elasticrun.checkpointing.copying import no_collection
+from elasticrun.checkpointing.departing import ASKED_LIMIT
 from elasticrun.checkpointing.line import LineError
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
 from elasticrun.checkpointing.state import OnResize, State
@@ -90,33 +92,43 @@ class Checkpointer:
         every: Every = AUTO,
         persist_every: float | int | None = PERSIST_EVERY,
         keep: Keep | None = None,
-        slots: int = 2,
+        slots: Literal["auto"] | int = "auto",
         on_busy: Literal["skip", "wait"] = "skip",
         verify: bool = True,
         strict_save: bool = False,
+        replicas: int = 0,
         **state: Any,
     ) -> None:
         """`folder`: a path or a URL. `every`: steps (int) or seconds (float) from one snapshot to
         the next, or "auto": at most one hundredth of the time goes into them. `persist_every`: the
         same for checkpoints; None: none but after failures and by `save_now`. `slots`: snapshots
-        that have room in memory (2 to 4). `on_busy`: whether to skip a snapshot while its slot is
-        still needed, or to wait for it, a minute at most. `verify`: compare a checkpoint with its
-        hashes before it is loaded; the ranks share that work.
+        that have room in memory (2 to 4), or "auto": 3 where checkpoints or replicas are made, if
+        there is room, so that snapshots are taken meanwhile; else 2. `on_busy`: whether to skip a
+        snapshot while its slot is still needed, or to wait for it, a minute at most. `verify`:
+        compare a checkpoint with its hashes before it is loaded; the ranks share that work.
+        `replicas`: 1 keeps every part of the state in the memory of two nodes, so that one may be
+        lost; what two hold anyway (DDP) is not copied. It takes two slots more on each node, and a
+        snapshot is only followed by others once
+        it was copied (`slots`: 3).
 
         ValueError for what cannot be."""
         check(every, persist_every)
-        if not MIN_SLOTS <= slots <= MAX_SLOTS:
-            raise ValueError(f"slots is {slots!r}; it may be {MIN_SLOTS} to {MAX_SLOTS}")
+        if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
+            raise ValueError(f'slots is {slots!r}; it may be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
+        if replicas not in (0, 1):
+            raise ValueError(f"replicas is {replicas!r}; it may be 0 or 1")
         if on_busy not in ("skip", "wait"):
             raise ValueError(f'on_busy is {on_busy!r}; it may be "skip" or "wait"')
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
         rank, world_size = _place()
+        wanted, least = _slots(slots, persist_every, replicas)
         keep = keep or Keep()
         url = os.fspath(folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self._setting = Setting(
-            *(Folder(url), rank, world_size, slots, keep.last, keep.every, verify)
+            *(Folder(url), rank, world_size, wanted, keep.last, keep.every, verify, replicas),
+            least_slots=least,
         )
         self._state = State(state, rank)
         self._every, self._persist_every = every, persist_every
@@ -127,6 +139,7 @@ class Checkpointer:
         self._schedule: Schedule | None = None
         self._stalls: list[float] = []
         self._told: set[str] = set()
+        self._left_out = 0  # snapshots skipped since the last that was to be written out
         self.stats = Stats()
 
     @property
@@ -155,7 +168,8 @@ class Checkpointer:
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
         way, board = self._open()
-        step = way.resume(board)
+        with no_collection():
+            step = way.resume(board)
         self._begin(step)
         self.stats.source = way.source
         for text in dict.fromkeys(self._state.remarks):
@@ -213,13 +227,24 @@ class Checkpointer:
         assert schedule is not None
         way.note(number)
         due = schedule.due(number)
-        if due is None:
-            return
-        if healthy:
+        asked = self._is_asked(way, number)
+        saved = False
+        if healthy and asked:
+            saved = self._attempt(way, Due(number, True), ASKED_LIMIT)
+        elif healthy and due is not None:
             wait = max(self._busy, PERSIST_LIMIT if due.persist else 0.0)
             self._attempt(way, due, wait)
-        stall = min(self._stalls, default=0.0)
-        self._guard(lambda: schedule.advance(time.monotonic(), due, stall))
+        if due is not None:
+            stall = min(self._stalls, default=0.0)
+            self._guard(lambda: schedule.advance(time.monotonic(), due, stall))
+        if asked:
+            self._guard(lambda: way.answer(number, saved=saved))
+
+    def _is_asked(self, way: Way, number: int) -> bool:
+        """Whether this step is to be saved, since a node leaves."""
+        asked: list[bool] = []
+        self._guard(lambda: asked.append(way.is_asked(number)))
+        return asked == [True]
 
     def save_now(self, number: int) -> bool:
         """Take a snapshot of step `number` and have it written out, whatever is due. False if it
@@ -235,6 +260,7 @@ class Checkpointer:
             return False
         if not took[0]:
             self.stats.skipped += 1
+            self._left_out += 1
             if due.persist:
                 self._tell(
                     f"step {due.step} was not written out: no slot was free for {wait:.0f} s"
@@ -245,7 +271,18 @@ class Checkpointer:
         if way.snapshots or due.persist:
             self.stats.snapshots += way.snapshots
             self.stats.persists += due.persist
+        if due.persist:
+            self._tell_left_out(due.step)
         return True
+
+    def _tell_left_out(self, step: int) -> None:
+        """Once for each checkpoint, if there is anything to tell."""
+        count, self._left_out = self._left_out, 0
+        if count and self._way is not None:
+            self._way.remark(
+                f"{count} snapshots were skipped before step {step}, since no slot was free "
+                "(Checkpointer's slots= gives them more, on_busy= has them wait)"
+            )
 
     def _guard(self, act: Callable[[], None]) -> None:
         """A save that fails does not end the training."""
@@ -277,6 +314,15 @@ class Checkpointer:
         """Let go of the memory, and end what torch still writes. Snapshots stay."""
         if self._way is not None:
             self._way.close()
+
+
+def _slots(
+    slots: Literal["auto"] | int, persist_every: float | int | None, replicas: int
+) -> tuple[int, int]:
+    """How many to ask for, and how many will do; 0: no fewer."""
+    if slots != "auto":
+        return slots, 0
+    return (3, MIN_SLOTS) if persist_every is not None or replicas else (MIN_SLOTS, 0)
 
 
 def _place() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.progress import address, read_place
-from elasticrun.wire.snapshots import FromRank, ToRank
+from elasticrun.wire.snapshots import AwaitRoom, FromRank, RoomThere, ToRank
 
 ANSWER_LIMIT: Final = 600.0
 """Seconds for an answer: memory may have to be made, or a shard fetched from another node."""
@@ -25,6 +25,10 @@ Answer = TypeVar("Answer")
 
 class LineError(OSError):
     """The agent does not speak with this rank (any more); a sentence."""
+
+
+class NoAnswer(LineError):
+    """Not in time; a sentence."""
 
 
 class Line:
@@ -59,6 +63,8 @@ class Line:
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
             for found in self._receive(deadline, message):
+                if isinstance(found, RoomThere):  # too late for who has waited for it
+                    continue
                 fd = self._fds.pop(0) if self._fds else None
                 self._drop()
                 if not isinstance(found, answer):
@@ -68,6 +74,24 @@ class Line:
                         f"the agent answered {type(message).__name__} with a {type(found).__name__}"
                     )
                 return found, fd
+
+    def await_room(self, whole: int, limit: float) -> bool:
+        """Wait until a slot is free, or step `whole` is whole; False if that takes longer than
+        `limit` seconds. An answer that came too late for an earlier question is taken for one: look
+        again."""
+        if limit <= 0:
+            return False
+        message = AwaitRoom(whole)
+        self.say(message)
+        deadline = time.monotonic() + limit
+        try:
+            while True:
+                for found in self._receive(deadline, message):
+                    if isinstance(found, RoomThere):
+                        return True
+                    raise LineError(f"the agent said {type(found).__name__} unasked")
+        except NoAnswer:
+            return False
 
     def _receive(self, deadline: float, message: FromRank) -> Any:
         what = type(message).__name__
@@ -84,7 +108,7 @@ class Line:
                 raise LineError(f"the agent hung up instead of answering {what}")
             return list(self._buffer.feed(data))
         except TimeoutError:
-            raise LineError(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
+            raise NoAnswer(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
         except (FrameError, OSError) as error:
             if isinstance(error, LineError):
                 raise
@@ -101,17 +125,6 @@ class Line:
                     return
         except OSError:
             return
-
-    def pause(self, seconds: float) -> None:
-        """Wait so long, unless the agent hangs up, which is a LineError."""
-        self._socket.settimeout(seconds)
-        try:
-            data = self._socket.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
-            return
-        except OSError as error:
-            raise LineError(f"the agent hung up ({error})") from None
-        raise LineError("the agent spoke unasked" if data else "the agent hung up")
 
     def _drop(self) -> None:
         """Descriptors that nobody asked for."""

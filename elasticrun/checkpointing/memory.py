@@ -1,8 +1,8 @@
 """A segment in this process: one mapping, seen as bytes, as words and as tensors.
 
-The mapping is torch's own (`UntypedStorage.from_file`), so that it goes when the last tensor over
-it has gone and never before. New mappings of warm pages still cost a fault for each page: `warm`
-has the kernel make all entries at once. That takes some 80 ms a GiB, in the caller's thread.
+The mapping goes when the last tensor over it has gone and never before (`wire.mapping`). Where the
+agent got no large pages, a new mapping of warm pages still costs a fault for each: `warm` has the
+kernel make all entries at once. That takes some 80 ms a GiB then, in the caller's thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from elasticrun.dcp.image import views
 from elasticrun.wire.layout import PAGE, Layout
+from elasticrun.wire.mapping import map_shared, system
 from elasticrun.wire.segment import Segment, SegmentError
 
 MADV_POPULATE_READ: Final = 22
@@ -31,12 +32,12 @@ class Mapped:
         try:
             about = os.fstat(fd)
             size, self._identity = about.st_size, (about.st_dev, about.st_ino)
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, size)
+            array = map_shared(fd, size)
         finally:
             os.close(fd)
-        assert isinstance(storage, torch.UntypedStorage)
-        self.storage = storage
-        self.memory = memoryview((ctypes.c_ubyte * size).from_address(storage.data_ptr())).cast("B")
+        self._address = ctypes.addressof(array)
+        self.storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        self.memory = memoryview(array).cast("B")
         self.segment = Segment(self.memory)
         self._tensors: dict[int, list[torch.Tensor]] = {}
 
@@ -54,11 +55,8 @@ class Mapped:
 
     def warm(self, slot: int) -> None:
         """Map all pages of a slot. An older kernel does not know how; then the first copy does."""
-        madvise = ctypes.CDLL(None).madvise
-        at = self.storage.data_ptr() + self.segment.slot_at(slot)
-        begin = at - at % PAGE
-        length = self.segment.slot_bytes + PAGE
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_POPULATE_READ)
+        at = self._address + self.segment.slot_at(slot)
+        system().madvise(at - at % PAGE, self.segment.slot_bytes + PAGE, MADV_POPULATE_READ)
 
     def close(self) -> None:
         """Unmapped once nobody has a tensor of it any more."""

@@ -1,8 +1,10 @@
 """Modules and optimizers as parts of the state: canonical names, tensors restored in place.
 
 A module's names are torch's (`get_model_state_dict`: without what DDP and compilers put before
-them). An optimizer's state stands under the names of its parameters, as `get_optimizer_state_dict`
-puts it; that function is not called, since for an optimizer without state it makes a step of it.
+them); they are made here, since torch's own way imports its compiler, which takes a life of a rank
+half a second. An optimizer's state stands under the names of its parameters, as
+`get_optimizer_state_dict` puts it; that function is not called, since for an optimizer without
+state it makes a step of it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from elasticrun.checkpointing.parts import Nested, Path, StateError, Watch, fitting, unflatten
@@ -37,34 +38,36 @@ class ModulePart:
                 )
         self._name = name
         self.module = module
-        self._steady = False
+        self._steady: tuple[Nested, Watch] | None = None
         self._loaded: Nested | None = None
 
     def steady(self) -> tuple[Nested, Watch] | None:
         """All of it, if every entry of the state dict is the memory of a parameter or buffer."""
-        watch, self._steady = Watch(), False
+        if self._steady is not None and self._steady[1].holds():
+            return self._steady
+        watch, self._steady = Watch(), None
         for inner in self.module.modules():
             for holder in (inner._parameters, inner._buffers):
                 watch.add(holder)
             watch.sizes.append((inner._modules, len(inner._modules)))
         known = {(pointer, tuple(tensor.shape)) for _, _, tensor, pointer in watch.entries}
-        state = get_model_state_dict(self.module)
+        state = state_of(self.module)
         for value in state.values():
             if not isinstance(value, torch.Tensor):
                 return None
             part = local(value)
             if part.numel() and (part.data_ptr(), tuple(value.shape)) not in known:
                 return None
-        self._steady = True
-        return dict(state), watch
+        self._steady = (state, watch)
+        return self._steady
 
     def loose(self) -> Any:
         """All of it, unless it was found to be steady."""
-        return None if self._steady else get_model_state_dict(self.module)
+        return None if self._steady else state_of(self.module)
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
         found = self.steady()
-        state = found[0] if found else dict(get_model_state_dict(self.module))
+        state = found[0] if found else state_of(self.module)
         self._loaded = None if found else state
         for key in state:
             if (key,) not in saved and not _nested(key, saved):
@@ -73,16 +76,30 @@ class ModulePart:
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
         if self._loaded is not None:
+            # not above: it brings FSDP and its like with it
+            from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
             set_model_state_dict(self.module, unflatten(values, self._loaded))
 
     def names(self) -> dict[torch.Tensor, str]:
         """The canonical name of each parameter; of one with several names the first."""
-        ddp = {
-            path
-            for path, inner in self.module.named_modules()
-            if isinstance(inner, nn.parallel.DistributedDataParallel)
-        }
+        ddp = _data_parallel(self.module)
         return {p: _canonical(name, ddp) for name, p in self.module.named_parameters()}
+
+
+def state_of(module: nn.Module) -> Nested:
+    """A module's state dict under torch's canonical names."""
+    ddp = _data_parallel(module)
+    return {_canonical(name, ddp): value for name, value in module.state_dict().items()}
+
+
+def _data_parallel(module: nn.Module) -> set[str]:
+    """Where DDP stands in it, as a state dict names that."""
+    return {
+        _unwrapped(path)
+        for path, inner in module.named_modules()
+        if isinstance(inner, nn.parallel.DistributedDataParallel)
+    }
 
 
 def _nested(key: str, saved: Mapping[Path, Item]) -> bool:
@@ -90,10 +107,17 @@ def _nested(key: str, saved: Mapping[Path, Item]) -> bool:
     return any(path[:1] == (key,) for path in saved)
 
 
+def _unwrapped(path: str) -> str:
+    """Without the steps that activation checkpointing leaves out of a state dict's names."""
+    return ".".join(step for step in path.split(".") if step != WRAPPERS[1])
+
+
 def _canonical(name: str, ddp: set[str]) -> str:
+    if not ddp and not any(wrapper in name for wrapper in WRAPPERS):
+        return name
     kept, walked = [], ""
-    for step in name.split("."):
-        if not (step in WRAPPERS or (step == "module" and walked in ddp)):
+    for step in _unwrapped(name).split("."):
+        if not (step == WRAPPERS[0] or (step == "module" and walked in ddp)):
             kept.append(step)
         walked = f"{walked}.{step}" if walked else step
     return ".".join(kept)

@@ -38,7 +38,8 @@ class Watch:
         self.sizes.append((holder, len(holder)))
         for key, value in holder.items():
             if isinstance(value, torch.Tensor):
-                self.entries.append((holder, key, value, local(value).data_ptr()))
+                part = local(value) if isinstance(value, DTensor) else value
+                self.entries.append((holder, key, value, part.data_ptr()))
 
     def holds(self) -> bool:
         for holder, size in self.sizes:

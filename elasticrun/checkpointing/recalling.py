@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from elasticrun.checkpointing.copying import copy_in
 from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.memory import Mapped, values_at
 from elasticrun.checkpointing.parts import Path, StateError, unflatten
 from elasticrun.checkpointing.state import State
-from elasticrun.dcp.items import deserialise, own_key, pieces
+from elasticrun.dcp.items import PLAIN, Piece, deserialise, own_key, pieces
 from elasticrun.dcp.restoring import Cover, RestoreError, copy, names_of
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import Item, Layout
@@ -72,6 +73,7 @@ class Recall:
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
                 self.kept = own.mapped
+                self._state.known = own.layout
         finally:
             self._close()
 
@@ -101,8 +103,8 @@ class Recall:
             fits = snapshot is not None and snapshot.sequence == here.sequence
             if snapshot is None or not fits or not snapshot.is_of(self._round):
                 raise Unusable(rank, f"the snapshot of rank {here.rank} is not the one promised")
-            layout = mapped.segment.layout()
-            if snapshot.step != self._resume.step or layout.key != snapshot.layout:
+            layout = mapped.segment.layout(snapshot.layout)
+            if snapshot.step != self._resume.step:
                 raise Unusable(rank, f"the snapshot of rank {here.rank} is of another state")
             mapped.warm(here.slot)
         except (SegmentError, OSError, RuntimeError, ValueError) as error:
@@ -142,8 +144,16 @@ class Recall:
         self, saved: dict[str, Item], own: bool
     ) -> tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]]:
         targets = self._state.targets(saved, own)
+        wanted: list[Piece] = []
+        rest: dict[str, torch.Tensor] = {}
+        for fqn, target in targets.items():
+            item = saved[fqn]
+            if type(target) in PLAIN and item.sizes == item.shape == tuple(target.shape):
+                wanted.append(Piece(item, target))  # the same as `pieces` makes, in no time
+            else:
+                rest[fqn] = target
         try:
-            wanted = pieces(targets)
+            wanted += pieces(rest)
         except ValueError as error:
             raise StateError(str(error)) from error
         cover = Cover([one.item for one in wanted], self._state.wanted_values(saved, own))
@@ -162,7 +172,8 @@ class Recall:
         used = {move.source for move in cover.moves} | {
             source for source, _ in cover.values.values()
         }
-        copy(cover.moves, {rank: self._shards[rank].tensors() for rank in used}, wanted)
+        shards = {rank: self._shards[rank].tensors() for rank in used}
+        copy(cover.moves, shards, wanted, copy_in)
         for rank in used:
             self._check(rank)
         values: dict[str, Any] = dict(targets)

@@ -7,7 +7,7 @@ tensors are the same objects and the loose state has the same names and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from elasticrun.checkpointing.copying import no_collection
 from elasticrun.checkpointing.modules import ModulePart, OptimizerPart
 from elasticrun.checkpointing.parts import (
+    Nested,
     Part,
     Path,
     PlainPart,
@@ -32,12 +34,15 @@ from elasticrun.dcp.items import (
     flatten,
     in_order,
     is_array,
+    is_item,
     local,
     own_key,
     pieces,
     serialise,
 )
-from elasticrun.wire.layout import Item, ItemKind
+from elasticrun.wire.layout import Item, ItemKind, Layout
+
+_Groups = dict[Path, dict[Path, Item]]
 
 OnResize = Callable[[list[Any]], None]
 """Given the state of one per-rank object of every rank of the old job, by rank."""
@@ -47,9 +52,15 @@ OnResize = Callable[[list[Any]], None]
 class Plan:
     """What a snapshot is made of, as a layout orders it."""
 
-    pieces: list[Piece]
     tensors: list[torch.Tensor]  # this rank's parts, not copies
     values: list[Any]  # the opaque ones
+    items: Sequence[Item]  # the tensors', then the values'
+    layout: Layout | None = None  # if it is known to be of this one
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The items with what they are of."""
+        return list(map(Piece, self.items, [*self.tensors, *self.values]))
 
 
 @dataclass(slots=True)
@@ -70,6 +81,9 @@ class State:
         self.rank = rank
         self.own: dict[str, Own] = {}
         self.parts = self._sort(parts)
+        self.known: Layout | None = None
+        """What this rank's state was laid out as in the snapshot that it was restored from."""
+        self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: Plan | None = None
         self._watches: list[Watch] = []
         self._signature: tuple[Any, ...] = ()
@@ -153,6 +167,16 @@ class State:
         return found
 
     def _anew(self) -> Plan:
+        if self.known is not None:
+            known, self.known = self.known, None
+            with no_collection():
+                plan = self._as_known(known)
+            if plan is not None:
+                return plan
+        with no_collection():
+            return self._planned()
+
+    def _planned(self) -> Plan:
         whole = self.whole()
         try:
             ordered = in_order(pieces(whole, own_key(self.rank)))
@@ -162,7 +186,39 @@ class State:
         values = [one for one in ordered if one.item.kind is ItemKind.BYTES]
         self._places = {one.item.fqn: (False, at) for at, one in enumerate(values)}
         self._places.update({one.item.fqn: (True, at) for at, one in enumerate(tensors)})
-        self._plan = Plan(ordered, [o.value for o in tensors], [o.value for o in values])
+        items = [one.item for one in ordered]
+        self._plan = Plan([o.value for o in tensors], [o.value for o in values], items)
+        return self._plan
+
+    def _as_known(self, layout: Layout) -> Plan | None:
+        """The plan, if the state is laid out so: what is compared item by item need not be laid out
+        anew, which takes three times as long."""
+        if layout.torch != str(torch.__version__):
+            return None
+        self._watches, flat = [], Flat({}, {})
+        for name, part in self.parts.items():
+            found = part.steady()
+            if found is not None:
+                _flatten_into(flat, found[0], (name,))
+                self._watches.append(found[1])
+        loose = flatten(self._loose())
+        if len(flat.values) + len(loose.values) != len(layout.items):
+            return None
+        flat.values.update(loose.values)
+        flat.paths.update(loose.paths)
+        tensors: list[torch.Tensor] = []
+        values: list[Any] = []
+        places: dict[str, tuple[bool, int]] = {}
+        for item in layout.items:
+            value = flat.values.get(item.fqn, self)
+            if value is self or flat.paths[item.fqn] != item.path or not is_item(item, value):
+                return None
+            opaque = item.kind is ItemKind.BYTES
+            places[item.fqn] = (not opaque, len(values) if opaque else len(tensors))
+            (values if opaque else tensors).append(value if opaque else local(value))
+        self._places = places
+        self._signature = tuple((fqn, _shape(v)) for fqn, v in loose.values.items())
+        self._plan = Plan(tensors, values, layout.items, layout)
         return self._plan
 
     def whole(self) -> dict[str, Any]:
@@ -224,7 +280,7 @@ class State:
         this rank's own state too. StateError."""
         found: dict[str, torch.Tensor] = {}
         for prefix, part in self._restored(own):
-            below = _below(saved, prefix)
+            below = self._items_below(saved, prefix)
             names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
             if not below:
                 if self._has_state(part):
@@ -233,6 +289,17 @@ class State:
             for path, tensor in part.targets(below).items():
                 found[names[path]] = tensor
         return found
+
+    def _items_below(self, saved: Mapping[str, Item], prefix: tuple[str, ...]) -> dict[Path, Item]:
+        """The items of one part, by the rest of their paths."""
+        if self._below[0] is not saved:
+            groups: _Groups = {}
+            mine = own_key(self.rank)
+            for item in saved.values():
+                size = 2 if item.path[0] == mine else 1
+                groups.setdefault(item.path[:size], {})[item.path[size:]] = item
+            self._below = (saved, groups)
+        return self._below[1].get(prefix, {})
 
     def _restored(self, own: bool) -> list[tuple[tuple[str, ...], Part]]:
         listed: list[tuple[tuple[str, ...], Part]] = [((n,), p) for n, p in self.parts.items()]
@@ -250,28 +317,34 @@ class State:
         return [
             item.fqn
             for prefix, _ in self._restored(own)
-            for item in _below(saved, prefix).values()
+            for item in self._items_below(saved, prefix).values()
             if item.kind is ItemKind.BYTES
         ]
 
     def adopt(self, saved: Mapping[str, Item], values: Mapping[str, Any], own: bool) -> None:
         """The targets are filled; `values`: they and the opaque ones by name."""
         for prefix, part in self._restored(own):
-            below = {item.path[len(prefix) :]: item.fqn for item in _below(saved, prefix).values()}
-            had = {path: values[fqn] for path, fqn in below.items() if fqn in values}
+            below = self._items_below(saved, prefix)
+            had = {p: values[item.fqn] for p, item in below.items() if item.fqn in values}
             if had:
                 part.adopt(had)
         self._plan = None
+        self._below = ({}, {})
 
 
 MAX_SERIALISED = 10_000
 """Plain values whose bytes are remembered."""
 
 
-def _below(saved: Mapping[str, Item], prefix: tuple[str, ...]) -> dict[Path, Item]:
-    """The items of one part, by the rest of their paths."""
-    size = len(prefix)
-    return {item.path[size:]: item for item in saved.values() if item.path[:size] == prefix}
+def _flatten_into(flat: Flat, nested: Nested, path: tuple[str, ...]) -> None:
+    """Steady tensors under DCP's flat names."""
+    for key, value in nested.items():
+        here = (*path, str(key))
+        if isinstance(value, dict):
+            _flatten_into(flat, value, here)
+        else:
+            name = ".".join(here)
+            flat.values[name], flat.paths[name] = value, here
 
 
 def _shape(value: Any) -> Any:

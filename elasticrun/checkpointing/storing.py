@@ -28,11 +28,6 @@ class SpoiledError(RuntimeError):
     """A checkpoint is not what was written, or cannot be read; it is not used again. A sentence."""
 
 
-def newest(folder: Folder) -> int:
-    """The newest committed step, -1 for none."""
-    return max(folder.committed(), default=-1)
-
-
 def load_step(folder: Folder, step: int, state: State, world_size: int, verify: bool) -> None:
     """Load a checkpoint into the state. SpoiledError, StateError."""
     if verify:

@@ -21,23 +21,23 @@ from elasticrun.dcp.image import arrange, write_envelopes
 from elasticrun.dcp.restoring import copy_all
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import PAGE, Layout
+from elasticrun.wire.segment import NONE
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
 
 LEAST_ROOM: Final = 64 * 1024
 """Bytes for opaque values, at least."""
 
-LOOK: Final = 0.002
-"""Seconds between two looks at the watermark while a slot is awaited: the agent moves it in shared
-memory, without a message."""
-
 
 class Taker:
     """One rank's snapshots of a life."""
 
-    def __init__(self, line: Line, state: State, slots: int, present: RoundName) -> None:
+    def __init__(
+        self, line: Line, state: State, slots: int, present: RoundName, least: int = 0
+    ) -> None:
+        """`least`: slots that will do where there is no room for more; 0: no fewer."""
         self._line = line
         self._state = state
-        self._slots = slots
+        self._slots, self._least = slots, least
         self._present = present
         self._mapped: Mapped | None = None
         self._layout: Layout | None = None
@@ -57,12 +57,24 @@ class Taker:
         slot = mapped.segment.free_slot()
         if slot is not None and self._layout is not None:
             mapped.warm(slot)
-            mapped.tensors(slot, self._layout)
 
     def note(self, step: int) -> None:
         """Training is at this step."""
         if self._mapped is not None:
             self._mapped.segment.current = step
+
+    @property
+    def asked(self) -> int:
+        """The step that all ranks are asked to save, or NONE."""
+        return NONE if self._mapped is None else self._mapped.segment.save_at
+
+    def until_whole(self, step: int, limit: float) -> None:
+        """Wait until all ranks have saved this step, `limit` seconds at most."""
+        deadline = time.monotonic() + limit
+        mapped = self._mapped
+        while mapped is not None and mapped.segment.watermark < step:
+            if not self._line.await_room(step, deadline - time.monotonic()):
+                return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
         """Take one; False if there was no free slot, for `wait` seconds either. `persist`: it is to
@@ -75,12 +87,11 @@ class Taker:
         slot = self._slot(wait)
         if slot is None:
             return False
-        held = [snapshot.sequence for snapshot in segment.snapshots()]
         segment.withdraw(slot)
         copy_out(mapped.tensors(slot, layout), plan.tensors)
         at = layout.own_bytes + layout.shared_bytes
         segment.payload(slot)[at : at + len(values)] = values
-        self._sequence = max([self._sequence, *held]) + 1
+        self._sequence += 1
         if persist:
             segment.pin(slot)
         segment.commit(
@@ -99,8 +110,9 @@ class Taker:
         assert self._mapped is not None
         slot = self._mapped.segment.free_slot()
         deadline = time.monotonic() + wait
-        while slot is None and time.monotonic() < deadline:
-            self._line.pause(LOOK)
+        while slot is None:
+            if not self._line.await_room(NONE, deadline - time.monotonic()):
+                return None
             slot = self._mapped.segment.free_slot()
         return slot
 
@@ -112,11 +124,13 @@ class Taker:
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
             if plan is self._plan:
                 return self._mapped
-            same = arrange(plan.pieces, layout.bytes_room)
+            same = plan.layout or arrange(plan.pieces, layout.bytes_room)
             if same.key == layout.key:
                 self._plan = plan
                 return self._mapped
-        layout = arrange(plan.pieces, self._room(values_bytes))
+        layout = plan.layout
+        if layout is None or values_bytes > layout.bytes_room:
+            layout = arrange(plan.pieces, self._room(values_bytes))
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])
         self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
@@ -132,7 +146,9 @@ class Taker:
     def _obtain(self, layout: Layout) -> Mapped:
         encoded = layout.encode()
         wanted = NeedSegment(
-            layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots
+            *(layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots),
+            own=any(item.own for item in layout.items),
+            least=self._least,
         )
         if self._mapped is not None:
             self._mapped.close()
@@ -143,11 +159,12 @@ class Taker:
             raise StateError(self._refused[layout.key])
         mapped = self._map(fd)
         segment = mapped.segment
-        committed = {snapshot.slot for snapshot in segment.snapshots()}
+        committed = [snapshot.sequence for snapshot in segment.snapshots()]
+        self._sequence = max([self._sequence, *committed])
         if not committed:
             mapped.memory[PAGE : PAGE + len(encoded)] = encoded
-        for slot in set(range(segment.slots)) - committed:
-            write_envelopes(segment.payload(slot), layout)
+            for slot in range(segment.slots):
+                write_envelopes(segment.payload(slot), layout)
         return mapped
 
     def _map(self, fd: int) -> Mapped:

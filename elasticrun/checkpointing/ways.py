@@ -7,20 +7,26 @@ With an agent: snapshots in shared memory, checkpoints written by the node's sav
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from elasticrun.checkpointing import storing
 from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.departing import WHOLE_LIMIT, Departure
 from elasticrun.checkpointing.line import Line, LineError
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.recalling import Recall, Unusable
 from elasticrun.checkpointing.state import State
 from elasticrun.checkpointing.taking import Taker
 from elasticrun.storage.folder import Folder
+from elasticrun.storage.timeline import chain
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.segment import VERSION
 from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume
@@ -40,6 +46,8 @@ class Setting:
     keep_last: int
     keep_every: int
     verify: bool
+    replicas: int = 0
+    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
 
 
 class Way(Protocol):
@@ -60,17 +68,24 @@ class Way(Protocol):
     def note(self, step: int) -> None:
         """Training is at this step."""
 
+    def is_asked(self, step: int) -> bool:
+        """Whether this step is to be saved, since a node leaves; once a step."""
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        """What was asked for was saved, or could not be. This process may end here."""
+
     def remark(self, text: str) -> None:
         """One sentence for the operator."""
 
     def close(self) -> None: ...
 
 
-def choose(setting: Setting, board: Board, memory: int) -> tuple[str, int]:
+def choose(setting: Setting, board: Board, memory: int, rewound_from: int = -1) -> tuple[str, int]:
     """What all ranks go on from: rank 0 compares memory (a step, -1: none) with storage and tells
-    the others. The larger step wins, and memory where they are equal."""
+    the others. The larger step wins, and memory where they are equal. Checkpoints of step
+    `rewound_from` and later ones are passed over; -1: none is."""
     if setting.rank == 0:
-        stored = storing.newest(setting.folder)
+        stored = setting.folder.newest(below=rewound_from)
         if memory >= 0 and memory >= stored:
             chosen = ("memory", memory)
         else:
@@ -99,21 +114,27 @@ class AgentWay:
         self._line = Line(place)
         here = RankHere(
             *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
-            *(setting.folder.url, setting.keep_last, setting.keep_every),
+            *(setting.folder.url, setting.keep_last, setting.keep_every, setting.replicas),
         )
         self._resume, _ = self._line.ask(here, Resume)
         present = self._resume.present
         self.life = f"{present.term}.{present.number}.{present.nonce}"
         round_name = RoundName(present.term, present.number, present.nonce)
-        self._taker = Taker(self._line, state, setting.slots, round_name)
+        slots, least = setting.slots, setting.least_slots
+        self._taker = Taker(self._line, state, slots, round_name, least)
+        self._departure = Departure(self._line, self._resume.put_off)
 
     def resume(self, board: Board) -> int:
-        source, step = choose(self._setting, board, self._resume.step)
+        rewound = self._resume.rewound_from
+        source, step = choose(self._setting, board, self._resume.step, rewound)
+        if rewound >= 0 and self._setting.rank == 0:
+            self.remark(f"checkpoints of step {rewound} and later ones are passed over as poison")
         if source == "memory":
             self._recall()
         elif source == "storage":
             restore_stored(self._setting, self._state, step)
         self.source = source
+        self._departure.goes_on_from(step)
         self._line.say(Restored(step, source))
         if source != "nothing":
             try:
@@ -136,6 +157,7 @@ class AgentWay:
         self._taker.spare = recall.kept
 
     def fresh(self, step: int) -> None:
+        self._departure.goes_on_from(step)
         self._line.say(Restored(step, self.source))
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
@@ -143,6 +165,16 @@ class AgentWay:
 
     def note(self, step: int) -> None:
         self._taker.note(step)
+
+    def is_asked(self, step: int) -> bool:
+        return self._departure.is_asked(self._taker.asked, step)
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        self._departure.answer(self._taker.asked, step, saved=saved)
+        if self._departure.is_ending:
+            if saved:  # other ranks may not have come so far; what they do needs this one
+                self._taker.until_whole(step, WHOLE_LIMIT)
+            self._departure.end()
 
     def remark(self, text: str) -> None:
         try:
@@ -155,6 +187,20 @@ class AgentWay:
         self._line.close()
 
 
+class _OfAllRanks(DefaultSavePlanner):
+    """torch saves what one rank has as if it were all, where the process group is destroyed before
+    the save in the background has begun: rather nothing."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if len(all_plans) != self._world_size:
+            raise StateError("the process group was destroyed")
+        return super().create_global_plan(all_plans)
+
+
 class TorchWay:
     """With torch alone."""
 
@@ -164,7 +210,8 @@ class TorchWay:
         self._setting = setting
         self._state = state
         self.source = "nothing"
-        self._running: Any = None
+        self._running: list[tuple[int, Any]] = []  # step and future of a save under way
+        weakref.finalize(self, _end, self._running)
         # a group of its own: the save runs beside training, whose collectives it must not meet
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
@@ -192,7 +239,11 @@ class TorchWay:
         self._finish()
         state, path = self._state.whole(), self._setting.folder.path(step)
         if self._group is not None:
-            self._running = async_save(state, checkpoint_id=path, process_group=self._group)
+            planner = _OfAllRanks(self._setting.world_size)
+            saving = async_save(
+                state, checkpoint_id=path, process_group=self._group, planner=planner
+            )
+            self._running.append((step, saving))
         elif self._setting.world_size > 1:
             raise StateError("there is no process group: call init_process_group before restore()")
         else:
@@ -201,15 +252,14 @@ class TorchWay:
         return True
 
     def _finish(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        while self._running:
+            self._running.pop()[1].result()
 
     def _retain(self, step: int) -> None:
         """Rank 0 removes old ones; the one that is being written is not among them yet."""
         if self._setting.rank != 0 or not self._setting.keep_last:
             return
-        done = [s for s in self._setting.folder.committed() if s != step]
+        done = [s for s in chain(self._setting.folder.survey()) if s != step]
         old = done[: max(0, len(done) - self._setting.keep_last + 1)]
         for one in old:
             if not self._setting.keep_every or one % self._setting.keep_every:
@@ -218,9 +268,30 @@ class TorchWay:
     def note(self, step: int) -> None:
         pass
 
+    def is_asked(self, step: int) -> bool:
+        return False  # nobody asks
+
+    def answer(self, step: int, *, saved: bool) -> None:
+        """Nobody has asked."""
+
     def remark(self, text: str) -> None:
         if self._setting.rank == 0:
             warnings.warn(f"elasticrun: {text}", stacklevel=2)
 
     def close(self) -> None:
         self._finish()
+
+
+def _end(running: list[tuple[int, Any]]) -> None:
+    """At the end of the process, or of the Checkpointer: wait for a save that is under way, and say
+    so if it has failed. It needs the process group, which a script may have destroyed by then."""
+    while running:
+        step, saving = running.pop()
+        try:
+            saving.result(timeout=END_LIMIT)
+        except Exception as error:  # torch raises many kinds
+            warnings.warn(
+                f"elasticrun: the checkpoint of step {step} was not finished ({error!r:.200}): "
+                "call the Checkpointer's close() before destroy_process_group()",
+                stacklevel=2,
+            )

@@ -8,6 +8,7 @@ from typing import Any
 
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
+from elasticrun.cli.whereabouts import Filled
 
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
@@ -16,14 +17,23 @@ class Asked:
     """A namespace of parsed flags and the environment beside it.
 
     The namespace may be torch's own or accelerate's: a flag that it lacks has our default.
+    `filled`: what detection has put in the place of flags that nobody gave.
     """
 
-    def __init__(self, ns: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        ns: argparse.Namespace,
+        environ: Mapping[str, str],
+        filled: Mapping[str, Filled] | None = None,
+    ) -> None:
         self.ns = ns
         self.environ = environ
+        self.filled = filled or {}
 
     def value(self, dest: str) -> Any:
         """The value of a flag, whatever its type."""
+        if dest in self.filled:
+            return self.filled[dest].value
         flag = _BY_DEST[dest]
         default = False if flag.kind is None else flag.default
         return getattr(self.ns, dest, default)
@@ -43,6 +53,8 @@ class Asked:
 
     def source(self, dest: str) -> str:
         """Where a value comes from: a spelling on the command line, a variable, or "default"."""
+        if dest in self.filled:
+            return self.filled[dest].source
         given: Mapping[str, str] = getattr(self.ns, "given", {})
         if dest in given:
             return given[dest]
@@ -55,5 +67,6 @@ class Asked:
         return "default"
 
     def explicitly(self, dest: str) -> bool:
-        """Whether the user gave it: by a flag, a variable, or a namespace of another maker."""
+        """Whether somebody gave it: the user by a flag or a variable, a namespace of another maker,
+        or the scheduler."""
         return self.source(dest) != "default"

@@ -8,15 +8,19 @@ agent would cost memory for the life of the job.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.accelerators.builds import torch_build
-from elasticrun.accelerators.cpu import cores
+from elasticrun.accelerators.cpu import cores as all_cores
 from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.values import UsageError
+
+if TYPE_CHECKING:
+    from elasticrun.detection.found import Facts
 
 TORCH_LIMIT: Final = 120.0
 """Seconds for importing torch in a child and asking it; shared file systems are slow."""
@@ -45,12 +49,14 @@ class Machine(NamedTuple):
 
     `cores()` counts the cores this process may use. `accelerators(word)` counts the devices that
     `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that no
-    installed torch knows; `say` hears one sentence when that takes long.
+    installed torch knows; `say` hears one sentence when that takes long. `facts()` is what the
+    detection of schedulers needs beside the environment; without it nothing is detected.
     """
 
     cores: Callable[[], int]
     accelerators: Callable[[str], int | None]
     entry_points: Callable[[str], Iterable[str]]  # names in a group
+    facts: Callable[[], Facts] | None = None
 
 
 def this_machine(
@@ -60,10 +66,41 @@ def this_machine(
     """The machine we run on; nothing is asked of it before it is needed."""
     variables = os.environ if environ is None else environ
     return Machine(
-        cores=cores,
+        cores=lambda: cores(say),
         accelerators=lambda word: count_accelerators(word, variables, say),
         entry_points=entry_points,
     )
+
+
+def facts(environ: Mapping[str, str]) -> Facts:
+    """What the environment does not say. The full host name is looked up in pods only, where the
+    kubelet has written it into /etc/hosts: elsewhere a name server may take its time."""
+    from elasticrun.detection.found import Facts
+
+    try:
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+    except ValueError:  # it is closed
+        terminal = False
+    name = socket.gethostname()
+    pod = "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
+    return Facts(terminal, name, socket.getfqdn(name) if pod else name)
+
+
+def cores(say: Callable[[str], None], quota: float | None = None) -> int:
+    """Cores that ranks may fill: those that torch counts, or as many as the container's CPU time
+    (`quota`, in cores; looked up where none is given) is enough for, which is said."""
+    from elasticrun.doctor.cpu import cpu_quota
+
+    counted = all_cores()
+    quota = quota or cpu_quota()
+    if quota is None or quota >= counted:
+        return counted
+    enough = max(1, int(quota))
+    say(
+        f"{counted} cores are here, but this container has CPU time for {quota:.4g}: they count "
+        f"as {enough}"
+    )
+    return enough
 
 
 def entry_points(group: str) -> list[str]:

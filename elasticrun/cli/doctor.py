@@ -22,6 +22,7 @@ from elasticrun.cli.flags import Parser, add_flags
 from elasticrun.cli.status import ANSWER_LIMIT, NoStatus, Question, parse_endpoint, question
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
+from elasticrun.cli.whereabouts import look
 from elasticrun.doctor import checkup, disk, names
 from elasticrun.doctor.checkup import Subject
 from elasticrun.doctor.verdict import failed, failures, ok
@@ -48,7 +49,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     asked = Asked(ns, variables)
     where = asked.text("rdzv_endpoint")
     master = _master(asked, where) if where else None
-    found = asyncio.run(examine(_subject(asked, ns.ckpt_dir, master), master))
+    found = [_scheduler(asked), *asyncio.run(examine(_subject(asked, ns.ckpt_dir, master), master))]
     if ns.json:
         shown = {
             "host": socket.gethostname(),
@@ -107,6 +108,15 @@ def _subject(asked: Asked, checkpoints: str, master: Question | None) -> Subject
         # Tools that are asked need not know the job's secret.
         environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
     )
+
+
+def _scheduler(asked: Asked) -> Finding:
+    """Which scheduler is seen, and what a launch with these flags would mean under it."""
+    from elasticrun.cli.devices import facts, this_machine
+    from elasticrun.cli.scheduler import explain
+
+    machine = this_machine(asked.environ)._replace(facts=lambda: facts(asked.environ))
+    return ok("scheduler", explain(look(asked, machine)))
 
 
 async def examine(subject: Subject, master: Question | None) -> list[Finding]:

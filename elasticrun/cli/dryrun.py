@@ -9,14 +9,20 @@ from collections.abc import Mapping
 
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.table import FLAGS
+from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
 from elasticrun.config import AgentConfig
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.spawner import EntryKind
 
 
-def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, str]) -> str:
+def describe(
+    config: AgentConfig,
+    ns: argparse.Namespace,
+    environ: Mapping[str, str],
+    place: Whereabouts = NOWHERE,
+) -> str:
     """The resolved settings as text: a summary first, then every flag with its source."""
-    asked = Asked(ns, environ)
+    asked = Asked(ns, environ, place.filled)
     spec = config.spec
     nodes = f"{spec.min_nodes}" if spec.min_nodes == spec.max_nodes else (
         f"{spec.min_nodes} to {spec.max_nodes}"
@@ -28,6 +34,7 @@ def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, 
         ("node rank", "by order of arrival" if config.node_rank < 0 else str(config.node_rank)),
         ("job master", _master(config)),
         ("job id", spec.job_id),
+        *_attempt(place),
         ("restarts", _restarts(config)),
         ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
         ("node health", _health(config)),
@@ -44,6 +51,13 @@ def describe(config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, 
         shown = "" if value is None or value == [] else str(value)
         lines.append(f"{flag.name[2:]:<28}{shown:<38}{asked.source(flag.dest)}")
     return "\n".join(lines) + "\n"
+
+
+def _attempt(place: Whereabouts) -> list[tuple[str, str]]:
+    """Which start of the scheduler's this is, where it counts them."""
+    if place.found is None or not place.found.attempt_source:
+        return []
+    return [("attempt", f"{place.found.attempt} ({place.found.attempt_source})")]
 
 
 def _command(config: AgentConfig) -> str:

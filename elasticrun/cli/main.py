@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticrun import config as settings
 from elasticrun.cli.flags import PROG, get_args_parser
 from elasticrun.cli.trust import notes, withdraw
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.values import NothingToDo, UsageError
+
+if TYPE_CHECKING:
+    from elasticrun.cli.devices import Machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (sys.argv where none is given) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = verb_of(words)
+    if os.getpid() == 1:
+        _be_mortal()
     try:
         return VERBS[verb](words[1:]) if verb else _launch(words)
     except UsageError as error:
@@ -26,6 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130
+
+
+def _be_mortal() -> None:
+    """The first process of a container is deaf to every signal that it has no handler for. Until
+    the agent has its own, which may take seconds from a slow disk, these end us as they end any
+    other process."""
+    import signal
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave)
 
 
 def verb_of(words: Sequence[str]) -> str:
@@ -45,16 +65,23 @@ def say(sentence: str) -> None:
 
 
 def _launch(words: Sequence[str]) -> int:
-    from elasticrun.cli.devices import this_machine
+    from elasticrun.cli.devices import facts, this_machine
     from elasticrun.cli.resolve import resolve
 
     ns = get_args_parser().parse_args(words)
     environ = withdraw()
-    config = resolve(ns, environ, this_machine(say=say))
-    if ns.dry_run:
-        from elasticrun.cli.dryrun import describe
+    if ns.srun:
+        from elasticrun.cli.srun import become_srun
 
-        return _printed(lambda: print(describe(config, ns, environ), end="") or settings.EXIT_OK)
+        become_srun(words, ns, environ, say)
+    machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
+    try:
+        config = resolve(ns, environ, machine)
+    except NothingToDo as why:
+        say(str(why))
+        return settings.EXIT_OK
+    if ns.dry_run:
+        return _printed(lambda: _dry_run(config, ns, environ, machine))
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:
@@ -64,6 +91,20 @@ def _launch(words: Sequence[str]) -> int:
     from elasticrun.agent.main import run
 
     return run(dataclasses.replace(config, notes=()))  # they have been printed
+
+
+def _dry_run(
+    config: settings.AgentConfig,
+    ns: argparse.Namespace,
+    environ: Mapping[str, str],
+    machine: Machine,
+) -> int:
+    from elasticrun.cli.asked import Asked
+    from elasticrun.cli.dryrun import describe
+    from elasticrun.cli.whereabouts import look
+
+    print(describe(config, ns, environ, look(Asked(ns, environ), machine)), end="")
+    return settings.EXIT_OK
 
 
 def _check(config: settings.AgentConfig) -> str:
@@ -120,6 +161,12 @@ def _replay(words: Sequence[str]) -> int:
     return _printed(lambda: print_replay(words))
 
 
+def _render(words: Sequence[str]) -> int:
+    from elasticrun.cli.render import main as print_manifest
+
+    return _printed(lambda: print_manifest(words, say))
+
+
 def _printed(show: Callable[[], int]) -> int:
     """Run what writes to standard output; a full disk or a closed pipe there is one sentence."""
     try:
@@ -136,5 +183,6 @@ VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "status": _status,
     "doctor": _doctor,
     "replay": _replay,
+    "render": _render,
 }
 """First words that are not a script."""

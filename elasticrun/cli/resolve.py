@@ -1,21 +1,22 @@
 """Flags and environment to `AgentConfig`. Pure: what the machine knows is handed in as `Machine`.
 
-Nothing inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) is read here.
+Nothing inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) is read here; where an
+operator of Kubernetes uses these words for its nodes, `detection` knows.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.cli import health, table, trust, values
+from elasticrun.cli import health, table, trust, values, whereabouts
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN
 from elasticrun.cli.meeting import Meeting, find_meeting
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.values import NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.saving import SaveSpec
@@ -52,9 +53,13 @@ _ONE_THREAD: Final = (
 
 
 def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
-    """What the agent is to do; raises `UsageError` with one sentence where it cannot be done."""
-    asked = Asked(ns, environ)
-    notes: list[str] = []
+    """What the agent is to do; raises `UsageError` with one sentence where it cannot be done, and
+    `NothingToDo` where another task on this node is the agent."""
+    place = whereabouts.look(Asked(ns, environ), machine)
+    if place.idle:
+        raise NothingToDo(place.idle)
+    asked = Asked(ns, environ, place.filled)
+    notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(asked)
     meeting = find_meeting(asked, conf, machine.entry_points)
     if meeting.delegate:
@@ -95,11 +100,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         numa_affinity=asked.switch("numa_affinity"),
         membind_policy=asked.text("membind_policy") if asked.switch("numa_affinity") else None,
         virtual_local_rank=asked.switch("virtual_local_rank"),
-        signals_to_handle=values.signals(asked.text("signals_to_handle")),
-        shutdown_timeout=shutdown,
-        exit_barrier_timeout=_optional_time(
-            asked, "exit_barrier_timeout", "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
-        ),
+        **_stopping(asked, shutdown),
         event_log_handler=asked.text("event_log_handler"),
         status_port=values.port(asked.number("status_port"), "--status-port"),
         notes=tuple(notes),
@@ -249,6 +250,17 @@ def shutdown_timeout(asked: Asked) -> float:
     """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
     found = _optional_time(asked, "shutdown_timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
+
+
+def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
+    """What ends a node, and how long it may take."""
+    barrier = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
+    return {
+        "signals_to_handle": values.signals(asked.text("signals_to_handle")),
+        "shutdown_timeout": shutdown,
+        "exit_barrier_timeout": _optional_time(asked, "exit_barrier_timeout", barrier),
+        "departure_grace": _time(asked, "departure_grace"),
+    }
 
 
 def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:

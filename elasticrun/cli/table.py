@@ -31,6 +31,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun doctor             say what is wrong with this machine, and what to do about it
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
+  elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
 
 Every flag may be written with underscores, and abbreviated as long as it is clear. A flag on the
 command line beats the variable in its brackets."""
@@ -115,6 +116,10 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "another node takes over when the master's host dies. Needs --rdzv-id.", "rdzv",
         kind=str, default="", metavar="URL", origin=OURS,
     ),
+    Flag(
+        "--srun", "In a Slurm batch script or salloc: start this command again by srun, once on "
+        "each node of the job.", "rdzv", env="", origin=OURS,
+    ),
     # ------------------------------------------------------------ who may join
     Flag(
         "--token-file", "File with the job's secret, the same on all nodes (or $ELASTICRUN_TOKEN); "
@@ -198,6 +203,11 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "--exit-barrier-timeout", "How long a node whose ranks are done waits for the others "
         "($TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT); as long as the job runs where none is given.",
         "restart", kind=seconds, wants=_SECONDS, metavar="SECONDS", origin=NEWER,
+    ),
+    Flag(
+        "--departure-grace", "Time from such a signal until a node leaves, in which its ranks save "
+        "a step, if they have a Checkpointer; 0: none.", "restart", kind=seconds, wants=_SECONDS,
+        default=config.DEPARTURE_GRACE, metavar="SECONDS", origin=OURS,
     ),
     Flag(
         "--signals-to-handle", "Signals that end the job: passed on to the ranks, which are "

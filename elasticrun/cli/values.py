@@ -34,6 +34,10 @@ class UsageError(Exception):
         self.exit_code = exit_code
 
 
+class NothingToDo(Exception):
+    """This process has no part in the job, which is no failure; the text is one sentence."""
+
+
 def nodes(text: str) -> tuple[int, int]:
     """`N` or `MIN:MAX`: the smallest and the largest number of nodes."""
     parts = text.split(":")

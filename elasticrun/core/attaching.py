@@ -134,7 +134,9 @@ class Attaching(Checking):
         self._settlement.budget.adopt(report.restart_count)
         self._settlement.new_round(adopted=True)
         self._bad_snapshot = ""
-        self._saves.begin_round(report.round, report.world_size, None)
+        self._saves.rewound_from = report.rewound_from
+        seats = self._round.seats
+        self._saves.begin_round(report.round, report.world_size, report.restore, seats)
         self._rdzv.adopt(report.world_size, now)
         size = some(report.world_size, "rank")
         self._note(f"round {report.round} with {size} runs already: adopted")

@@ -5,13 +5,20 @@ Two rounds are believed: the present one, and the one that it was restored from,
 it was restored from, for as long as nodes hold it. What a node holds counts while its stream
 stands: it says all of it again on every stream, before it says that its ranks have stopped.
 
-*The watermark* is the newest whole step of the present round; older ones are needed no more. Where
+*The watermark* is the newest whole step of the present round; older ones are needed no more. With
+replicas it is the newest of which every part is on two nodes (`breakpoint_replicas`). Where
 ranks have come to hold different steps above it, none of which can become whole, their slots would
 be full for ever: those steps are *given up*, and do not count from then on.
 *The choice* is the newest whole step of the present round, else of the one before, without those
 that are bad: a shard did not have its hash, or (poison) MAX_REJECTED rounds that went on from it
 failed by themselves before they had a whole step of their own. A node that died is no sign of
 poison.
+
+Ranks that have state of their own (`per_rank`) are given it back where that costs a step or two: of
+the whole steps, the newest at which every such rank is held comes before a newer one that lacks it.
+*Training is taken back* when a snapshot is given up as poison: a checkpoint of that step or a later
+one is no better, so it is not gone on from (`rewound_from`), until a newer one was committed, which
+says by itself that those were left.
 
 What comes of it is left in `orders` and `news`, for the caller to take.
 """
@@ -21,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elasticrun.core.breakpoint_held import Ledger
+from elasticrun.config import REPLICA_LIMIT
+from elasticrun.core.breakpoint_held import Ledger, in_spans
+from elasticrun.core.breakpoint_replicas import Replicas
 from elasticrun.core.breakpoint_writing import Key
 from elasticrun.core.facts import Rejected
 from elasticrun.wire import messages as m
@@ -50,7 +59,9 @@ class BreakpointChoice:
         self._dropped: dict[Key, None] = {}  # not to be restored again
         self._rejected: dict[Key, int] = {}
         self._restored: m.Restore | None = None  # by the present round
+        self._replicas = Replicas(REPLICA_LIMIT, self._tell, self._say)
         self.watermark = -1  # of the present round; -1: none yet
+        self.rewound_from = -1  # as in Start
         self.orders: list[tuple[tuple[str, ...], m.Order]] = []
         self.news: list[tuple[str, str]] = []  # a sentence, and its level
 
@@ -91,11 +102,16 @@ class BreakpointChoice:
 
     def _raise_watermark(self) -> None:
         for ledger in self._ledgers[:1]:
-            newest = next((step for step in ledger.steps() if ledger.is_whole(step)), -1)
+            whole = [step for step in ledger.steps() if ledger.is_whole(step)]
+            newest = next((step for step in whole if self._replicas.counts(ledger, step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
                 self.orders.append((tuple(self._raw), self._mark()))
-            elif ledger.passed > max(self.watermark, ledger.given_up[1]):
+            elif whole and whole[0] > self.watermark:
+                continue  # to be given up with what is above it, were it not for a moment
+            elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
+                self._raw
+            ):
                 ledger.give_up(self.watermark)
                 self.orders.append((tuple(self._raw), self._mark()))
 
@@ -112,15 +128,45 @@ class BreakpointChoice:
         why = ""
         for ledger in self._ledgers:
             known = self.watermark if ledger.upto is None else ledger.upto
-            for step in sorted({*ledger.steps(), known}, reverse=True):
-                if step < 0 or (ledger.name, step) in self._dropped:
-                    continue
-                if ledger.is_whole(step):
-                    return Choice(m.Restore(ledger.name, step, ledger.world_size), why)
-                if step == known and not why:
-                    lacks = ledger.why_not_whole(step)
-                    why = f"step {step} cannot be restored from memory: {lacks}"
+            steps = [step for step in sorted({*ledger.steps(), known}, reverse=True) if step >= 0]
+            usable = [step for step in steps if (ledger.name, step) not in self._dropped]
+            whole = [step for step in usable if ledger.is_whole(step)]
+            if (
+                known in usable
+                and known not in whole
+                and not why
+                and known > max(whole, default=-1)
+            ):
+                lacks = ledger.why_not_whole(known)
+                why = f"step {known} cannot be restored from memory: {lacks}"
+            if whole:
+                step, less = self._with_own(ledger, whole)
+                return Choice(m.Restore(ledger.name, step, ledger.world_size), why or less)
         return Choice(None, why)
+
+    def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
+        """Of whole steps (the newest first) the one to go on from, and why it is not the first:
+        living ranks have state of their own at it that they do not have there."""
+        own = {
+            rank
+            for report in self._raw.values()
+            for one in report.held
+            if one.own and one.round == ledger.name
+            for rank, content in enumerate(one.contents, one.first_rank)
+            if content
+        }
+        if not own:
+            return whole[0], ""
+        held = {
+            step: {rank for ranks in ledger.snaps[step].held.values() for rank in ranks} & own
+            for step in whole
+        }
+        every = set().union(*held.values())
+        best = next((step for step in whole if held[step] == every), whole[0])
+        if best == whole[0]:
+            return best, ""
+        lacking = in_spans(every - held[whole[0]])
+        return best, f"step {whole[0]} is left for step {best}: it lacks what {lacking} had alone"
 
     def failed_by_itself(self) -> None:
         """The present round is over because a rank of it failed, and no node was lost: if it had
@@ -131,6 +177,8 @@ class BreakpointChoice:
         self._rejected[key] = self._rejected.get(key, 0) + 1
         if self._rejected[key] >= MAX_REJECTED and key not in self._dropped:
             self._dropped[key] = None
+            low = self.rewound_from
+            self.rewound_from = key[1] if low < 0 else min(low, key[1])
             times = f"{MAX_REJECTED} rounds that went on from it failed before their next snapshot"
             self._say(f"the snapshot of step {key[1]} is not restored again: {times}", "warning")
 
@@ -176,6 +224,9 @@ class BreakpointChoice:
             self._rejected[one.round, one.step] = one.times
             if one.times >= MAX_REJECTED:
                 self._dropped[one.round, one.step] = None
+
+    def _tell(self, node: str, order: m.Order) -> None:
+        self.orders.append(((node,), order))
 
     def _say(self, text: str, level: str = "info") -> None:
         self.news.append((text, level))

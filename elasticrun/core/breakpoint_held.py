@@ -3,7 +3,8 @@
 A step is *whole* when every content of the round's ranks has a living holder at that step. A rank's
 content is the one that was told at that step, else the last one that was told of that rank in the
 round; a rank of which none was ever told makes a step not whole. Ranks with the same content stand
-for each other: so the state of a DDP job outlives any of its nodes, that of a sharded one does not.
+for each other: so the state of a DDP job outlives any of its nodes. That of a sharded one does if
+nodes hold *replicas*: copies of what another node's ranks hold, which count as that does.
 
 Whether a step is whole costs nothing to ask; to hear a report costs what it says.
 """
@@ -32,10 +33,13 @@ class Snap:
     expected: dict[int, int]  # rank -> the content that it needs
     need: Counter[int] = field(default_factory=Counter)  # content -> ranks that need it
     holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> who has it
+    homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> nodes, ranks of each
     held: dict[str, dict[int, int]] = field(default_factory=dict)  # node -> rank -> content
+    copies: dict[str, frozenset[int]] = field(default_factory=dict)  # node -> ranks of its replicas
     wanted: dict[str, None] = field(default_factory=dict)  # nodes whose ranks want it written
     missing: int = 0  # contents that nobody holds
-    ranks: int = 0  # that are held, each once a node
+    lone: int = 0  # contents that one node alone holds
+    ranks: int = 0  # that are held by their own nodes
 
     def __post_init__(self) -> None:
         self.need.update(self.expected.values())
@@ -55,38 +59,79 @@ class Snap:
             if not self.need[old]:
                 del self.need[old]
                 self.missing -= not self.holders.get(old)
+                self.lone -= self._is_lone(old)
         self.expected[rank] = content
         self.need[content] += 1
         if self.need[content] == 1:
             self.missing += not self.holders.get(content)
+            self.lone += self._is_lone(content)
 
-    def put(self, node: str, contents: dict[int, int], *, wanted: bool) -> None:
-        """A living node holds these, in place of what it held before."""
+    def put(
+        self,
+        node: str,
+        contents: dict[int, int],
+        *,
+        wanted: bool,
+        copies: frozenset[int] = frozenset(),
+    ) -> None:
+        """A living node holds these, in place of what it held before; `copies` of them are
+        replicas."""
         self.take(node)
         for rank, content in contents.items():
             self.expect(rank, content)
             places = self.holders.setdefault(content, {})
             self.missing -= not places
+            self.lone -= self._is_lone(content)
             places[node, rank] = None
+            self.homes.setdefault(content, Counter())[node] += 1
+            self.lone += self._is_lone(content)
         self.held[node] = contents
-        self.ranks += len(contents)
+        self.ranks += len(contents) - len(copies)
+        if copies:
+            self.copies[node] = copies
         if wanted:
             self.wanted[node] = None
 
     def take(self, node: str) -> None:
         """It holds nothing of this step any more."""
         self.wanted.pop(node, None)
+        self.ranks += len(self.copies.pop(node, ()))
         for rank, content in self.held.pop(node, {}).items():
             self.ranks -= 1
-            places = self.holders[content]
+            places, homes = self.holders[content], self.homes[content]
+            lone = self._is_lone(content)
             del places[node, rank]
+            homes[node] -= 1
+            if not homes[node]:
+                del homes[node]
             if not places:
-                del self.holders[content]
+                del self.holders[content], self.homes[content]
                 self.missing += bool(self.need.get(content))
+            if self.need.get(content):
+                self.lone += self._is_lone(content) - lone
+
+    def _is_lone(self, content: int) -> bool:
+        return len(self.homes.get(content, ())) == 1
 
     def lacks(self) -> Iterator[int]:
         """Ranks whose content is known and held by nobody; O(ranks)."""
         return (rank for rank, one in self.expected.items() if not self.holders.get(one))
+
+    def lonely(self) -> dict[str, dict[int, int]]:
+        """Contents that are needed and that one node alone holds, by node, each with a rank there
+        that has it; O(ranks)."""
+        found: dict[str, dict[int, int]] = {}
+        for content, places in self.holders.items():
+            if self.need.get(content) and self._is_lone(content):
+                node, rank = next(iter(places))
+                found.setdefault(node, {})[content] = rank
+        return found
+
+    def without_copies(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Each node with what its own ranks hold; O(ranks)."""
+        for node, contents in self.held.items():
+            copies = self.copies.get(node, ())
+            yield node, {rank: one for rank, one in contents.items() if rank not in copies}
 
 
 class Ledger:
@@ -101,7 +146,7 @@ class Ledger:
         self.snaps: dict[int, Snap] = {}
         self._last: dict[int, int] = {}  # rank -> the content that it had last
         self._home: dict[int, str] = {}  # rank -> the node that held it last
-        self._said: dict[str, dict[int, Holding]] = {}  # node -> step -> what it said
+        self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> what it said
         self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
 
     def steps(self) -> list[int]:
@@ -113,31 +158,51 @@ class Ledger:
         snap = self.snaps.get(step)
         return snap is not None and snap.is_whole(self.world_size)
 
+    def is_paired(self, step: int) -> bool:
+        """Whether it is whole, and would be without any one node."""
+        return self.is_whole(step) and not self.snaps[step].lone
+
+    def lone(self, step: int) -> int:
+        """Contents of this step that one node alone holds."""
+        snap = self.snaps.get(step)
+        return snap.lone if snap is not None else 0
+
     def is_full(self, step: int) -> bool:
         """Whether each rank holds this step itself."""
         snap = self.snaps.get(step)
         return snap is not None and snap.ranks >= self.world_size
 
+    def is_all_said(self, living: Collection[str]) -> bool:
+        """Whether every rank has been told of by its own node, and these nodes are all there:
+        before, what seems to be lost may be held by one that has yet to speak; O(ranks)."""
+        homes = self._home.values()
+        return len(homes) == self.world_size and all(node in living for node in homes)
+
     def hear(self, node: str, held: Iterable[Holding]) -> None:
         """All that a living node holds of this round."""
-        now = {one.step: one for one in held if self._is_ours(one)}
+        now: dict[int, tuple[Holding, ...]] = {}
+        for one in held:
+            if self._is_ours(one):
+                now[one.step] = (*now.get(one.step, ()), one)
         before = self._said.pop(node, {})
         for step in before.keys() - now.keys():
             self._take(node, step)
-        for step, one in now.items():
-            if before.get(step) != one:
-                self._put(node, one)
+        for step, said in now.items():
+            if before.get(step) != said:
+                self._put(node, said)
         if now:
             self._said[node] = now
-            self._pass_over(now)
+            own = {one.step: one for said in now.values() for one in said if not one.replica}
+            if own:
+                self._pass_over(own)
 
-    def _pass_over(self, now: dict[int, Holding]) -> None:
+    def _pass_over(self, own: dict[int, Holding]) -> None:
         """A node that holds a newer step will not come back for those that it does not hold; where
         nobody else has its content either, they will never be whole."""
-        newest = max(now)
-        mine = {content for content in now[newest].contents if content}
+        newest = max(own)
+        mine = {content for content in own[newest].contents if content}
         for step, snap in self.snaps.items():
-            gone_by = self.passed < step < newest and step not in now
+            gone_by = self.passed < step < newest and step not in own
             if gone_by and not all(snap.holders.get(content) for content in mine):
                 self.passed = step
 
@@ -153,7 +218,8 @@ class Ledger:
 
     def keep_only(self, node: str, step: int | None) -> None:
         """Of this node no other step counts any more; None: none does."""
-        self.hear(node, [one for at, one in self._said.get(node, {}).items() if at == step])
+        said = self._said.get(node, {})
+        self.hear(node, said.get(step, ()) if step is not None else ())
 
     def end_at(self, step: int) -> None:
         """Later steps are withdrawn."""
@@ -215,25 +281,36 @@ class Ledger:
             return False
         return one.round == self.name and one.world_size == self.world_size
 
-    def _put(self, node: str, one: Holding) -> None:
-        snap = self.snaps.get(one.step)
+    def _put(self, node: str, said: tuple[Holding, ...]) -> None:
+        step = said[0].step
+        snap = self.snaps.get(step)
         if snap is None:
-            snap = self.snaps[one.step] = Snap(one.step, dict(self._last))
-        contents = {}
-        for rank, content in enumerate(one.contents, one.first_rank):
-            if not content:
-                continue
-            if rank not in self._last:
-                for other in self.snaps.values():
-                    if rank not in other.expected:
-                        other.expect(rank, content)
-            self._last[rank] = content
-            self._home[rank] = node
-            if (one.step, node, rank) in self._bad:
-                snap.expect(rank, content)
-            else:
+            snap = self.snaps[step] = Snap(step, dict(self._last))
+        contents: dict[int, int] = {}
+        copies = set()
+        for one in sorted(said, key=lambda one: one.replica):
+            for rank, content in enumerate(one.contents, one.first_rank):
+                if not content or rank in contents:
+                    continue
+                self._learn(rank, content)
+                if not one.replica:
+                    self._home[rank] = node
+                if (step, node, rank) in self._bad:
+                    snap.expect(rank, content)
+                    continue
                 contents[rank] = content
-        snap.put(node, contents, wanted=one.wanted)
+                if one.replica:
+                    copies.add(rank)
+        wanted = any(one.wanted for one in said)
+        snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
+
+    def _learn(self, rank: int, content: int) -> None:
+        """This is what the rank has."""
+        if rank not in self._last:
+            for other in self.snaps.values():
+                if rank not in other.expected:
+                    other.expect(rank, content)
+        self._last[rank] = content
 
     def _take(self, node: str, step: int) -> None:
         snap = self.snaps.get(step)

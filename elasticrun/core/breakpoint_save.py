@@ -10,7 +10,8 @@ attempt that it takes part in: its agent stays until that is over (COORDINATION 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 
 from elasticrun.core.breakpoint_choice import BreakpointChoice
 from elasticrun.core.breakpoint_held import Ledger
@@ -19,6 +20,7 @@ from elasticrun.core.breakpoint_writing import (
     Attempt,
     Key,
     Plan,
+    Storage,
     divide,
     in_size,
     order_of,
@@ -43,23 +45,32 @@ class BreakpointSave(BreakpointChoice):
         self._mint = mint
         self._attempt: Attempt | None = None  # at what is planned
         self._plan: Plan | None = None
+        self._storage = Storage()
         self._begun: Key | None = None  # the newest that was planned: older ones are passed over
         self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
         self._missed: dict[str, m.PersistOver] = {}  # nodes that were away when it was told
         self._no_saver = False
+        self.asked: Key | None = None  # this step, and later ones, are saved since a node leaves
         self.written: m.Restore | None = None  # the newest checkpoint that was committed
 
     # ------------------------------------------------------------ nodes and rounds
 
-    def begin_round(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
+    def begin_round(
+        self,
+        name: RoundName,
+        world_size: int,
+        restore: m.Restore | None,
+        seats: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """A round was formed, adopted or read from the record. `restore`: what it goes on from;
-        agents withdraw whatever is newer."""
+        agents withdraw whatever is newer. `seats`: group ranks by node, as they are learned."""
         plan = self._plan
         if plan is not None:
             kept = restore and order_of(plan.key) <= order_of((restore.round, restore.step))
             if not kept:
                 self.abandon("the job goes on from another step")
         self._know(name, world_size, restore)
+        self._replicas.begin_round(seats)
         self._since.clear()
         for ledger in self._ledgers[1:]:
             for step in ledger.steps():
@@ -70,6 +81,7 @@ class BreakpointSave(BreakpointChoice):
         """All that a living node holds."""
         self._raw[node] = report
         self._count(node)
+        self._replicas.heard(node, report)
         for one in report.held:
             if one.wanted and self._is_passed((one.round, one.step)):
                 self._tell_released(node, one.round, one.step, "")
@@ -85,21 +97,25 @@ class BreakpointSave(BreakpointChoice):
             if self._attempt is not None and self._attempt.needs(node):
                 self._fail(f"node {node} {gone}", now, blameless=True)
 
-    def going(self, nodes: Iterable[str], now: float) -> None:
+    def going(self, nodes: Iterable[str], now: float, *, rescue: bool | None = None) -> None:
         """These nodes are to be told to go, or have said that they do. If they have the only copy
-        of something, and what ranks lose is to be written out, that begins before they hear it."""
+        of something, and what ranks lose is to be written out, that begins before they hear it.
+        `rescue`: whether it is to be; None: as after a failure."""
         leaving = dict.fromkeys(node for node in nodes if node not in self._going)
-        newest = self.choose().restore if leaving and self._spec.at_breakpoint else None
+        rescue = self._spec.at_breakpoint if rescue is None else rescue
+        newest = self.choose().restore if leaving and rescue else None
         ledger = self._ledger(newest.round) if newest is not None else None
         if newest is not None and ledger is not None and ledger.needs(newest.step, leaving):
             self.save(newest, now)
         self._going.update(leaving)
+        self._replicas.going(leaving)
         for node in leaving:
             self._count(node)
 
     def attached(self, node: str, now: float, *, member: bool) -> None:
         """A stream of a node stands: what it may not have been told. `member`: of the round."""
         self._going.pop(node, None)
+        self._replicas.attached(node)
         missed = self._missed.pop(node, None)
         if missed is not None:
             self.orders.append(((node,), missed))
@@ -123,20 +139,31 @@ class BreakpointSave(BreakpointChoice):
     def save(self, restore: m.Restore, now: float) -> None:
         """This snapshot, which a failure left, is to be written out, unless it was or is."""
         key = (restore.round, restore.step)
-        if self.written == restore or (self._plan is not None and self._plan.key == key):
+        if self._is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
         self.abandon(f"step {restore.step} is written instead")
         self._intend(Plan(key, "breakpoint"))
         self._try(now)
 
+    def _is_in_storage(self, key: Key) -> bool:
+        """Whether it was written, or a later one that ranks would rather go on from."""
+        written = None if self.written is None else self._name_of(self.written)
+        if written is None or self.rewound_from >= 0:
+            return written == key
+        return order_of(key) <= order_of(written)
+
     def proceed(self, now: float) -> None:
         """Raise the watermark, end what is late, begin what is due."""
+        self._replicas.proceed(self._ledgers, self._raw, self._going, now)
         self._raise_watermark()
         if self._attempt is not None and now >= self._attempt.deadline:
             self._fail(f"it was not finished within {self._spec.limit:g} s", now)
         wanted = self._wanted(now) if self._attempt is None else None
         if wanted is not None:
-            self._intend(Plan(wanted, "periodic"))
+            asked = self.asked
+            is_asked = asked is not None and asked[0] == wanted[0] and asked[1] <= wanted[1]
+            late = 0.0 if is_asked else self._storage.not_before
+            self._intend(Plan(wanted, "asked" if is_asked else "periodic", late))
         self._try(now)
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
@@ -154,6 +181,18 @@ class BreakpointSave(BreakpointChoice):
                 order = m.CommitCheckpoint(attempt.name)
                 self.orders.append(((attempt.coordinator,), order))
 
+    def not_replicated(self, node: str, report: m.NotReplicated, now: float) -> None:
+        """A node could not copy what it was told to."""
+        self._replicas.failed(node, report)
+        self.proceed(now)
+
+    def hurry(self, now: float) -> None:
+        """The job is to end: what waits after a failed attempt is tried once more without."""
+        self._storage.not_before = now
+        if self._plan is not None:
+            self._plan.not_before = now
+            self._try(now)
+
     def abandon(self, reason: str) -> None:
         """Nothing is written any more."""
         if self._attempt is not None:
@@ -170,23 +209,29 @@ class BreakpointSave(BreakpointChoice):
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
+        pairing = self._replicas.next_deadline()
+        dues = [] if pairing is None else [pairing]
         if self._attempt is not None:
-            return self._attempt.deadline
-        dues = [since + WAIT_FOR_ALL for since in self._since.values()]
+            return min([*dues, self._attempt.deadline])
+        dues += [since + WAIT_FOR_ALL for since in self._since.values()]
         if self._plan is not None and not self._no_saver:
             dues.append(self._plan.not_before)
         return min(dues, default=None)
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""
+        self._replicas.overslept(by)
         if self._attempt is not None:
             self._attempt.deadline += by
 
     # ------------------------------------------------------------ the record, the page
 
-    def restore(self, written: m.Restore | None, rejected: Iterable[Rejected]) -> None:
+    def restore(
+        self, written: m.Restore | None, rejected: Iterable[Rejected], rewound_from: int = -1
+    ) -> None:
         """What the master before this one knew."""
         self.written = written
+        self.rewound_from = rewound_from
         self._begun = (written.round, written.step) if written is not None else None
         self._restore_rejected(rejected)
 
@@ -195,7 +240,10 @@ class BreakpointSave(BreakpointChoice):
         parts = []
         newest = self.choose().restore
         if newest is not None:
-            parts.append(f"step {newest.step} is whole in memory")
+            ledger = self._ledger(newest.round)
+            paired = ledger is not None and self._replicas.is_on_two(ledger, newest.step)
+            where = ", on two nodes" if paired else ""
+            parts.append(f"step {newest.step} is whole in memory{where}")
         if self.written is not None:
             parts.append(f"step {self.written.step} is the newest checkpoint")
         if self._attempt is not None:
@@ -283,6 +331,7 @@ class BreakpointSave(BreakpointChoice):
             endpoint=savers[coordinator],
             began=now,
             deadline=now + self._spec.limit,
+            rewound_from=self.rewound_from,
         )
         for node in parts:
             self.orders.append(((node,), self._attempt.order(node, now)))
@@ -290,6 +339,9 @@ class BreakpointSave(BreakpointChoice):
     def _committed(self, attempt: Attempt, now: float) -> None:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
+        if attempt.rewound_from == self.rewound_from:
+            self.rewound_from = -1  # storage tells by itself from now on
+        self._storage.works()
         parts = some(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
@@ -310,11 +362,14 @@ class BreakpointSave(BreakpointChoice):
         if blameless:
             self._say(what, "warning")
             return
-        wait = plan.failed(now)
-        if plan.tries < MAX_TRIES:
+        wait = self._storage.failed(now)
+        plan.not_before = self._storage.not_before
+        if self._storage.failures < MAX_TRIES:
             self._say(f"{what}; it is tried again in {wait:g} s", "warning")
             return
-        self._say(f"{what}; it was tried {MAX_TRIES} times and is given up", "error")
+        times = f"{self._storage.failures} attempts have failed in a row"
+        later = f"the next checkpoint is tried in {wait:g} s at the earliest"
+        self._say(f"{what}; {times}: this one is given up, {later}", "error")
         self._drop_plan(reason)
 
     def _drop_plan(self, reason: str) -> None:

@@ -19,7 +19,8 @@ BACK_OFF = 1.0
 MOST_BACK_OFF = 60.0
 
 MAX_TRIES = 5
-"""Failed attempts at one snapshot, after which it is left alone."""
+"""Failed attempts in a row, after which a snapshot is left alone: its slot is needed. From then on
+each one that is to be written has a single try, until one comes through."""
 
 Key = tuple[RoundName, int]
 """The name of a snapshot."""
@@ -36,15 +37,26 @@ class Plan:
 
     key: Key
     reason: str  # as in Persist
-    tries: int = 0  # that have failed
     not_before: float = 0.0
+
+
+@dataclass(slots=True)
+class Storage:
+    """How writing goes: failed attempts in a row, over all snapshots."""
+
+    failures: int = 0
+    not_before: float = 0.0  # of the next attempt, but for one that cannot wait
 
     def failed(self, now: float) -> float:
         """An attempt has failed; seconds until the next one."""
-        wait = min(MOST_BACK_OFF, BACK_OFF * 2.0**self.tries)
-        self.tries += 1
+        wait = min(MOST_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
+        self.failures += 1
         self.not_before = now + wait
         return wait
+
+    def works(self) -> None:
+        """One has come through."""
+        self.failures, self.not_before = 0, 0.0
 
 
 @dataclass(slots=True)
@@ -67,6 +79,7 @@ class Attempt:
     endpoint: Endpoint | None  # of the coordinator's saver
     began: float
     deadline: float
+    rewound_from: int = -1  # as in Persist
     written: dict[str, int] = field(default_factory=dict)  # node -> bytes
     writers: int = 0  # parts, one a rank
 
@@ -101,14 +114,16 @@ class Attempt:
             coordinator=None if coordinates else self.endpoint,
             reason=self.plan.reason,
             limit=max(0.1, self.deadline - now),
+            rewound_from=self.rewound_from,
         )
 
 
 def divide(ledger: Ledger, step: int) -> dict[str, Part]:
     """Who writes what of a whole step, by node in the order of ranks: a rank that two nodes hold is
-    written by one of them."""
+    written by one of them, its own before one with a replica."""
     of: dict[int, tuple[str, int]] = {}
-    for node, contents in ledger.snaps[step].held.items():
+    snap = ledger.snaps[step]
+    for node, contents in [*snap.without_copies(), *snap.held.items()]:
         for rank, content in contents.items():
             of.setdefault(rank, (node, content))
     ranks: dict[str, list[int]] = {}

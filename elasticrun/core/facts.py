@@ -51,6 +51,7 @@ class RoundFacts:
     fenced: bool = False  # it can complete no further collective
     silent: float = 0.0  # since the last word of the members that have gone
     restore: Restore | None = None  # the snapshot that it was to go on from
+    rewound_from: int = -1  # as in Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +108,5 @@ class Facts:
     slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
     written: Restore | None = None  # the newest checkpoint that was committed
     rejected: tuple[Rejected, ...] = ()
+    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
     blind: bool = False  # no round, but another master served before, without leaving a record

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from elasticrun.config import EXIT_FAILED, MASTER_LOST_TIMEOUT, SPAWN_TIMEOUT
+from elasticrun.config import (
+    DEPARTURE_GRACE,
+    EXIT_FAILED,
+    MASTER_LOST_TIMEOUT,
+    SPAWN_TIMEOUT,
+)
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.effects import AgentEffect, Exit, Note, Say, SignalRanks
+from elasticrun.core.effects import AgentEffect, Exit, Note, Say, Signalled, SignalRanks
 from elasticrun.core.failures import cause_first
 from elasticrun.core.group_states import ENDINGS, GroupStatus, State
 from elasticrun.core.local_ranks import LocalRanks
@@ -12,6 +17,7 @@ from elasticrun.core.store_shelf import StoreShelf
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import (
     MAX_FAILURES,
+    Departing,
     Failure,
     Finished,
     Join,
@@ -39,17 +45,20 @@ class GroupBase:
         shutdown_timeout: float,
         exit_barrier_timeout: float | None = None,
         master_lost_timeout: float = MASTER_LOST_TIMEOUT,
+        departure_grace: float = DEPARTURE_GRACE,
         host: str = "",
     ) -> None:
         """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL when the ranks are to
         start again; `shutdown_timeout`: the same when the agent ends. `exit_barrier_timeout`: how
         long a node whose ranks are done stays for the others (None: as long as the job runs).
-        `master_lost_timeout` holds until a master tells its own. `host` names this node in the
-        failures that the brain writes itself."""
+        `master_lost_timeout` holds until a master tells its own. `departure_grace`: from a death
+        signal until this node leaves, where its ranks can save a step before. `host` names this
+        node in the failures that the brain writes itself."""
         self._restart_grace = restart_grace
         self._shutdown_timeout = shutdown_timeout
         self._exit_barrier = exit_barrier_timeout
         self._master_lost_timeout = master_lost_timeout
+        self._departure_grace = departure_grace
 
         self._state = State.PREPARING
         self._start: Start | None = None
@@ -59,6 +68,9 @@ class GroupBase:
         self._probe_order: Probe | None = None  # under way
         self._probed: Probed | None = None  # the last answer, until a round begins
         self._persists: dict[str, float] = {}  # attempts to persist -> when they are given up
+        self._departing: Signalled | None = None  # the signal that came, until this node leaves
+        self._asked = -1  # the step that the ranks are to save
+        self._cut_short = False  # a rank of this life has ended before its time
         self._deadlines: Deadlines[str] = Deadlines()
         self._begun = False
         self._term = 0
@@ -107,6 +119,8 @@ class GroupBase:
             world_size=start.world_size,
             restart_count=start.restart_count,
             store=start.store,
+            restore=start.restore,
+            rewound_from=start.rewound_from,
         )
 
     # ------------------------------------------------------------ small change
@@ -173,6 +187,7 @@ class GroupBase:
         self._say_failures()
         if self._state is State.RUNNING:
             self._say_running()
+            self._say_departing()
         elif self._state in (State.STOPPING, State.SWEEPING, State.ENDING, State.CLEARING):
             self._say_stopping(now)
         elif self._state is State.FINISHED and self._start is not None:
@@ -188,6 +203,12 @@ class GroupBase:
         if self._start is not None:
             pids = tuple(pid for _, pid in sorted(self._ranks.pids.items()))
             self._say(Running(self._start.round, pids))
+
+    def _say_departing(self) -> None:
+        event = self._departing
+        if event is not None and self._start is not None:
+            reason, at = f"received {event.name}", (event.step, event.margin)
+            self._say(Departing(self._start.round, reason, event.signum, *at, self._asked))
 
     def _say_failures(self) -> None:
         if self._start is not None and self._ranks.failures:

@@ -7,6 +7,8 @@ gave it: a master that is gone, or was replaced, ends none.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticrun.core import effects as fx
 from elasticrun.core.group_base import GroupBase
 from elasticrun.core.group_states import State
@@ -30,6 +32,9 @@ class HoldingRules(GroupBase):
 
     def _persist_over(self, order: m.PersistOver, now: float) -> None:
         self._persists.pop(order.attempt, None)
+        start = self._start
+        if order.ok and start is not None and order.step < start.rewound_from:
+            self._start = replace(start, rewound_from=-1)  # storage tells by itself from now on
         self._out.append(fx.Obey(order))
         self._forget_late(now)
         self._rearm()

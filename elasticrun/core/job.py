@@ -92,6 +92,8 @@ class Job(Attaching):
                 self._joined(node, now)
         elif isinstance(report, m.Probed):
             self._probed(node, report, now)
+        elif isinstance(report, m.Departing | m.Missed):
+            self._depart(node, report)
         elif isinstance(report, OF_SNAPSHOTS):
             self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
@@ -273,6 +275,7 @@ class Job(Attaching):
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
         count = self._settlement.budget.count
         round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, snapshot)
+        round_.rewound_from = self._saves.rewound_from
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""

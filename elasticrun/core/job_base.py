@@ -13,6 +13,7 @@ from elasticrun.config import GROW_YOUNG
 from elasticrun.core import effects as fx
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.crew import Phase
+from elasticrun.core.departures import Departures
 from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts
 from elasticrun.core.job_status import nothing_yet, picture
@@ -83,6 +84,7 @@ class JobBase:
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
         self._newest_step = -1  # that ranks of the present round have told of
+        self._departures = Departures()
         self._bad_snapshot = ""  # why the present round cannot go on from its snapshot
         self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
         self._sentenced_at: float | None = None
@@ -141,7 +143,7 @@ class JobBase:
             health=self._health,
             excluded=self._exclusions.page(self._now),
             check=self._netcheck.summary() if self._netcheck else "",
-            snapshot=self._saves.status(),
+            snapshot="; ".join(filter(None, (self._saves.status(), self._departures.status()))),
         )
 
     def _health(self, node: str) -> str:

@@ -66,6 +66,7 @@ def facts_of(
         slow_ages=exclusions.slow_ages(now),
         written=saves.written,
         rejected=saves.rejected(),
+        rewound_from=saves.rewound_from,
     )
 
 
@@ -88,6 +89,7 @@ def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
         fenced=was.fenced,
         silent=was.silent,
         restore=round_.restore,
+        rewound_from=round_.rewound_from,
     )
 
 
@@ -110,7 +112,7 @@ def load(
     membership.remember({one.node: recalled(one, now) for one in facts.left_out})
     stays.restore(facts.fickle, now)
     exclusions.restore(facts.excluded, facts.slow_ages, now)
-    saves.restore(facts.written, facts.rejected)
+    saves.restore(facts.written, facts.rejected, facts.rewound_from)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:
@@ -146,5 +148,6 @@ def load(
         redial=redial,
     )
     rdzv.restore_wait(facts.starved, now)
-    saves.begin_round(was.name, was.world_size, was.restore)
-    return restore(was)
+    round_ = restore(was)
+    saves.begin_round(was.name, was.world_size, was.restore, round_.seats)
+    return round_

@@ -26,6 +26,7 @@ class Round:
     seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
     why_stopped: str = ""
     restore: Restore | None = None  # the snapshot that its ranks go on from
+    rewound_from: int = -1  # as in Start
 
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
@@ -54,6 +55,7 @@ class Round:
             store=self.store,
             host_store=node == self.store_node,
             restore=self.restore,
+            rewound_from=self.rewound_from,
         )
 
 
@@ -66,6 +68,8 @@ def adopt(report: RoundReport) -> Round:
         report.store,
         inherited=True,
         adopted=True,
+        restore=report.restore,
+        rewound_from=report.rewound_from,
     )
 
 
@@ -94,6 +98,7 @@ def restore(facts: RoundFacts) -> Round:
         adopted=facts.adopted,
         why_stopped=facts.over,
         restore=facts.restore,
+        rewound_from=facts.rewound_from,
     )
     for seat in facts.seats:
         round_.seat(seat)

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core import effects as fx
-from elasticrun.core.crew import SURVIVOR_SLACK
+from elasticrun.core.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.job_base import JobBase
 from elasticrun.core.rendezvous import Decision, Verb
 from elasticrun.core.rounds import Round
 from elasticrun.wire import messages as m
 
-OF_SNAPSHOTS = m.Holdings | m.WhereIs | m.ShardBad | m.Persisted
+OF_SNAPSHOTS = m.Holdings | m.WhereIs | m.ShardBad | m.Persisted | m.NotReplicated
 """Reports about snapshots."""
 
 
@@ -29,7 +29,9 @@ class Saving(JobBase):
     # ------------------------------------------------------------ nodes
 
     def _heard_of_snapshots(
-        self, node: str, report: m.Holdings | m.WhereIs | m.ShardBad | m.Persisted
+        self,
+        node: str,
+        report: m.Holdings | m.WhereIs | m.ShardBad | m.Persisted | m.NotReplicated,
     ) -> None:
         now, saves = self._now, self._saves
         if isinstance(report, m.Holdings):
@@ -40,18 +42,44 @@ class Saving(JobBase):
             before = saves.written
             saves.persisted(node, report, now)
             self._stale = self._stale or saves.written != before
+        elif isinstance(report, m.NotReplicated):
+            saves.not_replicated(node, report, now)
         elif saves.bad(node, report):
             self._bad_snapshot = f"the snapshot of step {report.step} cannot be used"
         self._tell_saves()
 
     def _saves_again(self, node: str) -> None:
         """An agent has attached: what it may not have been told."""
-        self._saves.attached(node, self._now, member=self._rdzv.is_member(node))
+        member = self._rdzv.is_member(node)
+        self._saves.attached(node, self._now, member=member)
+        asked = self._departures.order
+        if member and asked is not None:
+            self._saves.orders.append(((node,), asked))
         self._tell_saves()
 
     def _are_going(self, nodes: Iterable[str]) -> None:
-        """These nodes say that they go, or are told so next."""
-        self._saves.going(nodes, self._now)
+        """These nodes say that they go, or are told so next. What the ranks of one that departs
+        could not save is written out as after a failure."""
+        nodes = tuple(nodes)
+        self._saves.going(nodes, self._now, rescue=self._departures.gone(nodes))
+        self._tell_saves()
+
+    def _depart(self, node: str, report: m.Departing | m.Missed) -> None:
+        """A node is to leave, or a rank cannot save the step that was named."""
+        departures, round_ = self._departures, self._round
+        if round_ is None or self._rdzv.phase is not Phase.RUNNING:
+            return  # it is told to stop anyway
+        departures.begin_round(round_.name)
+        if not self._rdzv.is_member(node):
+            return
+        if isinstance(report, m.Departing):
+            departures.departing(node, report)
+        else:
+            departures.missed(node, report)
+        self._saves.asked = departures.asked
+        members = tuple(one for one in self._rdzv.stages if self._rdzv.is_member(one))
+        orders, departures.orders = departures.orders, []
+        self._saves.orders += [(members, order) for order in orders]
         self._tell_saves()
 
     def _holds_no_more(self, node: str, reason: str) -> None:
@@ -84,7 +112,7 @@ class Saving(JobBase):
     def _round_begins(self, round_: Round) -> None:
         """Its nodes are about to be told: what is over by that must be told before."""
         self._bad_snapshot = ""
-        self._saves.begin_round(round_.name, round_.world_size, round_.restore)
+        self._saves.begin_round(round_.name, round_.world_size, round_.restore, round_.seats)
         self._tell_saves()
 
     def _save_at_breakpoint(self, round_: Round) -> None:
@@ -112,6 +140,8 @@ class Saving(JobBase):
         saves = self._saves
         if self._sentenced_at is None:
             self._sentenced_at = now
+            saves.hurry(now)
+            self._tell_saves()
         stopped = self._sentenced_at + self.spec.restart_grace + SURVIVOR_SLACK
         if self._is_to_be_saved(exit_code) and not self._is_last_saved:
             if self._rdzv.is_waiting_for_survivors() and now < stopped:
@@ -134,8 +164,9 @@ class Saving(JobBase):
 
     def _tell_saves(self) -> None:
         """Pass on what came of it."""
-        saves = self._saves
-        news, saves.news = saves.news, []
+        saves, departures = self._saves, self._departures
+        departures.saved(saves.written)
+        news, saves.news, departures.news = departures.news + saves.news, [], []
         orders, saves.orders = saves.orders, []
         for text, level in news:
             self._note(text, level)

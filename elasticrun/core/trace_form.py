@@ -116,7 +116,8 @@ def order_in_words(order: m.Order) -> str:
 
 def _restored(order: m.Start) -> str:
     on = order.restore
-    return "" if on is None else f", from step {on.step} of round {on.round}"
+    words = "" if on is None else f", from step {on.step} of round {on.round}"
+    return words + (f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else "")
 
 
 def report_in_words(report: m.Report) -> str:
@@ -166,6 +167,11 @@ def snapshot_words(message: m.Report | m.Order) -> str:
                 return f"Holder of rank {message.rank} at step {message.step}: {message.reason}"
             what = f"rank {message.rank} at step {message.step}"
             return f"Holder of {what}: {message.saver}, as rank {message.holds}"
+        case m.NotReplicated():
+            return f"NotReplicated step {message.step}: {message.reason}"
+        case m.Replicate():
+            what = f"step {message.step} of round {message.round.number}"
+            return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
         case m.Persisted():
             what = "committed" if message.committed else "written"
             said = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
@@ -180,6 +186,14 @@ def snapshot_words(message: m.Report | m.Order) -> str:
                 f"{message.round.number}, ranks {_numbers(message.ranks)}, shared "
                 f"{_numbers(message.shared)} of {message.writers}, {role}"
             )
+        case m.Departing():
+            asked = f", asked for {message.asked}" if message.asked >= 0 else ""
+            at = f"at step {message.step}, {message.margin} more{asked}"
+            return f"Departing: {message.reason}, {at}"
+        case m.SaveAt():
+            return f"SaveAt {message.round.number}: step {message.step}: {message.reason}"
+        case m.Missed():
+            return f"Missed {message.round.number}: step {message.asked}, is at {message.step}"
         case m.CommitCheckpoint():
             return f"CommitCheckpoint {message.attempt}"
         case m.PersistOver():
@@ -190,8 +204,11 @@ def snapshot_words(message: m.Report | m.Order) -> str:
 
 
 def _holding(one: m.Holding) -> str:
-    wanted = " (wanted)" if one.wanted else ""
-    return f"step {one.step} of round {one.round.number}{wanted}"
+    what = f"step {one.step} of round {one.round.number}"
+    if one.replica:
+        last = one.first_rank + len(one.contents) - 1
+        return f"{what} (replica of ranks {one.first_rank}-{last})"
+    return what + (" (wanted)" if one.wanted else "")
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:

@@ -37,24 +37,18 @@ from elasticrun.config import (
     STUCK_AFTER,
 )
 from elasticrun.core import effects as fx
+from elasticrun.core.departing_rules import DepartingRules
+from elasticrun.core.ending_rules import SIGTERM
 from elasticrun.core.failures import cause_first
 from elasticrun.core.group_base import newer
-from elasticrun.core.group_states import ENDINGS, State, UnexpectedEvent
+from elasticrun.core.group_states import State, UnexpectedEvent
 from elasticrun.core.group_table import Rules, draw_table, tabulate
-from elasticrun.core.holding_rules import HoldingRules
 from elasticrun.core.link_rules import LinkRules
 from elasticrun.core.local_ranks import SIGKILL
-from elasticrun.core.probing_rules import ProbingRules
 from elasticrun.wire import messages as m
 
-SIGTERM = 15
 
-SWEEP_GRACE = 5.0
-"""Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
-4.7 s to flush (DROP-IN 10). Never more than the grace of the ranks themselves."""
-
-
-class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
+class WorkerGroup(LinkRules, DepartingRules):
     """The local ranks of one node; see the module's head. What it knows is kept by `GroupBase`."""
 
     # ------------------------------------------------------------ the shape of a brain
@@ -119,6 +113,8 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
             return
         self._stores.use(host=order.host_store)
         self._ranks.begin(order.first_rank)
+        self._cut_short = False
+        self._asked = -1
         self._reason = ""
         self._state = State.STARTING
         self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)
@@ -133,6 +129,9 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING or RUNNING: end the ranks of this round and join the next."""
         if self._start is None or order.round != self._start.round:
+            return
+        if self._departing is not None:
+            self._leave_unsaved(self._departing, now)
             return
         self._reason = order.reason
         self._note(f"stopping the ranks: {order.reason}")
@@ -171,6 +170,9 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
     def _exited(self, event: fx.RankExited, now: float) -> None:
         """STARTING or RUNNING."""
         self._ranks.live.pop(event.local_rank, None)
+        if self._departing is not None:
+            self._exited_departing(event, self._departing, now)
+            return
         if event.code == 0 and event.failure is None:
             if not self._ranks.live:
                 self._finish(now)
@@ -209,42 +211,6 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
         else:
             self._rejoin()
 
-    def _finish(self, now: float) -> None:
-        self._state = State.FINISHED
-        self._reason = "all ranks of this node are done; waiting for the other nodes"
-        if self._start is not None:
-            self._say(m.Finished(self._start.round))
-        if self._exit_barrier is not None:
-            self._deadlines.arm("exit-barrier", now + self._exit_barrier)
-
-    def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
-        """Signal the ranks that live and report how long they have; sweep if none does."""
-        self._state = state
-        if not self._ranks.live:
-            self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
-            return
-        self._signal(signum)
-        if "kill" not in self._deadlines and "stuck" not in self._deadlines:
-            self._deadlines.arm("kill", now + grace)
-        self._say_stopping(now)
-
-    def _sweep(self, state: State, now: float) -> None:
-        """Every rank has ended: remove what they left, with what is left of their grace."""
-        self._state = state
-        base = self._restart_grace if state is State.SWEEPING else self._shutdown_timeout
-        kill, killed = self._deadlines.when("kill"), "stuck" in self._deadlines
-        rest = base if kill is None else kill - now
-        if killed:
-            rest = 0.0
-        grace = max(rest, min(SWEEP_GRACE, base))
-        self._deadlines.disarm("kill")
-        self._deadlines.arm("stuck", now + grace + STUCK_AFTER)
-        self._out.append(fx.SweepRanks(grace))
-        # the master waits a little longer than it was told (rendezvous.SURVIVOR_SLACK): it need
-        # hear of a sweep only if that is not enough
-        if grace > rest + 1.0 and self._start is not None:
-            self._say(m.Stopping(self._start.round, grace))
-
     def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
         """The spawner's ranks and stores are gone with it, and all that was below them."""
         self._note(f"the fork server ended: {event.reason}", "error")
@@ -260,43 +226,11 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
         else:
             if self._ranks.lose_spawner(event):
                 self._say_failures()
+            if self._departing is not None:
+                self._leave_unsaved(self._departing, now)
+                return
             self._say_stopped()
             self._after_sweep()
-
-    # ------------------------------------------------------------ signals to the agent
-
-    def _signalled(self, event: fx.Signalled, now: float) -> None:
-        """Any state but OVER. A death signal means that this node leaves."""
-        self._ranks.signalled(event.signum, now)
-        if not event.death:
-            if self._ranks.live:
-                self._signal(event.signum)
-            return
-        if self._state in (State.ENDING, State.CLEARING):
-            if self._ranks.live:
-                self._signal(event.signum)
-            return
-        reason = f"received {event.name}"
-        self._note(f"{reason}: the ranks are told, and this node leaves", "warning")
-        self._say(m.Leaving(reason, event.signum))
-        self._conclude(fx.Exit(EXIT_FAILED, reason, (), event.signum), now, event.signum)
-
-    def _conclude(
-        self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
-    ) -> None:
-        """End the agent with `outcome`, as soon as no rank lives here."""
-        if self._state in ENDINGS:
-            return
-        self._call_off_probe()
-        self._outcome = outcome
-        self._reason = outcome.reason
-        if self._state is State.SWEEPING:
-            self._state = State.CLEARING
-        elif self._ranks.live:
-            grace = self._shutdown_timeout if grace is None else grace
-            self._begin_stop(State.ENDING, signum, grace, now)
-        else:
-            self._exit(outcome)
 
     # ------------------------------------------------------------ deadlines
 
@@ -317,6 +251,8 @@ class WorkerGroup(LinkRules, ProbingRules, HoldingRules):
                 self._not_spawned()
             elif key == "master-lost":
                 self._master_lost(now)
+            elif key == "departing":
+                self._departure_due(now)
             elif key == "holding":
                 self._held_long_enough(now)
 
@@ -365,7 +301,8 @@ _BEFORE: Rules = (
     ((State.HOLDING,), (m.End, m.Refused, m.Wait, m.Start, m.Stop), G._ignore),
     (_ALIVE, (m.Persist,), G._persist),
     (_ALIVE, (m.PersistOver,), G._persist_over),
-    (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder), G._obey),
+    (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), G._obey),
+    (_ALIVE, (m.SaveAt,), G._save_at),
     (_CALM, (m.Start,), G._started),
     (_CALM, (m.Stop,), G._ignore),
     (_LIVE, (m.Start,), G._restarted),

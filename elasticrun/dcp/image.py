@@ -13,7 +13,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from elasticrun.dcp.items import Piece, in_order
-from elasticrun.wire.layout import Item, ItemKind, Layout, lay_out
+from elasticrun.wire.layout import Item, Layout, lay_out
 
 SMALL: Final = 1 << 20
 """Bytes of tensors that may as well be allocated."""
@@ -101,15 +100,15 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
 def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
     """The layout of these pieces, which `in_order` orders in the same way. `bytes_room`: bytes for
     the opaque values with their table."""
-    items = [_enveloped(one.item) for one in in_order(found)]
-    return lay_out(items, bytes_room, str(torch.__version__))
+    items = [one.item for one in in_order(found)]
+    return lay_out(items, bytes_room, str(torch.__version__), _around)
 
 
-def _enveloped(item: Item) -> Item:
-    if item.kind is ItemKind.BYTES:
-        return item
-    head, tail = envelope(item.dtype, item.sizes)
-    return replace(item, head=len(head), tail=len(tail))
+@lru_cache(maxsize=4096)
+def _around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes before and after the elements."""
+    head, tail = envelope(dtype, sizes)
+    return len(head), len(tail)
 
 
 def write_envelopes(payload: memoryview, layout: Layout) -> None:
@@ -128,14 +127,22 @@ def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.
 
 
 def _view(storage: torch.UntypedStorage, at: int, item: Item) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, item.dtype)
+    dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
     empty = torch.empty(0, dtype=dtype)
     if not item.nbytes:
         return empty.reshape(item.sizes)
-    begin, rest = divmod(at + item.payload, empty.element_size())
-    if rest or math.prod(item.sizes) * empty.element_size() != item.nbytes:
+    begin, rest = divmod(at + item.extent + item.head, size)
+    if rest or nbytes != item.nbytes:
         raise ValueError(f"{item.fqn} does not lie in its slot as its type would")
-    return empty.set_(storage, begin, item.sizes, _strides(item.sizes))
+    return empty.set_(storage, begin, item.sizes, strides)
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, int, int, list[int]]:
+    """torch's type, the bytes of an element and of all, and the strides."""
+    found: torch.dtype = getattr(torch, dtype)
+    size = torch.empty(0, dtype=found).element_size()
+    return found, size, math.prod(sizes) * size, _strides(sizes)
 
 
 def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:

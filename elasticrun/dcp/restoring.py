@@ -8,7 +8,7 @@ copied, so that a rank never goes on with half of a state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,11 +74,17 @@ class Cover:
                 self._take(want, need, source, index, item)
 
     def _take(self, want: int, need: _Need, source: int, index: int, item: Item) -> None:
+        chunk = (item.offsets, item.sizes)
+        if (need.item is item or _same(need.item, item)) and not need.seen:
+            if need.left:  # all of it at once, as a rank finds it in its own shard
+                need.seen.append(chunk)
+                need.left, nowhere = 0, (0,) * len(item.sizes)
+                self.moves.append(Move(want, source, index, nowhere, nowhere, item.sizes))
+            return
         if item.shape != need.item.shape:
             raise RestoreError(
                 f"{item.fqn} was saved with shape {item.shape} and is now {need.item.shape}"
             )
-        chunk = (item.offsets, item.sizes)
         if not need.left or chunk in need.seen:
             return
         block = overlap(chunk, (need.item.offsets, need.item.sizes))
@@ -99,6 +105,11 @@ class Cover:
         )
 
 
+def _same(one: Item, other: Item) -> bool:
+    """Whether they are the same chunk of tensors of one shape."""
+    return (one.shape, one.offsets, one.sizes) == (other.shape, other.offsets, other.sizes)
+
+
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
@@ -113,14 +124,19 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
     return (begin, lengths) if all(n > 0 for n in lengths) else None
 
 
+Carry = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
 def copy(
     moves: Sequence[Move],
     shards: Mapping[int, Sequence[torch.Tensor]],
     wanted: Sequence[torch.Tensor],
+    carry: Carry | None = None,
 ) -> None:
     """Carry the moves out: from the tensors of each shard, in layout order, into the wanted ones.
-    Types are converted as DCP converts them."""
-    targets, sources = [], []
+    Types are converted as DCP converts them. `carry`: copies all targets from their sources."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for move in moves:
         target, source = wanted[move.want], shards[move.source][move.index]
         if move.lengths != tuple(target.shape) or move.lengths != tuple(source.shape):
@@ -130,7 +146,7 @@ def copy(
             )
         targets.append(target)
         sources.append(source)
-    copy_all(targets, sources)
+    (carry or copy_all)(targets, sources)
 
 
 def copy_all(

@@ -36,6 +36,9 @@ LET_GO_LIMIT: Final = 10.0
 CLEAN_LIMIT: Final = 60.0
 """Seconds for the same from a commit, and for the removal of what an attempt has left."""
 
+SWEEP_LIMIT: Final = 600.0
+"""Seconds for removing old checkpoints: meanwhile nothing else is written."""
+
 PUT_LIMIT: Final = 600.0
 """Seconds of new tries to hand a part to the coordinator; its attempt is given up before."""
 
@@ -67,6 +70,20 @@ class Attempt:
         return self.running is not None or (waits and not self.over)
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A piece of work that must come to its end, `limit` seconds after `since` or, where that is
+    None, after its turn has come."""
+
+    what: str
+    limit: float
+    since: float | None = None
+
+    def due(self, piece: Piece[Any]) -> float | None:
+        since = piece.began if self.since is None else self.since
+        return None if since is None else since + self.limit
+
+
 class Attempts:
     """All of them. Belongs to the loop's thread."""
 
@@ -84,7 +101,7 @@ class Attempts:
         self._disk = disk
         self._puts = puts
         self._attempts: dict[str, Attempt] = {}
-        self._overdue: dict[Piece[Any], tuple[float, str]] = {}
+        self._watched: dict[Piece[Any], Watch] = {}
 
     def get_ready(self) -> None:
         """Import what the first attempt would have to wait for."""
@@ -96,12 +113,15 @@ class Attempts:
 
     def next_deadline(self) -> float | None:
         """When `hung` is to be asked."""
-        return min((due for due, _ in self._overdue.values()), default=None)
+        dues = (watch.due(piece) for piece, watch in self._watched.items())
+        return min((due for due in dues if due is not None), default=None)
 
     def hung(self, now: float) -> bool:
         """Whether a thread has stayed away for too long; then the agent has been told why."""
-        for due, what in self._overdue.values():
-            if now >= due:
+        for piece, watch in self._watched.items():
+            due = watch.due(piece)
+            if due is not None and now >= due:
+                what = f"{watch.what} within {watch.limit:g} s"
                 self._say(Remark(f"{what}, so the saver ends; another can be started"))
                 return True
         return False
@@ -229,19 +249,25 @@ class Attempts:
                     self._end(attempt)
                     self._sweep(order)
 
-        attempt.committing = True
-        self._to_disk(
-            attempt,
-            Piece(lambda stop: work.commit(order, parts), Outcome.failed, done, name=order.attempt),
-        )
+        def write(stop: Event) -> Outcome:
+            return work.commit(order, parts, stop.is_set)
 
-    def _sweep(self, order: PersistParts) -> None:
-        """Remove what is not to be kept any more."""
+        attempt.committing = True
+        self._to_disk(attempt, Piece(write, Outcome.failed, done, name=order.attempt))
+
+    def _sweep(
+        self, order: PersistParts, how: Callable[[PersistParts], Outcome] = work.sweep
+    ) -> None:
+        """Remove what is not to be kept any more, when there is nothing else to do."""
 
         def done(outcome: Outcome) -> None:
+            self._watched.pop(piece, None)
             self._remark("older checkpoints were not removed", outcome)
 
-        self._disk.add(Piece(lambda stop: work.sweep(order), Outcome.failed, done, urgent=False))
+        piece = Piece(lambda stop: how(order), Outcome.failed, done, urgent=False)
+        what = f"{order.folder} did not come to an end of removing old checkpoints"
+        self._watched[piece] = Watch(what, SWEEP_LIMIT)
+        self._disk.add(piece)
 
     # ------------------------------------------------------------ the end of an attempt
 
@@ -263,8 +289,8 @@ class Attempts:
         piece.stop.set()
         if attempt.on_disk:
             limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
-            what = f"{attempt.order.folder} did not let go of an attempt within {limit:g} s"
-            self._overdue[piece] = (now + limit, what)
+            what = f"{attempt.order.folder} did not let go of an attempt"
+            self._watched[piece] = Watch(what, limit, now)
         else:
             self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
 
@@ -274,7 +300,7 @@ class Attempts:
 
     def _came_back(self, attempt: Attempt) -> None:
         if attempt.running is not None:
-            self._overdue.pop(attempt.running, None)
+            self._watched.pop(attempt.running, None)
         attempt.running, attempt.on_disk = None, False
 
     def _end(self, attempt: Attempt) -> None:
@@ -294,15 +320,15 @@ class Attempts:
         """Remove the files of an attempt that came to nothing."""
 
         def done(outcome: Outcome) -> None:
-            self._overdue.pop(piece, None)
+            self._watched.pop(piece, None)
             self._remark(f"files of a given-up attempt stay in {order.folder}", outcome)
 
         piece = Piece(lambda stop: work.clean(order), Outcome.failed, done)
-        self._disk.add(piece)
-        self._overdue[piece] = (
-            time.monotonic() + CLEAN_LIMIT,
-            f"{order.folder} did not let go of the files of an attempt within {CLEAN_LIMIT:g} s",
-        )
+        what = f"{order.folder} did not let go of the files of an attempt"
+        self._watched[piece] = Watch(what, CLEAN_LIMIT)
+        self._disk.add(piece, first=True)  # the next attempt may need the room
+        if order.coordinates:
+            self._sweep(order, work.tidy)
 
     def _remark(self, what: str, outcome: Outcome) -> None:
         for remark in outcome.remarks:

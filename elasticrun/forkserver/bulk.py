@@ -179,7 +179,10 @@ def _send_snapshot(link: Link, get: bulk.Get, ask: Ask) -> str:
         snapshot = opened.snapshot(served.slot, served.sequence)
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
-    except (Gone, SegmentError) as error:
+    except Gone as gone:  # it was needed no more: no news here
+        link.say(bulk.Refusal(str(gone)[: bulk.MAX_TEXT], again=False))
+        return ""
+    except SegmentError as error:
         return _refuse(link, str(error))
     known = opened.known(snapshot)
     encoded = layout.encode()
@@ -279,40 +282,52 @@ def ask_size(place: Endpoint, secret: str, get: bulk.Get) -> bulk.Head:
 
 
 def fetch(
-    place: Endpoint, secret: str, round: RoundName, step: int, rank: int, descriptor: int
+    place: Endpoint,
+    secret: str,
+    round: RoundName,
+    step: int,
+    rank: int,
+    descriptor: int,
+    slot: int = 0,
+    layout_key: int = 0,
 ) -> None:
-    """Copy a snapshot into slot 0 of the fresh segment behind `descriptor` and commit it there.
+    """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
+    this layout (0: any; another slot's snapshot would lose its own).
     Broken, Denied, Refused, Spoiled, SegmentError, OSError: nothing is committed then."""
     mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # ends with its last view
     segment = Segment(memoryview(mapping))
-    segment.withdraw(0)
+    if not 0 <= slot < segment.slots:
+        raise SegmentError(f"a segment of {segment.slots} slots has no slot {slot}")
+    segment.withdraw(slot)
     get = bulk.Get(round_key(round).hex(), step, rank, body=True)
     sock, link = _dial(place, secret, get)
     with sock:
         head = _head(link)
         if head.slot_bytes > segment.slot_bytes or head.layout_length > segment.slot_at(0) - PAGE:
             raise SegmentError("the memory that was made for a snapshot is too small for it")
+        if layout_key not in (0, head.layout):
+            raise SegmentError("the snapshot has another layout than it was announced with")
         link.allow(head.layout_length + head.slot_bytes)
         link.take_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
         layout = segment.layout()
         if (layout.key, layout.own_bytes + layout.shared_bytes) != (head.layout, head.tensor_bytes):
             raise Broken("its layout is not the one that it has announced")
-        hashes = _receive(link, head, segment.payload(0))
+        hashes = _receive(link, head, segment.payload(slot))
         sent = _hear(link, bulk.Sent)
     assert isinstance(sent, bulk.Sent)
     if not sent.ok:
         raise Spoiled(sent.reason[: bulk.MAX_TEXT])
     segment.commit(
-        0,
+        slot,
         round=round,
         sequence=head.sequence,
         step=step,
         layout=head.layout,
         values=head.values_bytes,
     )
-    snapshot = segment.read(0)
+    snapshot = segment.read(slot)
     assert snapshot is not None
-    keep(descriptor, segment.slot_at(0), snapshot, hashes)
+    keep(descriptor, segment.slot_at(slot), snapshot, hashes)
 
 
 def _receive(link: Link, head: bulk.Head, payload: memoryview) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ def write_parts(
     from elasticrun.forkserver import persist
 
     folder = _folder(order.folder)
+    ranks = {part.rank for part in order.parts}
+    persist.clear_earlier(folder, order.step, ranks, order.attempt)
     parts = []
     for part in order.parts:
         if stop():
@@ -85,7 +87,7 @@ def write_parts(
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
 
 
-def commit(order: PersistParts, parts: Sequence[PartWritten]) -> Outcome:
+def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[], bool]) -> Outcome:
     """Write manifest and marker."""
     from elasticrun.forkserver import persist
 
@@ -98,6 +100,8 @@ def commit(order: PersistParts, parts: Sequence[PartWritten]) -> Outcome:
         world_size=order.world_size,
         attempt=order.attempt,
         reason=order.reason,
+        rewound_from=order.rewound_from,
+        stop=stop,
     )
     return Outcome("", tuple(folder.take_remarks()))
 
@@ -107,7 +111,12 @@ def sweep(order: PersistParts) -> Outcome:
     from elasticrun.forkserver import persist
 
     folder = _folder(order.folder)
-    swept = persist.sweep(folder, keep_last=order.keep_last, keep_every=order.keep_every)
+    swept = persist.sweep(
+        folder,
+        keep_last=order.keep_last,
+        keep_every=order.keep_every,
+        in_use=(order.step, *order.in_use),
+    )
     return Outcome("", (*swept.remarks, *folder.take_remarks()))
 
 
@@ -118,6 +127,16 @@ def clean(order: PersistParts) -> Outcome:
     folder = _folder(order.folder)
     persist.give_up(folder, order.step, order.attempt)
     return Outcome("", tuple(folder.take_remarks()))
+
+
+def tidy(order: PersistParts) -> Outcome:
+    """Remove what was begun long ago, and no checkpoint: where no attempt comes through there is no
+    sweep."""
+    from elasticrun.forkserver import persist
+
+    folder = _folder(order.folder)
+    swept = persist.sweep(folder, keep_last=0, keep_every=0, in_use=(order.step,))
+    return Outcome("", (*swept.remarks, *folder.take_remarks()))
 
 
 def _folder(url: str) -> Folder:

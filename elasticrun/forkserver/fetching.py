@@ -14,7 +14,7 @@ from elasticrun.forkserver.tries import tried
 from elasticrun.wire.bulk import Get
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.segment import round_key
-from elasticrun.wire.snapshots import Fetch, Fetched, FetchSize, FromSaver
+from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver
 
 FETCH_LIMIT: Final = 20.0
 """Seconds of new tries: ranks wait for it, and storage has the state too."""
@@ -26,10 +26,14 @@ MAX_FETCHES: Final = 8192
 class Fetches:
     """All of them. Belongs to the loop's thread."""
 
-    def __init__(self, secret: str, say: Callable[[FromSaver], None], lane: Lane) -> None:
+    def __init__(
+        self, secret: str, say: Callable[[FromSaver], None], lane: Lane, replicas: Lane
+    ) -> None:
+        """`lane`: for what ranks wait for; `replicas`: for what nobody does."""
         self._secret = secret
         self._say = say
         self._lane = lane
+        self._replicas = replicas
         self._orders: dict[int, Fetch] = {}
 
     def begin(self, order: Fetch) -> None:
@@ -43,7 +47,7 @@ class Fetches:
 
         def work(stop: threading.Event) -> FetchSize:
             head = tried(lambda: bulk.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
-            return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes)
+            return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes, head.layout)
 
         def failed(error: BaseException) -> FetchSize:
             return FetchSize(order.key, False, self._about(order, error), 0, 0)
@@ -53,10 +57,11 @@ class Fetches:
                 del self._orders[order.key]
             self._say(size)
 
-        self._lane.add(Piece(work, failed, done))
+        self._lane_of(order).add(Piece(work, failed, done))
 
-    def go_on(self, key: int, descriptor: int) -> None:
+    def go_on(self, into: FetchInto, descriptor: int) -> None:
         """The memory is there; takes the descriptor over. Fetched follows."""
+        key = into.key
         order = self._orders.pop(key, None)
         if order is None:
             os.close(descriptor)
@@ -65,7 +70,8 @@ class Fetches:
         place = Endpoint(order.host, order.port)
 
         def copy() -> None:
-            bulk.fetch(place, self._secret, _name(order), order.step, order.rank, descriptor)
+            which = (_name(order), order.step, order.rank)
+            bulk.fetch(place, self._secret, *which, descriptor, into.slot, into.layout)
 
         def work(stop: threading.Event) -> Fetched:
             try:
@@ -77,7 +83,10 @@ class Fetches:
         def failed(error: BaseException) -> Fetched:
             return Fetched(key, False, self._about(order, error))
 
-        self._lane.add(Piece(work, failed, self._say))
+        self._lane_of(order).add(Piece(work, failed, self._say))
+
+    def _lane_of(self, order: Fetch) -> Lane:
+        return self._replicas if order.replica else self._lane
 
     def _about(self, order: Fetch, error: BaseException) -> str:
         place = Endpoint(order.host, order.port)

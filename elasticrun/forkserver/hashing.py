@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import struct
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Final
 
 import xxhash
 
+from elasticrun.wire.layout import PAGE
+from elasticrun.wire.mapping import map_shared, system
 from elasticrun.wire.segment import (
     HASHES_AT,
     Segment,
@@ -26,9 +27,6 @@ _POPULATE_READ: Final = 22
 
 SEAL_AT: Final = HASHES_AT - 8
 """Where the hashes' seal stands in a slot's header page."""
-
-STRIDE: Final = 16 * 1024 * 1024
-"""Bytes that are populated at once: Python's own madvise holds the interpreter meanwhile."""
 
 
 class Gone(Exception):
@@ -45,24 +43,29 @@ class OpenSegment:
         self.descriptor = descriptor
         self.local_rank = local_rank
         weakref.finalize(self, os.close, descriptor)
-        self._mapping = mmap.mmap(
-            descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ
-        )
-        self.segment = Segment(memoryview(self._mapping))
+        array = map_shared(descriptor, os.fstat(descriptor).st_size, writable=False)
+        self._address = ctypes.addressof(array)
+        self._mapping = memoryview(array).cast("B").toreadonly()
+        self.segment = Segment(self._mapping)
         self._sizes: dict[int, int] = {}
+
+    @property
+    def whose(self) -> str:
+        """For sentences."""
+        return f"local rank {self.local_rank}" if self.local_rank >= 0 else "another node's rank"
 
     def snapshot(self, slot: int, sequence: int) -> Snapshot:
         """What stands in a slot. Gone if it is not the snapshot with this sequence number."""
         found = self.segment.read(slot) if 0 <= slot < self.segment.slots else None
         if found is None or found.sequence != sequence:
-            raise Gone(f"slot {slot} of local rank {self.local_rank} holds another snapshot by now")
+            raise Gone(f"slot {slot} of {self.whose} holds another snapshot by now")
         return found
 
     def still(self, snapshot: Snapshot) -> None:
         """Gone if the rank has begun to write over it since it was looked up."""
         if self.segment.committed(snapshot.slot) != snapshot.sequence:
             raise Gone(
-                f"the snapshot of step {snapshot.step} of local rank {self.local_rank} was "
+                f"the snapshot of step {snapshot.step} of {self.whose} was "
                 "overwritten while it was read"
             )
 
@@ -95,7 +98,7 @@ class OpenSegment:
         the same number, in a life of the rank before, is none of its own."""
         at = self.segment.slot_at(snapshot.slot) + SEAL_AT
         found = self.segment.hashes(snapshot)
-        return found if self._mapping[at : at + 8] == seal(snapshot) else ()
+        return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
     def drop_others(self, snapshot: Snapshot) -> None:
         """Take such hashes away, so that nobody else believes them. OSError."""
@@ -104,10 +107,9 @@ class OpenSegment:
             os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
 
     def _populate(self, start: int, end: int) -> None:
-        start -= start % mmap.PAGESIZE
-        with suppress(OSError):  # an older kernel: reading the pages maps them too
-            for at in range(start, end, STRIDE):
-                self._mapping.madvise(_POPULATE_READ, at, min(STRIDE, end - at))
+        start -= start % PAGE
+        # an older kernel does not know how: reading the pages maps them too
+        system().madvise(self._address + start, end - start, _POPULATE_READ)
 
 
 def seal(snapshot: Snapshot) -> bytes:
@@ -157,7 +159,7 @@ def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
     snapshot = opened.snapshot(slot, sequence)
     known = opened.known(snapshot)
     if not known:
-        return f"step {snapshot.step} of local rank {opened.local_rank} had not been hashed"
+        return f"step {snapshot.step} of {opened.whose} had not been hashed"
     _compare(opened, snapshot, known)
     return ""
 
@@ -173,6 +175,6 @@ def _compare(opened: OpenSegment, snapshot: Snapshot, known: tuple[int, ...]) ->
         return
     what = f"block {wrong[0] + 1} of {len(known)}" if wrong else "the number of blocks"
     raise Bad(
-        f"the snapshot of step {snapshot.step} of local rank {opened.local_rank} is not what was "
+        f"the snapshot of step {snapshot.step} of {opened.whose} is not what was "
         f"written: {what} differs from its hash"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
@@ -37,6 +38,7 @@ class Piece(Generic[T]):
     urgent: bool = True
     name: Hashable = None
     stop: threading.Event = field(default_factory=threading.Event)
+    began: float | None = None  # when its thread began, by the monotonic clock; None: it waits
 
 
 class Lane:
@@ -49,14 +51,14 @@ class Lane:
         self._running = 0
         self._waiting: list[Piece[Any]] = []
 
-    def add(self, piece: Piece[Any]) -> None:
-        """Do it when its turn comes: urgent ones first, and each kind in order. A waiting piece of
-        the same name (but None) is dropped. Full."""
+    def add(self, piece: Piece[Any], *, first: bool = False) -> None:
+        """Do it when its turn comes: urgent ones first, and each kind in order, but for one that is
+        to be `first`. A waiting piece of the same name (but None) is dropped. Full."""
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:
             raise Full(f"{MAX_WAITING} pieces of work wait already")
-        self._waiting.append(piece)
+        self._waiting.insert(0 if first else len(self._waiting), piece)
         self._go_on()
 
     def drop(self, name: Hashable) -> bool:
@@ -71,6 +73,7 @@ class Lane:
             piece = next((p for p in self._waiting if p.urgent), self._waiting[0])
             self._waiting.remove(piece)
             self._running += 1
+            piece.began = time.monotonic()
             threading.Thread(
                 target=self._work, args=(piece,), name=f"elasticrun-{self._name}", daemon=True
             ).start()

@@ -65,6 +65,8 @@ class Stash:
         self._modules: dict[str, Any] = {}
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
+        self._owners: dict[str, Root] = {}
+        """By module: the first root that it came with."""
         self._filters: list[Any] = []
         self._meta_path: list[Any] = []
         self._path_hooks: list[Any] = []
@@ -76,7 +78,10 @@ class Stash:
 
     def add_root(self, name: str, before: set[str]) -> None:
         """`name` has just been imported; `before` were the modules until then."""
-        self.roots.append(Root(name, set(sys.modules) - before))
+        root = Root(name, set(sys.modules) - before)
+        self.roots.append(root)
+        for module in root.modules:
+            self._owners.setdefault(module, root)
 
     def seal(self, ours: str) -> None:
         """Everything is imported: note what there is. `ours` is our package, which ranks import
@@ -176,20 +181,18 @@ class Stash:
                     roots.append(root)
                     names |= root.modules
                     waiting += {_unit(module) for module in root.modules}
-            names.update(m for m in self._units.get(each, ()) if not self._is_later_root(m, roots))
+            mine = self._units.get(each, ())
+            names.update(m for m in mine if m in self._modules and not self._is_later(m, roots))
             waiting += self._needs.get(each, frozenset())
         return names & self._modules.keys(), roots
 
-    def _is_later_root(self, name: str, roots: list[Root]) -> bool:
+    def _is_later(self, name: str, roots: list[Root]) -> bool:
         """Whether `name` came with a root of its own (torch._dynamo) that nobody asked for."""
-        owner = next((root for root in self.roots if name in root.modules), None)
+        owner = self._owners.get(name)
+        if owner is None or owner in roots:
+            return False
         top = name.partition(".")[0]
-        return (
-            owner is not None
-            and owner not in roots
-            and owner.name != top
-            and any(root.name == top for root in self.roots)
-        )
+        return owner.name != top and any(root.name == top for root in self.roots)
 
     def _set_torch_state(self) -> None:
         """What the import of torch changes beside sys.modules."""

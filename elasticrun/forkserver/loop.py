@@ -141,7 +141,7 @@ class Server:
             case SpawnSaver():
                 self._nursery.spawn_saver(order)
             case SendSignal():
-                self._nursery.send_signal(order.key, order.signal)
+                self._nursery.send_signal(order.key, order.signal, alone=order.alone)
             case CloseStore():
                 self._nursery.send_signal(order.key, signal.SIGKILL)
             case Sweep():

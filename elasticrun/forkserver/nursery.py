@@ -254,12 +254,16 @@ class Nursery:
         for key in keys:
             self._groups.pop(key, None)
 
-    def send_signal(self, key: int, signum: int) -> None:
-        """To the process group of a child that has not been reaped; else nothing."""
+    def send_signal(self, key: int, signum: int, *, alone: bool = False) -> None:
+        """To the process group of a child that has not been reaped, or to it alone; else
+        nothing."""
         pid = self._groups.get(key, 0)
         if pid not in self._children or not 0 <= signum < signal.NSIG:
             return
         with suppress(ProcessLookupError, PermissionError):
+            if alone:
+                os.kill(pid, signum)
+                return
             try:
                 os.killpg(pid, signum)
             except ProcessLookupError:  # it has not made its session yet

@@ -25,7 +25,8 @@ from elasticrun.storage import manifest as manifests
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
-from elasticrun.storage.retention import PERIODIC, surplus
+from elasticrun.storage.retention import PERIODIC, not_kept
+from elasticrun.storage.timeline import Found, Timeline, chain, join, timeline_of
 from elasticrun.storage.writing import PIECE, Sink
 from elasticrun.wire.layout import Item, Layout
 from elasticrun.wire.segment import Segment, Snapshot, block_of
@@ -38,7 +39,7 @@ MAX_LAYOUTS: Final = 64
 """Layouts that are kept decoded."""
 
 _ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
-_NAME: Final = re.compile(r"__\d+_\d+\.\d+\.(.+)\.distcp\Z")
+_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
 _DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
 _layouts: dict[int, Layout] = {}
 
@@ -227,10 +228,12 @@ def commit(
     world_size: int,
     attempt: str,
     reason: str,
+    rewound_from: int = -1,
+    stop: Callable[[], bool] = bool,
 ) -> Manifest:
     """Make the parts a checkpoint: the manifest, then the marker. What the checkpoint replaces, an
-    earlier one of the same step, is gone then. PersistError, StorageError; the checkpoint is not
-    committed then."""
+    earlier one of the same step, is gone then. `rewound_from`: see storage.timeline. PersistError,
+    StorageError; the checkpoint is not committed then."""
     for part in parts:
         if (part.step, part.round, part.attempt) != (step, round, attempt):
             raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
@@ -250,7 +253,14 @@ def commit(
         files=tuple(sorted((part.file for part in parts), key=lambda entry: entry.rank)),
     )
     _all_there(folder, made)
+    found = folder.survey()
+    line = join(found, step, rewound_from)
+    _tell_later(folder, found, line, step)
+    if stop():
+        raise PersistError("the attempt was given up before its marker was written")
     folder.put(step, manifests.NAME, manifests.encode(made))
+    if line.file:
+        folder.put(step, line.file, line.sentence.encode())
     folder.acquit(step)
     folder.put(step, MARKER, marker)
     try:
@@ -258,10 +268,33 @@ def commit(
     except PersistError:
         folder.unlink(step, [MARKER])
         raise
-    ours = {entry.name for entry in made.files}
-    strange = [n for n in folder.files(step) if _NAME.match(n) or _DRAFT.match(n)]
-    folder.unlink(step, [name for name in strange if name not in ours])
+    _tidy(folder, made, line)
     return made
+
+
+def _tell_later(folder: Folder, found: Sequence[Found], line: Timeline, step: int) -> None:
+    """One sentence where a start would rather go on from something else than what is written."""
+    lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
+    later = sorted({one for one in chain(found) if one > step} - lost)
+    if later:
+        folder.remark(
+            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
+            f"{later[-1]}: a start that restores goes on from those"
+        )
+
+
+def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
+    """Remove what earlier attempts at this step have left. The checkpoint counts already."""
+    ours = {entry.name for entry in made.files} | {line.file}
+    try:
+        names = [n for n in folder.files(made.step) if _is_of_attempt(n) and n not in ours]
+        folder.unlink(made.step, names)
+    except StorageError as error:
+        folder.remark(f"files of earlier attempts at step {made.step} stay: {error}")
+
+
+def _is_of_attempt(name: str) -> bool:
+    return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
 def _told(part: PartWritten) -> Part:
@@ -278,10 +311,22 @@ def _all_there(folder: Folder, made: Manifest) -> None:
         )
 
 
+def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
+    """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
+    that is nearly full no new one would come through. StorageError."""
+    files = folder.files(step)
+    if MARKER in files:
+        return
+    parts = [(name, found) for name in files if (found := _NAME.match(name))]
+    old = [n for n, f in parts if int(f["rank"]) in ranks and f["attempt"] != attempt]
+    if old:
+        folder.unlink(step, old)
+
+
 def give_up(folder: Folder, step: int, attempt: str) -> None:
     """Remove what an attempt has written, unless it was committed. StorageError."""
     files = folder.files(step)
-    names = [n for n in files if (found := _NAME.match(n)) and found[1] == attempt]
+    names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
     try:
         manifest = folder.manifest(step)
     except ManifestError:
@@ -289,6 +334,8 @@ def give_up(folder: Folder, step: int, attempt: str) -> None:
     ours = manifest is not None and manifest.attempt == attempt
     if MARKER in files and (ours or manifest is None):
         return
+    if MARKER not in files:
+        names += [name for name in files if timeline_of(name)]
     folder.unlink(step, [*names, manifests.NAME] if ours else names)
 
 
@@ -307,12 +354,10 @@ def sweep(
     that is kept, and what was begun and never committed. To be called after a commit."""
     removed, remarks = [], []
     try:
-        committed = folder.committed()
-        told = _reasons(folder, committed, keep_last)
-        gone = surplus(told, last=keep_last, every=keep_every, in_use=in_use)
-        kept = [step for step in committed if step not in gone]
-        gone += [step for step in folder.condemned() if kept and step < kept[0]]
-        gone += [step for step in folder.uncommitted(OLD) if step not in in_use]
+        found = folder.survey()
+        told = _reasons(folder, chain(found), keep_last)
+        gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
+        gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
     except StorageError as error:
         return Swept((), (f"old checkpoints are not removed: {error}",))
     for step in gone:

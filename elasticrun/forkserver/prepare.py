@@ -18,9 +18,9 @@ from elasticrun.wire.spawner import Configure, EntryKind
 
 PACKAGE = __name__.partition(".")[0]
 
-FOR_SNAPSHOTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.tensor")
-"""What a Checkpointer imports of torch, most of a second of one core; every life of every rank of
-a script that names one would pay it."""
+FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
+"""What a Checkpointer imports of torch, and torch's optimizers when they are made: more than a
+second of one core; every life of every rank of a script that names one would pay it."""
 
 
 @dataclass

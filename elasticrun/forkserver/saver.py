@@ -98,7 +98,8 @@ class Saver:
         self._attempts = Attempts(
             order.secret, self._segments, self.say, Lane("disk", 1, post), Lane("put", 4, post)
         )
-        self._fetches = Fetches(order.secret, self.say, Lane("fetch", 4, post))
+        lanes = (Lane("fetch", 4, post), Lane("replica", 2, post))
+        self._fetches = Fetches(order.secret, self.say, *lanes)
 
     def run(self) -> NoReturn:
         """Until the agent hangs up; ends the process."""
@@ -224,7 +225,7 @@ class Saver:
                 case Fetch():
                     self._fetches.begin(order)
                 case FetchInto():
-                    self._fetches.go_on(order.key, self._descriptor())
+                    self._fetches.go_on(order, self._descriptor())
                 case Serve():
                     self._serve(order)
         except Full as full:
@@ -261,7 +262,7 @@ class Saver:
 
         def done(reason: str) -> None:
             if reason:
-                about = f"a snapshot of local rank {opened.local_rank} was not hashed"
+                about = f"a snapshot of {opened.whose} was not hashed"
                 self.say(Remark(f"{about}: {reason}"))
 
         self._memory.add(Piece(work, failed, done, urgent=False, name=order.key))

@@ -39,7 +39,7 @@ from elasticrun.core.effects import (
 from elasticrun.core.pace import beat_interval
 from elasticrun.master.fact_store import FactStore
 from elasticrun.master.figures import Figures
-from elasticrun.master.mailbox import Mailbox
+from elasticrun.master.mailbox import Mailbox, subject
 from elasticrun.wire import codec
 from elasticrun.wire.messages import Beat, Echo, JobStatus, Order, Start, Welcome
 
@@ -309,10 +309,10 @@ class Loop:
         except codec.WireError as wrong:
             logger.error("a defect: an order that cannot be sent: %s", wrong)
             return
-        kind = type(order).__name__
+        about = subject(order)
         for session in sessions:
             if (box := self._boxes.get(session)) is not None:
-                box.put(kind, data)
+                box.put(about, data)
 
     def _hang_up(self, session: int) -> None:
         if (box := self._boxes.get(session)) is not None:

@@ -8,24 +8,30 @@ What must hold, else it is a fault of the world:
 * no two nodes of a round restore a different snapshot;
 * nothing is restored, and no watermark set, that was never whole;
 * a snapshot that is being written out is never dropped;
+* with replicas, no watermark is set before every part was on two nodes, unless one could not copy
+  its share, and no round goes back behind the watermark of the one before for the loss of one node;
 * a checkpoint is committed only when all of its parts were written, and they are all there is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elasticrun.sim.replicas import Replicas
+from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import (
     CommitCheckpoint,
     Holder,
     Holding,
     Holdings,
+    Missed,
     Order,
     Persist,
     Persisted,
     PersistOver,
+    Replicate,
+    SaveAt,
     ShardBad,
     Start,
     Watermark,
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from elasticrun.sim.node import Node
     from elasticrun.sim.world import World
 
-SLOTS = 2
 SAVER_PORT = 7000
 WRITING = 0.5
 """Seconds in which a node writes its part."""
@@ -44,59 +49,6 @@ MARKING = 0.01
 """Seconds in which the coordinator writes the marker."""
 BYTES = 1 << 20
 """Of one rank's part."""
-
-Key = tuple[RoundName, int]
-
-
-@dataclass(slots=True)
-class Shelves:
-    """What all nodes of a world have in common."""
-
-    state: str = "ddp"
-    slots: int = SLOTS
-    disks: dict[str, str] = field(default_factory=dict)  # node -> full, stuck
-    ever: dict[Key, set[int]] = field(default_factory=dict)  # contents that were ever committed
-    sizes: dict[RoundName, int] = field(default_factory=dict)  # rounds -> world size
-    restores: dict[RoundName, Key | None] = field(default_factory=dict)  # by the first node of each
-    parts: dict[str, set[int]] = field(default_factory=dict)  # attempt -> contents written
-    checkpoints: list[Key] = field(default_factory=list)  # committed, in order
-    faults: list[str] = field(default_factory=list)
-
-    def content(self, rank: int) -> int:
-        """What this rank holds."""
-        return 1 if self.state == "ddp" else rank + 1
-
-    def was_whole(self, key: Key) -> bool:
-        """Whether every content of the round was committed at this step."""
-        size = self.sizes.get(key[0], 0)
-        return size > 0 and self.ever.get(key, set()) >= {self.content(r) for r in range(size)}
-
-
-@dataclass(slots=True)
-class Kept:
-    """One snapshot of one node."""
-
-    round: RoundName
-    step: int
-    first_rank: int
-    world_size: int
-    ranks: int
-    wanted: bool = False
-    restored: bool = False  # pinned, since the present round goes on from it
-    bad: bool = False
-    attempts: set[str] = field(default_factory=set)
-
-    @property
-    def key(self) -> Key:
-        return (self.round, self.step)
-
-    @property
-    def pinned(self) -> bool:
-        return self.wanted or self.restored or bool(self.attempts)
-
-    def is_later(self, than: Key) -> bool:
-        """Whether it was taken after the one of this name."""
-        return _age(self.key) > _age(than)
 
 
 class Memory:
@@ -107,7 +59,10 @@ class Memory:
         self._node = node
         self._shelves = world.shelves
         self.kept: list[Kept] = []  # the oldest first
+        self.replicas = Replicas(world, node)
         self.skipped = 0
+        self.current = -1  # the step that ranks of this life are at
+        self._asked: SaveAt | None = None
         self._watermark: Key | None = None
         self._given_up = -1
         self._start: Start | None = None
@@ -120,17 +75,21 @@ class Memory:
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
+        self.current, self._asked = -1, None
         shelves.sizes[start.round] = start.world_size
         if shelves.restores.setdefault(start.round, key) != key:
             self._fault(f"round {start.round} restores {key} and {shelves.restores[start.round]}")
         if key is not None and not shelves.was_whole(key):
             self._fault(f"round {start.round} restores {key}, which never was whole")
-        for one in [one for one in self.kept if key is None or one.is_later(key)]:
-            if one.attempts:
-                self._fault(f"{self._node.name} drops step {one.step}, which is being written")
-            self.kept.remove(one)
-        for one in self.kept:
-            one.restored = one.key == key
+        shelves.members.setdefault(start.round, {})[self._node.name] = self
+        self.replicas.begin()
+        for shelf in (self.kept, self.replicas.copies):
+            for one in [one for one in shelf if key is None or one.is_later(key)]:
+                if one.attempts:
+                    self._fault(f"{self._node.name} drops step {one.step}, which is being written")
+                shelf.remove(one)
+            for one in shelf:
+                one.restored = one.key == key
         self.say()
         if want is None:
             return
@@ -144,18 +103,31 @@ class Memory:
         start = self._start
         if start is None or not any(rank.alive for rank in self._node.ranks.values()):
             return
+        asked, before = self._asked, self.current
+        self.current = step
+        is_asked = asked is not None and before < asked.step <= step
+        if not self._take(start, step, persist or is_asked):
+            self.skipped += 1
+            is_asked = False
+        if asked is not None and asked.step <= step:
+            self._asked = None
+            if not is_asked:
+                self._node.say(Missed(asked.round, asked.step, step))
+
+    def _take(self, start: Start, step: int, persist: bool) -> bool:
         if len(self.kept) >= self._shelves.slots:
             old = self._free()
             if old is None:
-                self.skipped += 1
-                return
+                return False
             self.kept.remove(old)
         made = Kept(
             start.round, step, start.first_rank, start.world_size, self._node.setup.nproc, persist
         )
         self.kept.append(made)
         self._shelves.ever.setdefault(made.key, set()).update(self._contents(made))
+        self._shelves.has(self._node.name, made)
         self.say()
+        return True
 
     def _free(self) -> Kept | None:
         mark = self._watermark
@@ -167,7 +139,7 @@ class Memory:
     def gives(self, name: RoundName, step: int, rank: int) -> bool:
         """Whether the shard of this rank, or one that is equal to it, is here."""
         content = self._shelves.content(rank)
-        return any(one.key == (name, step) and content in self._contents(one) for one in self.kept)
+        return any(content in self._contents(one) for one in self.of((name, step)))
 
     def spoil(self, step: int) -> None:
         """A byte of this step flips."""
@@ -178,8 +150,9 @@ class Memory:
 
     def say(self) -> None:
         """Report what is held, if there ever was anything."""
-        if self.kept or self._watermark:
-            self._node.say(Holdings(self._saver, tuple(self._told(one) for one in self.kept)))
+        if self.kept or self._watermark or (self._start and self._shelves.replicas):
+            held = [self._told(one) for one in self.kept] + self.replicas.told()
+            self._node.say(Holdings(self._saver, tuple(held), self._shelves.replicas))
 
     def obey(self, order: Order) -> None:
         """An order about snapshots."""
@@ -188,12 +161,17 @@ class Memory:
                 self._mark(order)
             case Persist():
                 self._persist(order)
+            case SaveAt():
+                if self._start is not None and order.round == self._start.round:
+                    self._asked = order
             case CommitCheckpoint():
                 self._world.clock.after(MARKING, lambda: self._commit_checkpoint(order.attempt))
             case PersistOver():
                 self._over(order)
             case Holder():
                 self._told_who(order)
+            case Replicate():
+                self.replicas.obey(order)
 
     def _mark(self, order: Watermark) -> None:
         if self._start is None or order.round != self._start.round:
@@ -205,12 +183,21 @@ class Memory:
         if not self._shelves.was_whole(key):
             self._fault(f"the watermark is {key}, which never was whole")
         self._watermark = key
-        for one in self.kept:
+        for one in self._all():
             one.restored = False
+        self.replicas.tidy()
+        self._shelves.marked(key)
+
+    def of(self, key: Key) -> list[Kept]:
+        """What is here of this snapshot, replicas too."""
+        return [one for one in self._all() if one.key == key]
+
+    def _all(self) -> list[Kept]:
+        return self.kept + self.replicas.copies
 
     def _persist(self, order: Persist) -> None:
         disk = self._shelves.disks.get(self._node.name, "")
-        mine = [one for one in self.kept if one.key == (order.round, order.step)]
+        mine = self.of((order.round, order.step))
         for one in mine:
             one.attempts.add(order.attempt)
         if disk == "stuck":
@@ -233,7 +220,7 @@ class Memory:
     def _commit_checkpoint(self, attempt: str) -> None:
         if not self._node.alive:
             return
-        mine = [one for one in self.kept if attempt in one.attempts]
+        mine = [one for one in self._all() if attempt in one.attempts]
         ok = bool(mine)
         if ok:
             key, size = mine[0].key, mine[0].world_size
@@ -244,11 +231,10 @@ class Memory:
         self._node.say(Persisted(attempt, ok, True, reason, 0, MARKING))
 
     def _over(self, order: PersistOver) -> None:
-        for one in self.kept:
-            if one.key == (order.round, order.step):
-                one.attempts.discard(order.attempt)
-                if order.ok or not order.attempt:
-                    one.wanted = False
+        for one in self.of((order.round, order.step)):
+            one.attempts.discard(order.attempt)
+            if order.ok or not order.attempt:
+                one.wanted = False
         self.say()
 
     def _told_who(self, order: Holder) -> None:
@@ -258,7 +244,7 @@ class Memory:
             other = self._world.nodes.get(order.saver.host)
             there = other is not None and other.alive
             if there and other and other.memory.gives(order.round, order.step, order.rank):
-                bad = any(o.bad for o in other.memory.kept if o.key == (order.round, order.step))
+                bad = any(one.bad for one in other.memory.of((order.round, order.step)))
                 if not bad:
                     return
                 reason = "it does not have its hash"
@@ -270,7 +256,7 @@ class Memory:
 
     def link_lost(self) -> None:
         """Another master may answer next: attempts of this one end by themselves."""
-        for one in self.kept:
+        for one in self._all():
             one.attempts.clear()
 
     def _contents(self, one: Kept) -> set[int]:
@@ -284,7 +270,3 @@ class Memory:
 
     def _fault(self, text: str) -> None:
         self._shelves.faults.append(f"{self._world.clock.now:.3f}: {text}")
-
-
-def _age(key: Key) -> tuple[int, int, int]:
-    return (key[0].term, key[0].number, key[1])

@@ -49,6 +49,7 @@ from elasticrun.wire.messages import (
     Beat,
     Failure,
     Hello,
+    Leaving,
     Order,
     Report,
     Wait,
@@ -229,6 +230,8 @@ class Node:
 
     def say(self, report: Report) -> None:
         """Send a report, if there is a stream."""
+        if isinstance(report, Leaving):
+            self.world.shelves.leaving.add(self.name)
         if self.stream is not None:
             if self.world.traced:
                 self.world.trace(self.name, f"> {in_short(report)}")
@@ -327,7 +330,7 @@ class Node:
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
         """The agent receives a signal."""
-        self.feed(Signalled(signum, name, death))
+        self.feed(Signalled(signum, name, death, self.memory.current))
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""

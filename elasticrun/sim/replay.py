@@ -320,6 +320,8 @@ def _as_it_was(stream: Attached, facts: Facts | None) -> Attached:
         world_size=last.world_size,
         restart_count=last.restart_count,
         store=last.store,
+        restore=last.restore,
+        rewound_from=last.rewound_from,
     )
     return replace(stream, hello=replace(stream.hello, attached=attached))
 

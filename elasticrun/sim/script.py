@@ -19,7 +19,8 @@ knows; `world steps=1` has nodes report their steps.
 Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
 step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `world
 state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
-many snapshots; `disk a full` (or stuck, ok) and `spoil a 120` plant what `sim.memory` knows.
+many snapshots, and `replicas=1` wants each part on two nodes; `disk a full` (or stuck, ok) and
+`spoil a 120` plant what `sim.memory` knows.
 
 `python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
@@ -147,6 +148,7 @@ def run(script: Script, prepare: Callable[[World], None] | None = None) -> World
     world.records = []
     world.shelves.state = script.world.get("state", "ddp")
     world.shelves.slots = int(script.world.get("slots", "2"))
+    world.shelves.replicas = script.world.get("replicas", "0") == "1"
     if prepare is not None:
         prepare(world)
     world.start_master(script.spec)

@@ -26,6 +26,7 @@ class TrainingChaos(Chaos):
         super().__init__(seed, duration=duration)
         self.world.shelves.state = self.rng.choice(["ddp", "sharded"])
         self.world.shelves.slots = self.rng.choice([2, 2, 3])
+        self.world.shelves.replicas = self.rng.random() < 0.5
         self.steps: dict[RoundName, int] = {}  # the newest of each round
 
     def _draw_spec(self) -> JobSpec:
@@ -36,6 +37,7 @@ class TrainingChaos(Chaos):
         """All of it."""
         self.world.clock.after(STEP, self._train)
         findings = super().run()
+        self.world.shelves.settle()
         return replace(findings, faults=findings.faults + tuple(self.world.shelves.faults))
 
     def _train(self) -> None:
@@ -65,6 +67,7 @@ class TrainingChaos(Chaos):
         disk = self.rng.choice(["full", "stuck", "", "", "spoil"])
         self.world.trace("*", f"disk of {node.name}: {disk or 'well'}")
         if disk == "spoil":
+            self.world.shelves.spoilt = True
             for one in node.memory.kept[-1:]:
                 one.bad = True
         else:

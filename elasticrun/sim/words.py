@@ -6,12 +6,15 @@ from elasticrun.core.trace_form import snapshot_words
 from elasticrun.wire.messages import (
     Beat,
     CommitCheckpoint,
+    Departing,
     Finished,
     Hello,
     Holder,
     Holdings,
     Join,
     Leaving,
+    Missed,
+    NotReplicated,
     Order,
     Persist,
     Persisted,
@@ -20,8 +23,10 @@ from elasticrun.wire.messages import (
     Probed,
     RanksFailed,
     Refused,
+    Replicate,
     Report,
     Running,
+    SaveAt,
     ShardBad,
     Start,
     Steps,
@@ -44,6 +49,11 @@ _ABOUT_SNAPSHOTS = (
     | CommitCheckpoint
     | PersistOver
     | Holder
+    | NotReplicated
+    | Replicate
+    | Departing
+    | SaveAt
+    | Missed
 )
 
 
@@ -90,4 +100,5 @@ def in_short(message: Report | Order) -> str:
 
 def _from(start: Start) -> str:
     on = start.restore
-    return "" if on is None else f", from step {on.step} of round {on.round.number}"
+    words = "" if on is None else f", from step {on.step} of round {on.round.number}"
+    return words + (f", rewound from {start.rewound_from}" if start.rewound_from >= 0 else "")

@@ -15,11 +15,11 @@ from elasticrun.core.facts import Facts
 from elasticrun.core.pace import beat_interval
 from elasticrun.sim.clock import Clock
 from elasticrun.sim.master import Master, act_name
-from elasticrun.sim.memory import Shelves
 from elasticrun.sim.network import Stream
 from elasticrun.sim.node import Node, NodeSetup
 from elasticrun.sim.probes import Bench
 from elasticrun.sim.ranks import Rank, Worlds
+from elasticrun.sim.shelves import Shelves
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, Order
 

@@ -20,6 +20,7 @@ from elasticrun.storage.errors import StorageError
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.place import Entry, LocalPlace, Place
 from elasticrun.storage.remote import UrlPlace
+from elasticrun.storage.timeline import Found, Timeline, chain, timeline_of
 from elasticrun.storage.writing import PIECE, Sink
 
 MARKER: Final = manifests.MARKER
@@ -86,32 +87,32 @@ class Folder:
     def _entries(self, step: int) -> dict[str, Entry]:
         return {entry.name: entry for entry in self._place.entries(step_name(step))}
 
+    def survey(self) -> list[Found]:
+        """Every checkpoint that is there or was begun, by steps; one listing of each."""
+        return [_found(step, self._entries(step)) for step in self._steps()]
+
     def committed(self) -> list[int]:
-        """Steps that have a marker and were not condemned, ascending."""
-        found = []
-        for step in self._steps():
-            names = self._entries(step).keys()
-            if MARKER in names and CONDEMNED not in names:
-                found.append(step)
-        return found
+        """Steps that have a marker and were not condemned, ascending; also what was left."""
+        return [one.step for one in self.survey() if one.committed]
+
+    def newest(self, below: int = -1) -> int:
+        """The step that a start goes on from, -1 for none: the newest one that was committed and
+        not left. `below`: nothing from that step on; -1: any."""
+        steps = chain(self.survey())
+        return max((s for s in steps if below < 0 or s < below), default=-1)
 
     def condemned(self) -> list[int]:
         """Steps that were found to be spoiled, ascending."""
-        return [s for s in self._steps() if CONDEMNED in self._entries(s)]
+        return [one.step for one in self.survey() if one.condemned]
 
-    def uncommitted(self, older_than: float) -> list[int]:
+    def uncommitted(self, older_than: float, found: Iterable[Found] | None = None) -> list[int]:
         """Steps without a marker, of our making alone, on which nothing was written for so many
-        seconds. The storage's own clock says so: its now is the last change of a committed
-        checkpoint, so that without one nothing is old."""
-        now, began = 0.0, {}
-        for step in self._steps():
-            entries = self._entries(step)
-            changed = max((e.changed for e in entries.values()), default=0.0)
-            if MARKER in entries:
-                now = max(now, changed)
-            elif entries and changed and all(_OURS.match(name) for name in entries):
-                began[step] = changed
-        return [step for step, changed in began.items() if now - changed > older_than]
+        seconds. The storage's own clock says so: its now is the last change of any checkpoint.
+        `found`: a survey of just now."""
+        found = self.survey() if found is None else list(found)
+        now = max((one.changed for one in found), default=0.0)
+        begun = [one for one in found if not one.marker and one.only_ours and one.changed]
+        return [one.step for one in begun if now - one.changed > older_than]
 
     def files(self, step: int) -> dict[str, int]:
         """Names and sizes of what lies in a checkpoint."""
@@ -258,3 +259,18 @@ class Folder:
         for name in names:
             self._place.unlink(f"{step_name(step)}/{name}")
         self._place.remove_empty(step_name(step))
+
+
+def _found(step: int, entries: dict[str, Entry]) -> Found:
+    marker = entries.get(MARKER)
+    lines = [line for line in map(timeline_of, entries) if line is not None]
+    return Found(
+        step,
+        marker is not None,
+        CONDEMNED in entries,
+        manifests.NAME in entries,
+        all(_OURS.match(name) for name in entries),
+        max(lines, default=Timeline()),
+        0.0 if marker is None else marker.changed,
+        max((entry.changed for entry in entries.values()), default=0.0),
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
+
+from elasticrun.storage.timeline import Found
 
 PERIODIC: Final = "periodic"
 """Reason of a checkpoint that was due; others are `breakpoint` and `asked`."""
@@ -30,3 +32,28 @@ def surplus(
     if every > 0:
         kept |= {step for step in steps if step % every == 0}
     return sorted(steps.keys() - kept)
+
+
+def not_kept(
+    found: Iterable[Found],
+    chain: Sequence[tuple[int, str]],
+    *,
+    last: int,
+    every: int,
+    in_use: Collection[int] = (),
+) -> list[int]:
+    """Steps to remove out of all that was `found`. `chain`: what a start may go on from, with its
+    reasons; `surplus` judges that. What was left with its timeline goes once training has passed it
+    again, what was condemned once it is older than all that is kept: until then people may want to
+    look at it."""
+    gone = surplus(chain, last=last, every=every, in_use=in_use)
+    kept = sorted({step for step, _ in chain} - set(gone))
+    if not kept:
+        return gone
+    steps = {step for step, _ in chain}
+    for one in found:
+        passed = one.committed and one.step not in steps and last > 0 and one.step < kept[-1]
+        forever = one.step in in_use or (every > 0 and one.step % every == 0)
+        if (passed and not forever) or (one.condemned and one.step < kept[0]):
+            gone.append(one.step)
+    return gone

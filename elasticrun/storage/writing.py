@@ -9,6 +9,7 @@ succeeded, so an error of `close` is an error of the file.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from contextlib import suppress
@@ -111,7 +112,7 @@ class FileSink:
         at = 0
         try:
             while at < len(data):
-                at += self._some(data[at : at + PIECE])
+                at += _taken(self._some(data[at : at + PIECE]))
         except OSError as error:
             self._fail(error)
 
@@ -161,6 +162,13 @@ class FileSink:
         raise StorageError(sentence(error, self._path, "written", free)) from error
 
 
+def _taken(number: int) -> int:
+    """Bytes of one write; OSError for none, or it would be tried for ever."""
+    if number < 1:
+        raise OSError(errno.EIO, "a write took nothing")
+    return number
+
+
 def write_small(ways: Ways, path: str, data: bytes) -> None:
     """Put a small file in place at once: a reader sees the old one or all of the new. StorageError.
 
@@ -200,7 +208,7 @@ def _write_all(ways: Ways, path: str, data: bytes, flags: int) -> None:
         fd = calls.open(path, flags)
         rest = memoryview(data)
         while rest:
-            rest = rest[calls.write(fd, rest) :]
+            rest = rest[_taken(calls.write(fd, rest)) :]
         if ways.fsync:
             calls.fsync(fd)
         closing, fd = fd, -1

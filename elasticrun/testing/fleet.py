@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from elasticrun.testing import page, processes
+from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Lab
 from elasticrun.testing.node import ELASTICRUN, Node, environment
 from elasticrun.testing.plan import Plan
@@ -101,6 +102,10 @@ class Fleet:
         )
         node.command = command
         node.env = variables(env)
+        if self._plan.cpus is not None or self._plan.memory is not None:
+            node.group = Group(node.name)
+            node.group.cpus(self._plan.cpus)
+            node.group.memory(self._plan.memory)
         self._start(node, command, node.env)
         return node
 
@@ -109,6 +114,9 @@ class Fleet:
         node = self._node(number)
         if node.exit_code is None:
             raise ValueError(f"node {number} still runs: kill it before it is started again")
+        if node.off and self.lab is not None:
+            self.lab.plug(node.name)
+            node.off = False
         self._start(node, node.command, node.env)
         return node
 
@@ -233,6 +241,8 @@ class Fleet:
         try:
             for node in [*self.nodes, *([self.master_node] if self.master_node else [])]:
                 node.kill(masters=True)
+                if node.group is not None:
+                    node.group.close()
         finally:
             if self.lab is not None:
                 self.lab.close()

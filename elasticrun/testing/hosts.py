@@ -5,8 +5,9 @@ A `Lab` is a switch (a bridge in a namespace of its own) and hosts with the addr
 a host by `prefix`, with the host's own network, name and /etc/hosts, where all hosts stand by name.
 
 A pulled cable is a link that is down. All else (a pair that cannot see each other, one that hears
-but is not heard, loss, delay, flapping) is done by `line.py`, put between cable and switch the
-first time it is asked for: it needs no netfilter and no netem, which a kernel may not have.
+but is not heard, loss, delay, little bandwidth, flapping) is done by `line.py`, put between cable
+and switch the first time it is asked for: it needs no netfilter and no netem, which a kernel may
+not have.
 
 Names carry the process that made them, so labs of several processes stand side by side. A keeper, a
 process that waits for the end of ours, removes what we leave behind if we are killed; what is left
@@ -193,8 +194,8 @@ class Lab:
             host.deaf.clear()
             host.mute.clear()
             if host.on_line:
-                plain = {"delay": 0, "loss": 0, "deaf": [], "mute": [], "down": 0, "up": 0}
-                self._say({"host": host.number, **plain})
+                plain = {"delay": 0, "loss": 0, "rate": 0, "down": 0, "up": 0}
+                self._say({"host": host.number, "deaf": [], "mute": [], **plain})
 
     def plug(self, name: str) -> None:
         """Plug the cable of one host in again."""
@@ -216,6 +217,10 @@ class Lab:
     def delay(self, name: str, seconds: float) -> None:
         """Every packet to or from a host arrives so much later."""
         self._say({"host": self._on_line(name).number, "delay": seconds})
+
+    def slow(self, name: str, rate: float) -> None:
+        """So many bytes per second pass the cable of a host, each way; 0: as many as can."""
+        self._say({"host": self._on_line(name).number, "rate": rate})
 
     def flap(self, name: str, down: float, up: float) -> None:
         """The link of a host is down for `down` seconds, up for `up` seconds, and so on."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.testing import page, processes
+from elasticrun.testing.cgroups import Group
 from elasticrun.testing.fleet import LEFTOVER_LIMIT, JobError, Where, mistake, variables
 from elasticrun.testing.plan import Plan
 from elasticrun.testing.waits import TIMEOUT, Result, Watched
@@ -41,6 +42,8 @@ def start(
     master: bool = False,
     master_options: Sequence[str] = (),
     together: bool = False,
+    cpus: float | None = None,
+    memory: int | None = None,
     timeout: float = TIMEOUT,
 ) -> ElasticJob:
     """Start `script` with its arguments under elasticrun; what the fixture `elastic_job` calls.
@@ -49,9 +52,11 @@ def start(
     further flags of the command line. `env`: further variables of the agents and their ranks.
     `hosts`: each node is a host of its own, with a cable (needs root; else the test is skipped).
     `master`: run `elasticrun master` by hand, with `master_options`, in the place of a master that
-    node 0 starts. `together`: start all nodes at the same moment; else the others follow when the
-    master of node 0 serves. Returns when the master serves, `timeout` seconds at most: the other
-    nodes may be on their way. ValueError for what can never run, JobError when it does not start.
+    node 0 starts. `cpus`, `memory`: what each node may use from its start, in cores' worth of time
+    and bytes (needs root; else the test is skipped). `together`: start all nodes at the same
+    moment; else the others follow when the master of node 0 serves. Returns when the master serves,
+    `timeout` seconds at most: the other nodes may be on their way. ValueError for what can never
+    run, JobError when it does not start.
     """
     plan = Plan(
         script=str(script),
@@ -61,6 +66,8 @@ def start(
         max_restarts=max_restarts,
         options=options,
         env=variables(env),
+        cpus=cpus,
+        memory=memory,
     )
     plan.check()
     count = plan.min_nodes if nodes is None else nodes
@@ -85,6 +92,34 @@ class ElasticJob(Watched):
         On a host of its own all that runs there goes, a master too; where nodes share this host the
         master that the agent had started is spared (see `kill_master`)."""
         return self._node(number).kill(masters=self.lab is not None)
+
+    def power_off(self, number: int) -> float:
+        """The same without a word to anybody: the cable of its host is pulled first, so that no
+        connection is seen to end. `restart_node` plugs it in again. Needs `hosts=True`."""
+        lab, name = self._cable(number)
+        node = self._node(number)
+        lab.cut(name)
+        node.off = True
+        return node.kill(masters=True)
+
+    def limit_cpus(self, number: int, cores: float | None) -> float:
+        """From now on all processes of a node (but a master on a host that it shares) have so many
+        cores' worth of time; None: as much as there is. Needs root and cgroups, as `memory`."""
+        self._group(number).cpus(cores)
+        return _now()
+
+    def limit_memory(self, number: int, nbytes: int | None) -> float:
+        """What all processes of a node take from now on (from the first, where `start` was given
+        `memory`) is so many bytes at most: the kernel kills one of them when it is more."""
+        self._group(number).memory(nbytes)
+        return _now()
+
+    def _group(self, number: int) -> Group:
+        node = self._node(number)
+        if node.group is None:
+            node.group = Group(node.name)
+            node.group.add(node.pids(masters=self.lab is not None))
+        return node.group
 
     def kill_agent(self, number: int) -> float:
         """SIGKILL the agent's process alone."""
@@ -175,6 +210,12 @@ class ElasticJob(Watched):
         """Every packet to or from a host arrives so much later."""
         lab, name = self._cable(where)
         lab.delay(name, milliseconds / 1000)
+        return _now()
+
+    def slow(self, where: Where, megabits: float) -> float:
+        """So many Mbit per second pass the cable of a host, each way."""
+        lab, name = self._cable(where)
+        lab.slow(name, megabits * 1e6 / 8)
         return _now()
 
     def flap(self, where: Where, *, down: float, up: float) -> float:

@@ -10,6 +10,7 @@ Commands, one line of JSON each on standard input, answered by one line ("ok", o
     {"line": 2}                                 make the devices of host 2
     {"host": 2, "delay": 0.2}                   each frame to or from it arrives that much later
     {"host": 2, "loss": 0.3}                    that share of what it receives is lost
+    {"host": 2, "rate": 1000000.0}              bytes per second, each way; 0: no limit
     {"host": 2, "deaf": ["02:00:00:00:00:01"]}  it does not hear these hosts
     {"host": 2, "mute": ["02:00:00:00:00:01"]}  these hosts do not hear it
     {"host": 2, "down": 1.0, "up": 2.0}         nothing passes for 1 s, then all for 2 s, and so on
@@ -41,6 +42,9 @@ FRAME: Final = 65536
 MOST_HELD: Final = 20_000
 """Frames on their way at a time; more are lost, as in a router whose buffer is full."""
 
+MOST_BEHIND: Final = 0.2
+"""Seconds of frames that wait for a slow line; what comes then is lost: senders slow down by it."""
+
 
 @dataclass
 class Line:
@@ -54,6 +58,9 @@ class Line:
     mute: frozenset[bytes] = frozenset()
     down: float = 0.0
     up: float = 0.0
+    rate: float = 0.0
+    free_near: float = 0.0
+    free_far: float = 0.0
     since: float = field(default_factory=time.monotonic)
 
     def rule(self, words: dict[str, Any]) -> None:
@@ -61,7 +68,7 @@ class Line:
         for name, value in words.items():
             if name in ("deaf", "mute"):
                 setattr(self, name, frozenset(bytes.fromhex(m.replace(":", "")) for m in value))
-            elif name in ("delay", "loss", "down", "up"):
+            elif name in ("delay", "loss", "down", "up", "rate"):
                 setattr(self, name, float(value))
             elif name != "host":
                 raise ValueError(f"no such rule: {name}")
@@ -75,6 +82,20 @@ class Line:
         if outward:
             return frame[0:6] not in self.mute
         return frame[6:12] not in self.deaf and not (self.loss and chance.random() < self.loss)
+
+    def through(self, size: int, outward: bool, now: float) -> float | None:
+        """When a frame of `size` bytes has passed at the line's rate; None if it is lost."""
+        if self.rate <= 0:
+            return now
+        free = max(now, self.free_near if outward else self.free_far)
+        if free - now > MOST_BEHIND:
+            return None
+        free += size / self.rate
+        if outward:
+            self.free_near = free
+        else:
+            self.free_far = free
+        return free
 
 
 class Relay:
@@ -130,9 +151,12 @@ class Relay:
         except OSError:  # the device is not up yet, or there is nothing after all
             return
         now = time.monotonic()
-        if len(self._due) < MOST_HELD and line.passes(frame, outward, now, self._chance):
+        if len(self._due) >= MOST_HELD or not line.passes(frame, outward, now, self._chance):
+            return
+        passed = line.through(len(frame), outward, now)
+        if passed is not None:
             to = line.near if outward else line.far
-            heapq.heappush(self._due, (now + line.delay, next(self._order), to, frame))
+            heapq.heappush(self._due, (passed + line.delay, next(self._order), to, frame))
 
     def _deliver(self) -> None:
         while self._due and self._due[0][0] <= time.monotonic():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.testing import processes
+from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import RANK_VARIABLES
 
@@ -57,6 +58,10 @@ class Node:
         self.killed = False
         """Whether the test has killed it, so that its exit code says nothing."""
         self.frozen = False
+        self.off = False
+        """Whether the test has powered its host off."""
+        self.group: Group | None = None
+        """The limits of CPU time and memory that its processes have, where they have some."""
         self.mark = mark
         self.command: Sequence[str] = ()
         self.env: Mapping[str, str] = {}
@@ -70,9 +75,10 @@ class Node:
         # the process of the tests may have any threads.
         setpriv = shutil.which("setpriv")
         guard = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+        limits = self.group.prefix() if self.group is not None else []
         with self.console.open("ab") as console:
             self._process = subprocess.Popen(
-                [*guard, *prefix, *command],
+                [*guard, *limits, *prefix, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=console,

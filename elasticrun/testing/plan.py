@@ -40,6 +40,8 @@ class Plan:
     max_restarts: int
     options: Sequence[str]
     env: dict[str, str]
+    cpus: float | None = None
+    memory: int | None = None
     job_id: str = field(default_factory=lambda: f"test-{secrets.token_hex(6)}")
     _host: str = LOOPBACK
     _port: int = PORT

@@ -30,6 +30,11 @@ def agree(value: Any, where: str) -> None:
             )
         case m.Holdings() if (listed := sum(len(h.contents) for h in value.held)) > m.MAX_CONTENTS:
             raise WireError(f"{where} lists {listed} ranks, more than {m.MAX_CONTENTS}")
+        case m.Replicate():
+            if not value.ranks or max(value.ranks) >= value.world_size:
+                raise WireError(f"{where}: no rank, or one beyond {value.world_size}, is copied")
+            if len(value.contents) != len(value.ranks):
+                raise WireError(f"{where}: {len(value.contents)} contents of other ranks")
         case m.Persist():
             _agree_persist(value, where)
 

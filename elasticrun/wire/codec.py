@@ -61,6 +61,9 @@ _REPORTS: Final[dict[str, type[Any]]] = {
     "where_is": m.WhereIs,
     "shard_bad": m.ShardBad,
     "persisted": m.Persisted,
+    "not_replicated": m.NotReplicated,
+    "departing": m.Departing,
+    "missed": m.Missed,
 }
 _ORDERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,
@@ -77,6 +80,8 @@ _ORDERS: Final[dict[str, type[Any]]] = {
     "commit_checkpoint": m.CommitCheckpoint,
     "persist_over": m.PersistOver,
     "holder": m.Holder,
+    "replicate": m.Replicate,
+    "save_at": m.SaveAt,
 }
 _ANSWERS: Final[dict[str, type[Any]]] = {
     "challenge": m.Challenge,

@@ -113,6 +113,11 @@ _PLACE: Final[dict[str, _Field]] = {
 }
 
 _SNAPSHOT: Final[dict[str, _Field]] = {"round": _ROUND, "step": Int(0, INT64)}
+_REWOUND = Int(-1, INT64)
+_RESTORE: Final[dict[str, _Field]] = {
+    "restore": _Part(m.Restore, optional=True),
+    "rewound_from": _REWOUND,
+}
 _ATTEMPT = Name(most=m.MAX_ATTEMPT)
 _MAYBE_ENDPOINT = _Part(Endpoint, optional=True)
 
@@ -160,7 +165,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "probe_limit": Seconds(zero=False),
         "exclude_for": _SECONDS,
     },
-    m.RoundReport: _PLACE,
+    m.RoundReport: {**_PLACE, **_RESTORE},
     m.Knock: {
         "protocol": _COUNT,
         "version": _NAME,
@@ -242,7 +247,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "role_first_rank": _RANK,
         "role_world_size": _WORLD,
         "host_store": Flag(),
-        "restore": _Part(m.Restore, optional=True),
+        **_RESTORE,
     },
     m.Stop: {"round": _ROUND, "reason": _TEXT},
     m.End: {"exit_code": _EXIT, "reason": _TEXT, "failures": _FAILURES},
@@ -310,9 +315,21 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "first_rank": _RANK,
         "world_size": _WORLD,
         "contents": _Many(m.MAX_CONTENTS, each=Int(0, INT64)),
-        "wanted": Flag(),
+        **dict.fromkeys(("wanted", "replica", "own"), Flag()),
     },
-    m.Holdings: {"saver": _MAYBE_ENDPOINT, "held": _Many(m.MAX_HOLDINGS, m.Holding)},
+    m.Holdings: {
+        "saver": _MAYBE_ENDPOINT,
+        "held": _Many(m.MAX_HOLDINGS, m.Holding),
+        "replicas": Flag(),
+    },
+    m.NotReplicated: {**_SNAPSHOT, "reason": _TEXT},
+    m.Replicate: {
+        **_SNAPSHOT,
+        "world_size": _WORLD,
+        "ranks": _Many(m.MAX_LOCAL_RANKS, each=_RANK),
+        "contents": _Many(m.MAX_LOCAL_RANKS, each=Int(1, INT64)),
+        "saver": _ENDPOINT,
+    },
     m.Restore: {**_SNAPSHOT, "world_size": _WORLD},
     m.ShardBad: {**_SNAPSHOT, "rank": _RANK, "reason": _TEXT},
     m.WhereIs: {**_SNAPSHOT, "rank": _RANK},
@@ -335,7 +352,17 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "coordinator": _MAYBE_ENDPOINT,
         "reason": Word(("periodic", "breakpoint", "asked")),
         "limit": Seconds(zero=False),
+        "rewound_from": _REWOUND,
     },
+    m.Departing: {
+        **_SNAPSHOT,
+        "reason": _TEXT,
+        "signal": Int(1, 64),
+        "margin": Int(1, m.MAX_MARGIN),
+        "asked": Int(-1, INT64),
+    },
+    m.SaveAt: {**_SNAPSHOT, "reason": _TEXT},
+    m.Missed: {**_SNAPSHOT, "asked": Int(0, INT64)},
     m.CommitCheckpoint: {"attempt": _ATTEMPT},
     m.PersistOver: {
         "attempt": Name(empty=True, most=m.MAX_ATTEMPT),

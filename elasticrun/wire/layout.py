@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -45,6 +45,9 @@ class ItemKind(StrEnum):
     TENSOR = "tensor"  # a whole tensor
     SHARD = "shard"  # a chunk of a sharded one
     BYTES = "bytes"  # an opaque value
+
+
+_KINDS: Final = {str(kind): kind for kind in ItemKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +143,16 @@ class Layout:
         return [self.torch, self.own_bytes, self.shared_bytes, self.bytes_room, rows]
 
 
-def lay_out(items: Iterable[Item], bytes_room: int, torch: str) -> Layout:
-    """Give each tensor its extent; `extent` of what comes in is not looked at. `bytes_room`: bytes
-    for the opaque values with their table, rounded up to a page."""
+Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
+"""Bytes before and after the elements of a tensor of this type and these sizes."""
+
+
+def lay_out(
+    items: Iterable[Item], bytes_room: int, torch: str, around: Around | None = None
+) -> Layout:
+    """Give each tensor its extent; `extent` of what comes in is not looked at, nor are `head` and
+    `tail` where there is `around`. `bytes_room`: bytes for the opaque values with their table,
+    rounded up to a page."""
     given = tuple(items)
     placed: list[Item] = []
     ends = []
@@ -150,8 +160,9 @@ def lay_out(items: Iterable[Item], bytes_room: int, torch: str) -> Layout:
     for own in (True, False):
         for item in given:
             if item.own is own and item.kind is not ItemKind.BYTES:
-                placed.append(_at(item, at))
-                at = _up(at + item.length, LINE)
+                head, tail = around(item.dtype, item.sizes) if around else (item.head, item.tail)
+                placed.append(_at(item, at, head, tail))
+                at = _up(at + head + item.nbytes + tail, LINE)
         at = _up(at, PAGE)
         ends.append(at)
     for own in (True, False):
@@ -159,15 +170,21 @@ def lay_out(items: Iterable[Item], bytes_room: int, torch: str) -> Layout:
     return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(bytes_room, PAGE), torch)
 
 
-def decode(encoded: bytes) -> Layout:
+def decode(encoded: bytes, key: int | None = None) -> Layout:
     """Back from `Layout.encode`, with every number checked: what it says can be believed to lie
-    within a slot. LayoutError."""
+    within a slot. With a `key` that is known to be of a layout that was made here, it is enough
+    that the bytes have it. LayoutError."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
         if len(plain) > MAX_LAYOUT_BYTES or not stream.eof:
             raise LayoutError("a layout is too long, or cut")
         torch, own, shared, room, rows = json.loads(plain)
+        if key is not None:
+            if _key(plain) != key:
+                raise LayoutError("a layout is not the one that was promised")
+            made = tuple(_believed(row) for row in rows)
+            return Layout(made, own, shared, room, torch, {"key": key, "encoded": encoded})
         items = tuple(_item(row) for row in rows)
     except LayoutError:
         raise
@@ -181,6 +198,16 @@ def decode(encoded: bytes) -> Layout:
     layout = Layout(items, own, shared, room, torch)
     _check_order(layout)
     return layout
+
+
+def _believed(row: Any) -> Item:
+    fqn, path, kind, own, dtype, shape, offsets, sizes, grad, extent, head, nbytes, tail = row
+    kind, path = _KINDS[kind], tuple(path)
+    shape, offsets, sizes = tuple(shape), tuple(offsets), tuple(sizes)
+    return Item(
+        *(fqn, path, kind, own == 1, dtype, shape, offsets, sizes),
+        *(grad == 1, extent, head, nbytes, tail),
+    )
 
 
 def _item(row: Any) -> Item:
@@ -221,11 +248,11 @@ def _check_order(layout: Layout) -> None:
         at = item.extent + item.length
 
 
-def _at(item: Item, extent: int) -> Item:
+def _at(item: Item, extent: int, head: int, tail: int) -> Item:
     return Item(
         *(item.fqn, item.path, item.kind, item.own, item.dtype),
         *(item.shape, item.offsets, item.sizes, item.requires_grad),
-        *(extent, item.head, item.nbytes, item.tail),
+        *(extent, head, item.nbytes, tail),
     )
 
 
@@ -234,5 +261,8 @@ def _up(number: int, to: int) -> int:
 
 
 def _hash(plain: Any) -> int:
-    text = json.dumps(plain, separators=(",", ":")).encode("ascii")
+    return _key(json.dumps(plain, separators=(",", ":")).encode("ascii"))
+
+
+def _key(text: bytes) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1  # fits an int64

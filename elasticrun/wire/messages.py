@@ -30,14 +30,22 @@ from elasticrun.wire.saving import (
     MAX_ATTEMPT as MAX_ATTEMPT,
     MAX_CONTENTS as MAX_CONTENTS,
     MAX_HOLDINGS as MAX_HOLDINGS,
+    MAX_MARGIN as MAX_MARGIN,
     CommitCheckpoint as CommitCheckpoint,
+    Departing as Departing,
     Holder as Holder,
     Holding as Holding,
     Holdings as Holdings,
+    Missed as Missed,
+    NotReplicated as NotReplicated,
     Persist as Persist,
     Persisted as Persisted,
     PersistOver as PersistOver,
+    Replicate as Replicate,
     Restore as Restore,
+    SaveAt as SaveAt,
+    SaveOrder as SaveOrder,
+    SaveReport as SaveReport,
     SaveSpec as SaveSpec,
     ShardBad as ShardBad,
     Watermark as Watermark,
@@ -143,6 +151,8 @@ class RoundReport:
     world_size: int
     restart_count: int
     store: Endpoint
+    restore: Restore | None = None  # as in Start
+    rewound_from: int = -1  # as in Start
 
 
 # ---------------------------------------------------------------- before anything else: proof.py
@@ -284,10 +294,7 @@ Report = (
     | Probed
     | Steps
     | ReachMe
-    | Holdings
-    | WhereIs
-    | ShardBad
-    | Persisted
+    | SaveReport
 )
 
 
@@ -338,6 +345,7 @@ class Start:
     store: Endpoint
     host_store: bool  # this node's store is the one: keep it
     restore: Restore | None = None  # the snapshot that all ranks go on from; None: none in memory
+    rewound_from: int = -1  # checkpoints of this step and later ones are not gone on from; -1: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,22 +373,7 @@ class Echo:
     beat_interval: float = 0.0  # how often to beat from now on; 0: as before
 
 
-Order = (
-    Challenge
-    | Welcome
-    | Refused
-    | Wait
-    | Start
-    | Stop
-    | End
-    | Echo
-    | Probe
-    | Watermark
-    | Persist
-    | CommitCheckpoint
-    | PersistOver
-    | Holder
-)
+Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe | SaveOrder
 
 
 # ---------------------------------------------------------------- Status

@@ -16,6 +16,9 @@ MAX_HOLDINGS = 8
 MAX_CONTENTS = 4096
 """Local ranks listed in one report, over all its holdings; older holdings are left out before."""
 
+MAX_MARGIN = 1_000_000
+"""Steps that a departing node may ask for, so that word comes to every rank."""
+
 MAX_ATTEMPT = 64
 """Characters of an attempt's name."""
 
@@ -31,7 +34,7 @@ class SaveSpec:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """One snapshot of one node: all of its local ranks of that round have committed it, or those of
-    them whose content is not 0."""
+    them whose content is not 0. `replica`: of another node's ranks, copied from there."""
 
     round: RoundName
     step: int
@@ -39,15 +42,19 @@ class Holding:
     world_size: int
     contents: tuple[int, ...]  # of local ranks first_rank..: Layout.content, 0: not held
     wanted: bool  # the ranks have asked for it to be written out
+    replica: bool = False
+    own: bool = False  # its ranks have state that no other rank has (per_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
-    where other nodes fetch from it; None: it has none yet."""
+    where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
+    the state in the memory of two nodes."""
 
     saver: Endpoint | None
     held: tuple[Holding, ...]
+    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +78,53 @@ class ShardBad:
 
 
 @dataclass(frozen=True, slots=True)
+class NotReplicated:
+    """Report: this node could not copy all that a Replicate named."""
+
+    round: RoundName
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WhereIs:
     """Report: this node needs the shard of a rank that it does not hold. Answer: Holder."""
 
     round: RoundName
     step: int
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Departing:
+    """Report: this node has received a death signal and leaves, as soon as a step that all ranks
+    save is written out, or its grace is over. Answer: SaveAt to all nodes of the round."""
+
+    round: RoundName
+    reason: str
+    signal: int
+    step: int  # the newest that a rank here is at
+    margin: int  # steps from there in which word comes to every rank
+    asked: int = -1  # the step that this node has been asked to save; -1: none yet
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAt:
+    """Order: every rank of the round takes a snapshot at its first step from this one on, and wants
+    it written out; `reason` says in a clause who leaves. Report back, if a rank cannot: Missed."""
+
+    round: RoundName
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Report: a rank of this node was past the step that SaveAt named, or had no room for it."""
+
+    round: RoundName
+    asked: int
+    step: int  # that it is at
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +152,20 @@ class Watermark:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicate:
+    """Order: copy what these ranks have of (round, step) from another node's saver, and hold it as
+    replicas. What is held already is not copied again; of several orders the newest step counts.
+    Report back: Holdings, or NotReplicated."""
+
+    round: RoundName
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]
+    contents: tuple[int, ...]  # of these ranks
+    saver: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Order: write this node's share of the checkpoint of (round, step). The snapshot is pinned
     until PersistOver. Report back: Persisted."""
@@ -119,6 +181,7 @@ class Persist:
     coordinator: Endpoint | None  # its saver, where this node does not coordinate
     reason: str  # periodic, breakpoint, asked
     limit: float  # seconds until the attempt is given up
+    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +214,10 @@ class Persisted:
     reason: str
     nbytes: int
     seconds: float
+
+
+SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
+"""Those of an agent."""
+
+SaveOrder = Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt
+"""Those of the master."""

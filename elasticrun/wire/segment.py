@@ -140,12 +140,13 @@ class Segment:
         at = self.payload_at(slot)
         return self._memory[at : at + self._slot_bytes]
 
-    def layout(self) -> Layout:
-        """What the slots are laid out as. SegmentError."""
+    def layout(self, key: int | None = None) -> Layout:
+        """What the slots are laid out as; with the `key` that a snapshot's record has, in a third
+        of the time (`layout.decode`). SegmentError."""
         at = PAGE
         length = self._words[_LAYOUT_LENGTH]
         try:
-            layout = decode(bytes(self._memory[at : at + length]))
+            layout = decode(bytes(self._memory[at : at + length]), key)
         except LayoutError as error:
             raise SegmentError(f"a segment's layout cannot be read: {error}") from None
         if layout.slot_bytes > self._slot_bytes:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticrun.wire.rank_answers import (
+    Named as Named,
+    Resume as Resume,
+    RoomThere as RoomThere,
+    SegmentHere as SegmentHere,
+    ShardHere as ShardHere,
+    ToRank as ToRank,
+    Whole as Whole,
+)
+
 MAX_ATTEMPT = 64
 """Characters of the name of an attempt to persist."""
 
 MAX_RANKS_HERE = 4096
 """As messages.MAX_LOCAL_RANKS."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A round's whole name, as in ids.RoundName; number 0 is no round."""
-
-    term: int = 0
-    number: int = 0
-    nonce: str = ""
 
 
 # ---------------------------------------------------------------- a rank to its agent
@@ -42,6 +43,7 @@ class RankHere:
     folder: str  # where its checkpoints lie: an absolute path or a URL
     keep_last: int  # checkpoints that are kept, 0: all
     keep_every: int  # steps; such checkpoints are kept for good, 0: none
+    replicas: int = 0  # other nodes in whose memory its state is to be, too: 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class NeedSegment:
     layout_length: int
     slot_bytes: int
     slots: int
+    own: bool = False  # it has state that no other rank has
+    least: int = 0  # slots that will do where there is no room for more; 0: no fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,14 @@ class Committed:
     slot: int
     sequence: int
     persist: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitRoom:
+    """No slot is free: say when one is, or when step `whole` is whole. Answer: RoomThere, unless
+    this life ends before. A rank that has waited long enough does not look at the answer."""
+
+    whole: int  # a step, or segment.NONE for a free slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,23 @@ class CannotRestore:
 
 
 @dataclass(frozen=True, slots=True)
+class PutsOff:
+    """These signals do not end this rank at once any more, but when it has saved its state. No
+    answer."""
+
+    signals: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The rank was past the step that its segment's `save_at` named, or could not save it. No
+    answer."""
+
+    asked: int
+    step: int  # that it is at
+
+
+@dataclass(frozen=True, slots=True)
 class Remark:
     """One sentence for the operator. No answer."""
 
@@ -108,54 +137,18 @@ class Remark:
 
 
 FromRank = (
-    RankHere | NeedSegment | Committed | WantShard | IsWhole | Restored | CannotRestore | Remark
+    RankHere
+    | NeedSegment
+    | Committed
+    | AwaitRoom
+    | WantShard
+    | IsWhole
+    | Restored
+    | CannotRestore
+    | PutsOff
+    | Missed
+    | Remark
 )
-
-# ---------------------------------------------------------------- an agent to its rank
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """What the ranks of this life go on from: the snapshot (`round`, `step`), which the master has
-    chosen for all; step -1: there is none in memory. `present` names the life's own round."""
-
-    present: Named
-    round: Named
-    step: int
-    world_size: int  # of that round
-    same: bool  # whether this rank's own snapshot of that round lies on this node
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentHere:
-    """A descriptor comes with it if `ok`; else `reason` says in a sentence why there is none."""
-
-    ok: bool
-    reason: str
-    fresh: bool  # no snapshot of an earlier life is in it, and its layout has yet to be written
-
-
-@dataclass(frozen=True, slots=True)
-class ShardHere:
-    """A descriptor of a whole segment comes with it if `ok`; the snapshot lies in `slot`."""
-
-    ok: bool
-    reason: str
-    rank: int  # whose it is: the one asked for, or one of the same content
-    slot: int
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """`ok` also where there were no hashes to compare with."""
-
-    rank: int
-    ok: bool
-    reason: str
-
-
-ToRank = Resume | SegmentHere | ShardHere | Whole
 
 # ---------------------------------------------------------------- an agent to its saver
 
@@ -225,6 +218,8 @@ class PersistParts:
     reason: str  # periodic, breakpoint, asked
     keep_last: int
     keep_every: int
+    rewound_from: int = -1  # as in saving.Persist
+    in_use: tuple[int, ...] = ()  # checkpoints that ranks may be reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +241,8 @@ class GiveUp:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Get the snapshot of (`round`, `step`, `rank`) from another node's saver. Answer: FetchSize
-    with its segment's sizes, then, after FetchInto has brought the memory, Fetched."""
+    with its segment's sizes, then, after FetchInto has brought the memory, Fetched. `replica`: it
+    is to be kept, and no rank waits for it."""
 
     key: int  # the agent's, for the memory that is to come
     round: Named
@@ -254,13 +250,17 @@ class Fetch:
     rank: int
     host: str
     port: int
+    replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FetchInto:
-    """The memory for a Fetch, a descriptor beside it."""
+    """The memory for a Fetch, a descriptor beside it. `layout`: the only one that a snapshot may
+    have there (Layout.key), 0: any."""
 
     key: int
+    slot: int = 0
+    layout: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +340,12 @@ class FetchSize:
     reason: str
     layout_length: int
     slot_bytes: int
+    layout: int = 0  # Layout.key
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The copy stands in slot 0 of the memory that FetchInto brought, and was found whole."""
+    """The copy stands in the slot that FetchInto named, and was found whole."""
 
     key: int
     ok: bool

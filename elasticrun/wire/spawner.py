@@ -123,10 +123,12 @@ class SpawnSaver:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the process group of a rank (or to a store host)."""
+    """Send a signal to the process group of a rank (or to a store host). `alone`: to that process
+    and to no other of its group."""
 
     key: int
     signal: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,17 @@ def test_sigusr1_is_forwarded_and_the_agent_lives_on(world: World) -> None:
     finish(world, job, ranks)
 
 
+def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
+    """As `scancel --signal=USR1` does: ranks without a handler die of it, and start again."""
+    job, ranks = puppets(world)
+    old = {rank.hello["pid"] for rank in ranks}
+    for pid in all_of(job):
+        os.kill(pid, signal.SIGUSR1)
+    again = world.hub.ranks(2, pid=lambda pid: pid not in old)
+    finish(world, job, again)
+    assert "at no restart's cost: round 2" in job.stderr
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
     job, ranks = puppets(world, "--shutdown-timeout=1")
     for rank in ranks:

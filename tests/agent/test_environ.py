@@ -6,6 +6,7 @@ import pytest
 
 from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
 from elasticrun.config import Rendezvous
+from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.agent.configs import agent_config, start
@@ -33,6 +34,13 @@ def test_every_variable_of_the_table() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+
+
+def test_nothing_that_says_which_rank_this_is_is_inherited() -> None:
+    """Operators of Kubernetes use RANK, WORLD_SIZE and MASTER_ADDR for nodes."""
+    operators = dict.fromkeys(RANK_VARIABLES, "the operator's")
+    made = operators | rank_environment(agent_config(), start(), 1, operators, "")
+    assert "the operator's" not in made.values()
 
 
 def test_what_the_user_has_set_stands() -> None:

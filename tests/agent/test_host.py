@@ -7,15 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from elasticrun.agent import host
 from elasticrun.agent.host import (
     Bind,
     HostError,
     NotYet,
     bind_test,
+    leads_here,
     listen_door,
     resolve,
     settle,
 )
+from elasticrun.agent.meeting_base import resolve_again
 from elasticrun.config import Rendezvous
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.route import routed_address
@@ -45,6 +48,45 @@ def test_a_listening_port_is_taken_even_with_reuseport(taken: int) -> None:
 
 def test_an_address_of_another_host_is_elsewhere() -> None:
     assert bind_test("192.0.2.1", free_port()) is Bind.ELSEWHERE
+
+
+def test_an_address_is_ours_when_our_own_nonce_answers_there() -> None:
+    assert leads_here("127.0.0.1")
+    assert leads_here("127.0.1.1")
+    assert not leads_here("192.0.2.1")
+    routed = routed_address()
+    if routed:
+        assert leads_here(routed)
+
+
+def test_an_address_at_which_somebody_else_answers_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is dialled comes out at a stranger: a rule of the firewall, or the same private address
+    on two hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        class Misled(socket.socket):
+            def connect(self, address: object) -> None:
+                super().connect(stranger.getsockname())
+                with stranger.accept()[0] as answering:
+                    answering.sendall(b"some sixteen char")
+
+        def misled(address: str) -> socket.socket:
+            made = Misled()
+            made.settimeout(0.2)
+            return made
+
+        monkeypatch.setattr(host, "is_loopback", lambda address: False)
+        assert leads_here("127.0.0.1")
+        monkeypatch.setattr(host, "_socket_for", misled)
+        assert not leads_here("127.0.0.1")
+
+
+def test_a_name_is_asked_for_more_and_more_rarely() -> None:
+    waits = [resolve_again(tries) for tries in range(1, 2000)]
+    assert waits[:4] == [1.0, 2.0, 4.0, 5.0]
+    assert set(waits[3:]) == {5.0}
 
 
 def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from elasticrun.agent import savers as savers_module, snapshot_peers
+from elasticrun.agent import savers as savers_module, shards as shards_module, snapshot_peers
 from elasticrun.operator_log import logger
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -146,7 +146,8 @@ def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born() -> N
         assert segment.pinned(left.slot)
         assert segment.watermark == 1
         again = await node.rank(0)
-        assert again.resume == s.Resume(s.Named(7, 2, "n2"), s.Named(7, 1, "n1"), 1, 2, same=True)
+        rounds = (s.Named(7, 2, "n2"), s.Named(7, 1, "n1"))
+        assert again.resume == s.Resume(*rounds, 1, 2, same=True, put_off=(1, 15))
         shard = await asyncio.to_thread(again.ask, s.WantShard(0), s.ShardHere)
         assert (shard.ok, shard.rank, shard.slot) == (True, 0, left.slot)
         assert len(again.fds) == 1
@@ -334,6 +335,28 @@ def test_without_a_saver_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) ->
         assert "nothing was compared: the saver ended (killed by signal 9)" in (whole.reason)
 
     play(body)
+
+
+def test_a_saver_that_stands_still_does_not_hold_up_a_restore(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shards_module, "CHECK_LIMIT", 0.2)
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        await node.saver()  # and it says no more
+        node.snapshots.reaped()
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        rank = await node.rank(0)
+        await asyncio.to_thread(rank.ask, s.WantShard(0), s.ShardHere)
+        whole = await asyncio.to_thread(rank.ask, s.IsWhole(0), s.Whole)
+        assert whole.ok
+        assert "nothing was compared: the saver has not answered" in whole.reason
+
+    play(body)
+    assert "step 1 goes unverified" in caplog.text
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -17,6 +17,7 @@ from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place
 from elasticrun.wire.segment import Segment, begin, segment_bytes
 from elasticrun.wire.snapshots import (
+    AwaitRoom,
     CannotRestore,
     Committed,
     FromPeer,
@@ -26,6 +27,7 @@ from elasticrun.wire.snapshots import (
     RankHere,
     Restored,
     Resume,
+    RoomThere,
     SegmentHere,
     ShardHere,
     WantShard,
@@ -78,6 +80,7 @@ class PlayedAgent:
         self._listener.listen()
         self._wake, self._stop = socket.socketpair()
         self._peers: dict[int, Peer] = {}
+        self._waiting: dict[int, tuple[Peer, int]] = {}
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -161,6 +164,10 @@ class PlayedAgent:
             self._give(peer, here, message)
         elif isinstance(message, Committed):
             self._commit(here, message)
+            self.look()
+        elif isinstance(message, AwaitRoom):
+            self._waiting[here.local_rank] = (peer, message.whole)
+            self.look()
         elif isinstance(message, WantShard):
             self._shard(peer, message.rank)
         elif isinstance(message, IsWhole):
@@ -170,6 +177,14 @@ class PlayedAgent:
             peer.sock.shutdown(socket.SHUT_RDWR)
         else:
             assert not isinstance(message, Restored) or message.step >= 0
+
+    def look(self) -> None:
+        """Answer who waits for what has come."""
+        for local_rank, (peer, whole) in list(self._waiting.items()):
+            segment = self.current[local_rank].segment
+            if segment.watermark >= whole >= 0 or (whole < 0 and segment.free_slot() is not None):
+                del self._waiting[local_rank]
+                peer.sock.sendall(encode(RoomThere()))
 
     def _give(self, peer: Peer, here: RankHere, need: NeedSegment) -> None:
         if self.no_segment:

@@ -349,6 +349,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         ({"slots": 1}, "slots is 1"),
         ({"every": "often"}, "every is 'often'"),
         ({"on_busy": "panic"}, "on_busy is 'panic'"),
+        ({"replicas": 2}, "replicas is 2; it may be 0 or 1"),
     ):
         with pytest.raises(ValueError, match=words):
             Checkpointer(tmp_path, x=1, **wrong)  # type: ignore[arg-type]

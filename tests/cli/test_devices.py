@@ -30,7 +30,18 @@ def test_an_unknown_word_is_known_to_be_unknown_at_once() -> None:
 
 
 def test_cores_are_those_this_process_may_use() -> None:
-    assert devices.cores() == torch._utils.cpu_count()
+    assert devices.cores(silent, quota=1e9) == torch._utils.cpu_count()
+
+
+@pytest.mark.parametrize(("quota", "count"), [(0.3, 1), (1.0, 1), (2.9, 2), (64.0, 4)])
+def test_a_containers_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, quota: float, count: int
+) -> None:
+    """As many ranks as have a core's worth of time, and one sentence where that is fewer."""
+    said: list[str] = []
+    monkeypatch.setattr(devices, "all_cores", lambda: 4)
+    assert devices.cores(said.append, quota) == count
+    assert len(said) == (quota < 4)
 
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

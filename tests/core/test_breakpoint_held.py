@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,19 +42,32 @@ class Definition:
 
     def __init__(self) -> None:
         self.heard_of: set[int] = set()  # ranks
-        self.now: dict[str, dict[int, Holding]] = {}
+        self.now: dict[str, list[Holding]] = {}
 
     def hear(self, node: str, said: list[Holding]) -> None:
-        self.now[node] = {one.step: one for one in said}
+        self.now[node] = said
         self.heard_of |= {rank for one in said for rank in self.contents(one)}
 
     def contents(self, one: Holding) -> dict[int, int]:
         return {rank: c for rank, c in enumerate(one.contents, one.first_rank) if c}
 
     def held(self, step: int) -> dict[int, int]:
-        """Rank -> content."""
-        holdings = [said[step] for said in self.now.values() if step in said]
+        """Rank -> content; of their own nodes."""
+        said = [one for said in self.now.values() for one in said]
+        holdings = [one for one in said if one.step == step and not one.replica]
         return {rank: c for one in holdings for rank, c in self.contents(one).items()}
+
+    def places(self, step: int) -> dict[int, set[str]]:
+        """Content -> nodes."""
+        found: dict[int, set[str]] = {}
+        for node, said in self.now.items():
+            ranks: dict[int, int] = {}
+            for one in sorted(said, key=lambda one: one.replica):
+                if one.step == step:
+                    ranks = self.contents(one) | ranks
+            for content in ranks.values():
+                found.setdefault(content, set()).add(node)
+        return found
 
 
 @st.composite
@@ -65,6 +79,9 @@ def stories(draw: Any) -> list[tuple[str, list[Holding]]]:
         steps = draw(st.lists(st.sampled_from([100, 110, 120]), unique=True, max_size=3))
         contents = st.integers(0, 3)
         said = [held(node, step, draw(contents), draw(contents)) for step in sorted(steps)]
+        for step in draw(st.lists(st.sampled_from([100, 110]), unique=True, max_size=2)):
+            of = draw(st.sampled_from(sorted(NODES)))
+            said.append(replace(held(of, step, draw(contents), draw(contents)), replica=True))
         story.append((node, said))
     return story
 
@@ -79,15 +96,18 @@ def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]
         for step in (100, 110, 120):
             snap = ledger.snaps.get(step)
             have = set(snap.holders) if snap else set()
-            assert have == set(truth.held(step).values())
+            places = truth.places(step)
+            assert have == set(places)
             if snap is None:
                 continue
             needed = set(snap.expected.values())
             assert snap.missing == len(needed - have)
+            lone = {content for content in needed & have if len(places[content]) == 1}
+            assert snap.lone == len(lone)
+            assert {c for row in snap.lonely().values() for c in row} == lone
             assert set(snap.need) == needed
             assert snap.ranks == len(truth.held(step))
             assert set(snap.expected) == truth.heard_of
-            assert snap.expected.items() >= truth.held(step).items()
             whole = truth.heard_of == set(range(WORLD)) and needed <= have
             assert ledger.is_whole(step) == whole
 

@@ -310,11 +310,45 @@ def test_failed_attempts_are_made_again_later_and_later_until_they_are_given_up(
             now = due
             saves.proceed(now)
     assert waits == [1.0, 2.0, 4.0, 8.0]
-    assert "it was tried 5 times and is given up" in saves.says()
+    assert "5 attempts have failed in a row: this one is given up" in saves.says()
     assert not saves.busy
     assert saves.taken()[-2:] == [("a", "PersistOver"), ("b", "PersistOver")], "no longer wanted"
     saves.both(100, now=99.0, wanted=100)
     assert "Persist" not in dict(map(reversed, saves.taken())), "and not begun again"
+
+
+def test_a_storage_that_is_away_is_not_asked_again_and_again() -> None:
+    """However often the ranks want a checkpoint: a minute lies between two attempts in the end, and
+    between them slots are free for snapshots."""
+    saves = Saves()
+    tried, now, step = [], 0.0, 100
+    for _ in range(300):
+        step, now = step + 1, now + 1.0
+        saves.both(step - 1, step, now=now, wanted=step)
+        if any(name == "Persist" for _, name in saves.taken()):
+            tried.append(now)
+            saves.does(f"try{len(tried)}", now, ok=False)
+    assert [b - a for a, b in itertools.pairwise(tried)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert saves.says().count("it is tried again") == MAX_TRIES - 1
+    saves.both(step, step + 1, now=now + 60, wanted=step + 1)
+    saves.does(f"try{len(tried) + 1}", now + 61)
+    saves.taken()
+    saves.both(step + 1, step + 2, now=now + 62, wanted=step + 2)
+    assert ("a", "Persist") in saves.taken(), "it works again: no waiting"
+
+
+def test_a_failure_is_not_made_to_wait_for_storage() -> None:
+    """What ranks have lost is tried at once, whatever came of periodic checkpoints before."""
+    saves = Saves()
+    saves.both(100, wanted=100)
+    for number in range(1, MAX_TRIES + 1):
+        saves.does(f"try{number}", 0.0, ok=False)
+        saves.proceed(saves.next_deadline() or 0.0)
+    saves.both(100, 110)
+    saves.begin_round(R2, 2, m.Restore(R1, 110, 2))
+    saves.taken()
+    saves.save(m.Restore(R1, 110, 2), 0.0)
+    assert ("a", "Persist") in saves.taken()
 
 
 def test_an_attempt_that_hangs_is_over_at_its_limit() -> None:

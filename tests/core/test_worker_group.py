@@ -91,7 +91,7 @@ class Agent:
 
 def test_every_pair_is_listed_or_raises() -> None:
     kinds = {kind for _, kind in TABLE}
-    assert len(kinds) == 22
+    assert len(kinds) == 24
     missing = [(s, k) for s, k in itertools.product(State, kinds) if (s, k) not in TABLE]
     impossible = {fx.RankSpawned, fx.RankExited, fx.RanksSwept}
     assert {kind for _, kind in missing} == impossible, "all else can happen at any time"

@@ -26,6 +26,7 @@ def save(
     distrusted: str = "",
     alone: Sequence[int] = (),
     reason: str = "periodic",
+    rewound_from: int = -1,
 ) -> list[PartWritten]:
     """Parts of all ranks, those in `alone` without their shared items, and the commit."""
     parts = [
@@ -40,7 +41,7 @@ def save(
         )
         for one in ranks
     ]
-    commit(folder, parts, step=step, attempt=attempt, reason=reason)
+    commit(folder, parts, step=step, attempt=attempt, reason=reason, rewound_from=rewound_from)
     return parts
 
 
@@ -51,6 +52,7 @@ def commit(
     step: int = 7,
     attempt: str = "a",
     reason: str = "periodic",
+    rewound_from: int = -1,
 ) -> None:
     persist.commit(
         folder,
@@ -60,6 +62,7 @@ def commit(
         world_size=len(parts),
         attempt=attempt,
         reason=reason,
+        rewound_from=rewound_from,
     )
 
 

@@ -100,8 +100,11 @@ IMPORTS = """
 import json, sys
 ran = []
 sys.addaudithook(lambda event, args: event == "exec" and ran.append(args[0].co_filename))
+import torch
 import torch.distributed.checkpoint
-json.dump([name for name in ran if "distributed" in name], open(sys.argv[1], "w"))
+torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+found = [name for name in ran if "distributed" in name or "_dynamo" in name]
+json.dump(found, open(sys.argv[1], "w"))
 """
 
 

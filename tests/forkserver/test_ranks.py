@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal
+from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal, Sweep
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -277,6 +278,26 @@ def test_signals_reach_the_handlers_of_the_script(server: Driver, tmp_path: Path
         read_line(said)
         server.tell(SendSignal(key, signal.SIGTERM))
         assert server.exited(key).code == 5
+
+
+def test_a_signal_to_a_rank_alone(server: Driver, tmp_path: Path) -> None:
+    """Its children are not hit: they are ended as ever, when it has gone."""
+    with fifo(tmp_path / "said") as said:
+        entry = script(
+            tmp_path / "s.py",
+            "import os, signal\nsignal.signal(signal.SIGTERM, lambda *a: None)\n"
+            f"out = open({str(said)!r}, 'w')\n"
+            "if os.fork() == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+            "    print(os.getpid(), file=out, flush=True)\n"
+            "while True:\n    signal.pause()\n",
+        )
+        key = server.start(entry)
+        child = int(read_line(said))
+        server.tell(SendSignal(key, signal.SIGKILL, alone=True))
+        assert server.exited(key).code == -signal.SIGKILL
+        assert psutil.Process(child).is_running()
+        server.tell(Sweep((key,), 5.0))
+        assert not gone([child])
 
 
 def test_a_signal_right_after_the_start_is_not_lost(server: Driver, tmp_path: Path) -> None:

@@ -109,6 +109,31 @@ def test_a_snapshot_is_fetched_as_it_is(server: Driver, second: Driver, secret: 
             assert agent.wait(Checked) == Checked(6, 0, 1, True, "")
 
 
+def test_a_replica_goes_into_the_slot_that_is_named(server: Driver, holder: Agent) -> None:
+    """Beside an older one, which stays as it is; never one of another layout."""
+    holder.serve(state().segment())
+    with saver(server, secret=SECRET) as agent:
+        replica = Fetch(5, NAMED, 7, 0, HOST, holder.here.port, replica=True)
+        agent.tell(replica)
+        size = agent.wait(FetchSize)
+        assert size.layout
+        with memory(size) as fd:
+            for slot in (0, 1):
+                agent.tell(replica)
+                agent.wait(FetchSize)
+                agent.tell(FetchInto(5, slot, size.layout), fd)
+                assert agent.wait(Fetched).ok
+            copy = mapped(fd)
+            assert [one.slot for one in copy.snapshots()] == [0, 1]
+            assert copy.payload(0) == copy.payload(1)
+            agent.tell(replica)
+            agent.wait(FetchSize)
+            agent.tell(FetchInto(5, 1, size.layout + 1), fd)
+            assert "another layout" in agent.wait(Fetched).reason
+            assert copy.read(0) is not None
+            assert copy.read(1) is None
+
+
 def test_what_rotted_on_the_other_node_is_found(server: Driver, holder: Agent) -> None:
     shared = holder.serve(state().segment())
     assert holder.hash().ok

@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
+from elasticrun.master import mailbox
 from elasticrun.master.loop import BrainFault, Loop
-from elasticrun.master.mailbox import Mailbox
+from elasticrun.master.mailbox import Mailbox, subject
 from elasticrun.wire import codec, messages as m
+from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, hello, serving
 
@@ -141,6 +143,42 @@ def test_a_mailbox_keeps_the_newest_of_each_kind_in_order_of_change() -> None:
             assert [await box.take() for _ in range(4)] == [b"2", b"3", b"4", None]
 
     aio.run(run())
+
+
+def test_what_is_said_of_one_thing_is_no_word_about_another() -> None:
+    """The end of an attempt must not be lost because that of the next one is waiting, too; nor the
+    answer about one shard because of that about another."""
+    orders: list[m.Order] = [
+        m.PersistOver("one", ROUND, 7, ok=True, reason=""),
+        m.PersistOver("two", ROUND, 8, ok=True, reason=""),
+        m.PersistOver("", ROUND, 9, ok=False, reason="a newer one was taken"),
+        m.PersistOver("", ROUND, 10, ok=False, reason="a newer one was taken"),
+        m.Holder(ROUND, 7, 0, 0, None, ""),
+        m.Holder(ROUND, 7, 1, 1, None, ""),
+        m.Watermark(ROUND, 7),
+        m.Replicate(ROUND, 7, 2, (0,), (1,), Endpoint("a", 1)),
+        m.Replicate(ROUND, 7, 2, (1,), (2,), Endpoint("b", 1)),
+    ]
+    assert len({subject(order) for order in orders}) == len(orders)
+    newer = [m.PersistOver("one", ROUND, 7, ok=False, reason="late"), m.Watermark(ROUND, 8)]
+    assert {subject(order) for order in newer} < {subject(order) for order in orders}
+
+
+def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "MOST", 3)
+    closed: list[str] = []
+
+    async def run() -> None:
+        box = Mailbox()
+        box.on_close = lambda: closed.append("closed")
+        for number in range(3):
+            box.put(f"Holder {number}", b"")
+        box.put("Holder 1", b"again")
+        assert not closed
+        box.put("Holder 3", b"")
+
+    aio.run(run())
+    assert closed
 
 
 def test_an_order_that_cannot_be_sent_is_no_end_of_the_master() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.core import breakpoint_held, breakpoint_save
+from elasticrun.core.breakpoint_replicas import Replicas
 from elasticrun.core.breakpoint_writing import Part, divide
 from elasticrun.sim.script import read, run
 from elasticrun.sim.training import TrainingChaos
@@ -19,13 +20,15 @@ ROUND = RoundName(1, 2, "other")
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_invariants_hold(first: int) -> None:
-    checkpoints = restores = 0
+    checkpoints = restores = judged = 0
     for seed in range(first, first + BATCH):
         chaos = TrainingChaos(seed)
         findings = chaos.run()
         assert not findings.faults, (seed, findings.faults[:5], findings.lines[-40:])
         checkpoints += len(chaos.world.shelves.checkpoints)
         restores += sum(one is not None for one in chaos.world.shelves.restores.values())
+        judged += chaos.world.shelves.judged
+    assert judged, "a node was lost of a job with replicas"
     assert checkpoints > BATCH, "the worlds must be busy"
     assert restores > BATCH
 
@@ -42,6 +45,31 @@ def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(breakpoint_held.Ledger, "is_whole", lambda ledger, step: True)
     text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 a\n9 end\n"
     assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
+
+
+REPLICAS = """# why
+job 1:2
+world state=sharded replicas=1
+0 node a b
+5 snap 100
+7 kill b
+12 end
+"""
+
+
+def test_a_watermark_that_is_not_on_two_nodes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "counts", lambda replicas, ledger, step: True)
+    assert any("not on two nodes" in fault for fault in run(read(REPLICAS)).worlds.faults)
+
+
+def test_a_step_that_is_lost_with_one_node_is_found() -> None:
+    shelves = run(read(REPLICAS)).shelves
+    shelves.settle()
+    assert (shelves.judged, shelves.faults) == (1, [])
+    *_, last = shelves.restores
+    shelves.restores[last] = None
+    shelves.settle()
+    assert any("were lost of" in fault for fault in shelves.faults)
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""State that outlives what is killed: whole jobs. Which test stands for what; names without a file
+are tests of this folder, and `test_table.py` sees to it that each of them exists.
+
+What may happen, and what is lost then (docs/snapshots.md has the answers):
+
+| row | tests |
+|---|---|
+| a rank raises, is killed | test_a_rank_dies, test_a_rank_dies_twice_after_progress |
+| killed in the middle of a copy | test_killed_at_random_moments, \
+checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole, \
+wire/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
+| several ranks together | test_two_ranks_die_at_once, test_killed_at_random_moments |
+| a rank hangs | test_a_rank_hangs |
+| the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
+agent/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had |
+| the agent is killed, its memory goes too | test_a_node_with_the_only_copy_is_lost |
+| the fork server is killed | test_the_fork_server_dies |
+| fork server, saver, agent or master in mid-persist | test_each_process_is_killed_in_mid_persist, \
+agent/test_snapshots_socket.py::test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
+| ranks in mid-persist | test_ranks_are_killed_in_mid_persist |
+| at any call that writes a checkpoint | \
+forkserver/test_persist.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
+test_killed_at_random_moments |
+| between marker and retention | test_killed_between_the_marker_and_the_sweep |
+| the master is killed | test_the_master_dies_and_then_a_rank, \
+test_each_process_is_killed_in_mid_persist, \
+core/test_breakpoint_save.py::test_a_stream_that_breaks_does_not_end_an_attempt |
+| a node is lost: DDP, HSDP | test_a_node_is_lost_and_all_have_the_same_state, \
+test_a_spare_takes_the_place_and_the_state |
+| a node is lost: FSDP with replicas | test_a_spare_takes_over_what_the_lost_node_had, \
+test_the_rest_goes_on_alone |
+| a node is lost: FSDP without | test_a_node_with_the_only_copy_is_lost |
+| everything is lost | test_killed_at_random_moments (its last kill) |
+| another job, from storage | test_other_numbers_of_ranks_from_storage |
+| nodes come, nodes go | test_more_ranks_from_memory, \
+test_a_node_is_lost_and_all_have_the_same_state, test_one_node_leaves_and_the_other_goes_on, \
+checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of_ranks |
+| the disk is full | test_a_full_disk, \
+storage/test_full_disk.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
+| storage hangs | \
+forkserver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
+| a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \
+agent/test_snapshots_socket.py::test_ranks_of_an_older_life_are_not_heard_any_more |
+| a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
+test_a_flipped_bit_in_a_replica, test_changed_bytes_in_storage |
+| a state that is whole and bad | test_a_state_that_kills_is_given_up, \
+test_poison_that_stands_in_storage_is_passed_over, \
+checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |
+| a rank's own state, on a node that lives | test_a_living_rank_is_given_back_what_it_has_alone |
+| SIGTERM | test_one_node_leaves_and_the_other_goes_on, \
+test_one_node_leaves_and_all_have_the_same_state, test_the_only_node_leaves, \
+test_every_process_is_signalled, test_no_step_is_saved_in_time |
+| a save fails in the script | \
+checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+| no room for snapshots | test_shared_memory_that_is_too_small, \
+agent/test_segments.py::test_a_folder_without_room_is_done_without, \
+agent/test_segments.py::test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it |
+| saved at the breakpoint, and before the end | test_saved_at_the_breakpoint, \
+test_saved_before_the_job_ends, test_what_is_wanted_in_storage_comes_there |
+
+Defects of others, each of which must not be ours (checkpointing 4.2, 4.4):
+
+| defect | tests |
+|---|---|
+| one buffer: killed in mid-copy, the step before is gone | test_killed_at_random_moments |
+| a torn state is restored as the older step | test_killed_at_random_moments, \
+checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole |
+| a restart frees what is still being written | test_ranks_are_killed_in_mid_persist, \
+agent/test_snapshots_socket.py::test_what_is_being_written_stays_pinned_over_a_new_life |
+| the marker stands before all parts do | \
+forkserver/test_persist.py::test_no_marker_without_all_parts, \
+forkserver/test_saver.py::test_parts_are_counted_before_a_commit |
+| a layout that is computed once | test_a_layout_that_changes, \
+checkpointing/test_checkpointer.py::test_the_plan_is_kept_until_something_is_replaced |
+| replicas that are never copied back, or rot | test_a_spare_takes_over_what_the_lost_node_had, \
+test_a_flipped_bit_in_a_replica |
+| told step and memory disagree | \
+forkserver/test_persist.py::test_what_the_slot_does_not_hold_is_not_written, \
+forkserver/test_persist.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
+| mixed tiers and collectives in a load | test_a_node_with_the_only_copy_is_lost, \
+checkpointing/test_ranks.py::test_with_an_agent_the_newer_of_memory_and_storage_is_taken |
+| a user's class is imported outside of ranks | test_a_rank_dies (`Place` of train.py) |
+| pickle between processes, no checksums, files of its own kind | \
+test_shape.py::test_no_lock_no_pickle_no_fixed_tmp_path, \
+storage/test_folder.py::test_a_changed_byte_is_found, \
+dcp/test_metadata.py::test_every_kind_of_tensor_is_read_bit_by_bit |
+| steps of nodes that left count for ever | \
+core/test_breakpoint_held.py::test_what_is_of_another_round_does_not_count |
+| a failed save ends training | \
+checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+| a step is noted before it is committed, the newest folder is taken incomplete | \
+storage/test_folder.py::test_what_has_a_marker_counts |
+"""

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticrun.testing.job import ElasticJob
@@ -80,14 +81,17 @@ class Training:
         nodes: int = 1,
         gated: bool = False,
         env: dict[str, object] | None = None,
+        script: Path = TRAIN,
         **options: Any,
     ) -> ElasticJob:
         """`nproc` ranks on each of `nodes` nodes; further options are elastic_job's."""
         self.mode, self.steps, self.world = mode, steps, nproc * nodes
+        if script == TRAIN:
+            args = ("--mode", mode, "--steps", str(steps), *args)
         if gated:
             args = (*args, "--gate", str(self.gate))
         self.job = self._elastic_job(
-            *(TRAIN, "--mode", mode, "--steps", steps, "--out", self.out, "--ckpt", self.ckpt),
+            *(script, "--out", self.out, "--ckpt", self.ckpt),
             *args,
             nproc_per_node=nproc,
             nodes=nodes,
@@ -121,9 +125,10 @@ class Training:
     def starts(self, rank: int = 0) -> list[int]:
         return starts(self.out, rank)
 
-    def segments(self) -> list[Path]:
-        """Files in shared memory, without locks."""
-        return [p for p in self.shm.rglob("*") if p.is_file() and p.name[0].isdecimal()]
+    def segments(self, *, replicas: bool = False) -> list[Path]:
+        """Files in shared memory, without locks: of ranks, or of replicas."""
+        files = [p for p in self.shm.rglob("*") if p.is_file() and "-" in p.name]
+        return [p for p in files if p.name.startswith("r") is replicas]
 
     def lose_memory(self) -> None:
         """The memory of agents that were killed goes with their machine."""
@@ -140,7 +145,7 @@ class Training:
         deadline = time.monotonic() + LIMIT
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {LIMIT} s"
-            threading.Event().wait(0.05)
+            threading.Event().wait(0.02)
 
     def checkpoints(self) -> list[int]:
         """Steps with a marker."""
@@ -153,6 +158,18 @@ class Training:
         return any(re.search(pattern, text) for text in texts)
 
 
+def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
+    """Of this node; its children bear its command line too."""
+    below = psutil.Process(job.nodes[node].pid).children()
+    (found,) = (p for p in below if "forkserver" in " ".join(p.cmdline()))
+    return found
+
+
+def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
+    (found,) = (p for p in fork_server(job, node).children() if p.name() == "elasticrun-save")
+    return found
+
+
 @pytest.fixture
 def training(elastic_job: Job, tmp_path: Path) -> Iterator[Training]:
     """At the end nothing may be left in shared memory."""
@@ -160,7 +177,8 @@ def training(elastic_job: Job, tmp_path: Path) -> Iterator[Training]:
     made = Training(elastic_job, tmp_path, shm)
     try:
         yield made
-        if all(node.exit_code not in (None, -9) for node in made.job.nodes):
+        nodes = made.job.nodes if hasattr(made, "job") else []
+        if all(node.exit_code not in (None, -9) for node in nodes):
             left = [p for p in shm.rglob("*") if p.is_file()]
             assert not left, f"left in shared memory: {left}"
     finally:

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
 import re
-from pathlib import Path
 
-import psutil
 import pytest
 
-from elasticrun.testing.job import ElasticJob
-from elasticrun.wire.segment import Segment
-from tests.snapshots.conftest import STEPS, Training, ends
+from tests.snapshots.conftest import STEPS, Training, ends, fork_server
 
 pytestmark = pytest.mark.slow
 
 MEMORY = r"go on from step 7 in memory"
 
 
-def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
-    """Of this node; its children bear its command line too."""
-    below = psutil.Process(job.nodes[node].pid).children()
-    (found,) = (p for p in below if "forkserver" in " ".join(p.cmdline()))
-    return found
-
-
-def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
-    (found,) = (p for p in fork_server(job, node).children() if p.name() == "elasticrun-save")
-    return found
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize(("mode", "how"), [("ddp", "kill"), ("fsdp2", "raise")])
 def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     """Between two snapshots: nothing is lost, and the end is the same to the bit."""
     training.start("--die", f"1:7:{how}", mode=mode, max_restarts=1)
@@ -53,6 +35,16 @@ def test_a_rank_dies_twice_after_progress(training: Training) -> None:
     training.start("--die", "1:4:kill", "--die", "0:8:kill", max_restarts=2)
     training.finish()
     assert training.starts(1) == [0, 4, 8]
+    training.is_as_if_nothing_happened()
+
+
+def test_a_rank_hangs(training: Training) -> None:
+    """The others' collective ends it, as torch's watchdog would."""
+    training.start(
+        "--die", "1:7:stop", "--timeout", "2", max_restarts=1, options=["--restart-grace=1"]
+    )
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 7]
     training.is_as_if_nothing_happened()
 
 
@@ -142,6 +134,23 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -> None:
+    """Its memory is of an older round than the others are in: nobody goes on from that."""
+    job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2", options=["--grow=now"])
+    training.open_gate(7)
+    world = job.wait_for_world(2, step=7)
+    victim = world.nodes[1]
+    at = job.freeze_node(victim)
+    training.open_gate(9)  # its ranks hang in step 8, until they are ended
+    alone = job.wait_for_world(1, since=at, step=9)
+    job.thaw_node(victim)
+    job.wait_for(round=alone.round + 1, phase="running")
+    training.open_gate()
+    training.finish()
+    assert training.starts(0) == [0, 7, 9]
+    assert training.starts(1) == [0, 9]
+
+
 def test_a_state_that_kills_is_given_up(training: Training) -> None:
     """The poison rule: the same step twice without progress, then the older slot."""
     training.start("--die", "1:7:kill", "--poison", "7", max_restarts=4)
@@ -176,50 +185,6 @@ def test_saved_before_the_job_ends(training: Training) -> None:
     training.finish(1)
     assert training.checkpoints() == [7]
     assert training.said("saved before the job ends")
-
-
-def test_the_next_job_goes_on_from_storage(training: Training) -> None:
-    """Another job, another number of ranks."""
-    training.start("--die", "1:7:kill", mode="fsdp2", options=["--save-at-breakpoint"])
-    training.finish(1)
-    training.start(mode="fsdp2", nproc=3)
-    training.finish()
-    assert training.starts(2) == [7]
-    assert training.starts(0)[-1] == 7
-
-
-def test_a_flipped_bit_in_memory(training: Training) -> None:
-    """What does not have its hash counts as absent: the older slot is taken, and it is said."""
-    job = training.start(gated=True, max_restarts=1)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
-    for path in training.segments():
-        training.until(lambda path=path: hashed(path, 7), "hashes of step 7")  # type: ignore[misc]
-        flip(path, 7)
-    job.kill_rank(1)
-    training.go_on()
-    training.finish()
-    assert training.starts(0)[-1] == 6
-    assert training.said("cannot be used")
-    training.is_as_if_nothing_happened()
-
-
-def hashed(path: Path, step: int) -> bool:
-    """Whether the saver has hashed this step of a segment."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-        segment = Segment(memoryview(memory))
-        found = any(segment.hashes(s) for s in segment.snapshots() if s.step == step)
-        segment.close()
-        return found
-
-
-def flip(path: Path, step: int) -> None:
-    """One bit of the first tensor of this step."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        segment = Segment(memoryview(memory))
-        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
-        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
-        segment.close()
 
 
 def test_shared_memory_that_is_too_small(training: Training) -> None:

@@ -1,14 +1,20 @@
 """A small training whose every number depends on the step alone: a resumed run must end with the
 same bits as one that was never killed.
 
-    train.py --mode ddp|fsdp2 --steps N --out FOLDER --ckpt FOLDER [--every N] [--persist-every N]
-             [--die RANK:STEP:HOW]... [--poison STEP] [--gate FILE]
+    train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
+             [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
+             [--gate FILE] [--print-at STEP]... [--timeout SECONDS]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
-ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal's name. With
-`--poison 7` rank 1 dies in its first step of every life that goes on from step 7. With
-`--gate FILE` the ranks wait after each step until the file's number is above it.
+ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal's name (after
+`stop` the others' collectives fail when `--timeout` is over). With `--poison 7` rank 1 dies in its
+first step of every life that goes on from step 7. With `--gate FILE` the ranks wait after each step
+until the file's number is above it. `--print-at 7` has the hash of the state written in step 7
+(`at`), and when a life goes on from there (`again`).
+
+In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
+the optimizer's state comes into being then, and the layout of the state changes.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ import hashlib
 import json
 import os
 import signal
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +37,27 @@ from torch.distributed.tensor import DTensor
 
 from elasticrun.testing import step as tell_step
 from elasticrun.training import Checkpointer, Keep
+
+LATE = 5
+
+
+@dataclass
+class Place:
+    """A class that only this script knows, in the state: nobody else may have to import it."""
+
+    seen: int = 0
+
+
+class Idle(nn.Module):
+    """A layer that does nothing before step LATE."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.awake = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) if self.awake else inputs
 
 
 def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -44,6 +73,8 @@ def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
         fully_shard(model[0])
         fully_shard(model)
+    elif mode == "late":
+        model = nn.Sequential(nn.Linear(8, width), Idle(width), nn.Linear(width, 3))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -51,6 +82,9 @@ def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int
 ) -> None:
     """Every rank takes its share of the same global batch."""
+    for layer in model.modules():
+        if isinstance(layer, Idle):
+            layer.awake, rank, world = step >= LATE, 0, 1
     data = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(12, 8, generator=data)
     targets = torch.randint(0, 3, (12,), generator=data)
@@ -73,7 +107,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         digest.update(name.removeprefix("module.").encode() + bytes_of(whole(value)))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for name, value in sorted(optimizer.state[parameter].items()):
+            for name, value in sorted(optimizer.state.get(parameter, {}).items()):
                 digest.update(name.encode() + bytes_of(whole(value)))
     return digest.hexdigest()
 
@@ -118,12 +152,15 @@ def main() -> None:
     options.add_argument("--die", action="append", default=[])
     options.add_argument("--poison", type=int)
     options.add_argument("--gate", type=Path)
+    options.add_argument("--print-at", type=int, action="append", default=[])
+    options.add_argument("--timeout", type=float, default=300)
+    options.add_argument("--replicas", type=int, default=0)
     args = options.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = build(args.mode, args.width)
-    progress = {"seen": 0}
+    progress: dict[str, Any] = {"seen": 0, "place": Place()}
     checkpointer = Checkpointer(
         args.ckpt,
         model=model,
@@ -133,17 +170,23 @@ def main() -> None:
         on_busy="wait",
         persist_every=args.persist_every,
         keep=Keep(last=args.keep),
+        replicas=args.replicas,
     )
     start = checkpointer.restore()
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    tell(args.out, rank, start=start, world=world, life=life, seen=progress["seen"])
+    tell(args.out, rank, start=start, world=world, life=life, seen=progress["place"].seen)
+    if start in args.print_at:
+        tell(args.out, rank, again=fingerprint(model, optimizer))
     for step in range(start, args.steps):
         if start == args.poison and rank == 1:
             die("kill")
         train_step(model, optimizer, step, rank, world)
         progress["seen"] += 12
+        progress["place"].seen += 12
         checkpointer.step(step + 1)
         tell_step(step + 1)
+        if step + 1 in args.print_at:
+            tell(args.out, rank, at=fingerprint(model, optimizer))
         planted = [one for one in args.die if int(one.split(":")[1]) == step + 1]
         if planted:
             dist.barrier()  # all have taken their snapshot

@@ -158,7 +158,7 @@ def test_only_what_we_began_long_ago_is_a_leftover(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     for step in (1, 2, 3, 4):
         save(folder, step, marker=b"")
-    assert folder.uncommitted(0) == []  # nothing tells the storage's time yet
+    assert folder.uncommitted(3600) == []
     save(folder, 9)
     now = max(f.stat().st_mtime for f in Path(folder.path(9)).iterdir())
     for step, age in ((1, 7200), (2, 7200), (3, 7200), (4, 60)):
@@ -166,6 +166,8 @@ def test_only_what_we_began_long_ago_is_a_leftover(tmp_path: Path) -> None:
             os.utime(file, (now - age, now - age))
     (Path(folder.path(2)) / "notes.txt").write_text("the user's")
     os.utime(Path(folder.path(3)) / entry(0).name, (now, now))  # one rank still writes
+    assert folder.uncommitted(3600) == [1]
+    folder.remove(9)  # what is being written tells the storage's time as well
     assert folder.uncommitted(3600) == [1]
 
 

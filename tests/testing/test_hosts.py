@@ -154,6 +154,41 @@ def test_loss_and_delay(street: Street) -> None:
     assert fastest >= 0.2, "0.1 s each way"
 
 
+TAKE = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 9001))
+print("ready", flush=True)
+taker, _ = server.accept()
+count = 0
+while data := taker.recv(65536):
+    count += len(data)
+taker.sendall(b"%d" % count)
+"""
+
+GIVE = """
+import socket, sys, time
+giver = socket.create_connection((sys.argv[1], 9001))
+began = time.monotonic()
+giver.sendall(bytes(int(sys.argv[2])))
+giver.shutdown(socket.SHUT_WR)
+print(giver.recv(100).decode(), time.monotonic() - began)
+"""
+
+
+def test_a_slow_link(street: Street) -> None:
+    """1 Mbit passes a line of 2 Mbit/s in half a second at best, and nothing of it is lost."""
+    street.lab.slow("b", 2e6 / 8)
+    address = street.lab.hosts["b"].address
+    taker = street.on("b", TAKE, address)
+    assert taker.stdout is not None
+    assert taker.stdout.readline() == "ready\n"
+    said, _ = street.on("a", GIVE, address, "125000").communicate(timeout=60)
+    taker.communicate(timeout=60)
+    count, took = said.split()
+    assert int(count) == 125_000
+    assert float(took) >= 0.5
+
+
 def test_a_flapping_link(street: Street) -> None:
     street.lab.flap("a", down=0.2, up=0.2)
     back, _ = street.ask("a", "b", count=40, limit=0.05)

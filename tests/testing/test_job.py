@@ -132,3 +132,20 @@ def test_a_master_by_hand_a_signal_and_the_end(elastic_job: Factory) -> None:
     assert result.exit_codes == (1, -9)
     assert not result.ok
     assert job.output(1)
+
+
+def test_a_host_without_power(elastic_job: Any) -> None:
+    """Nobody hears a word of its end; when it has power again the node is back on its cable."""
+    job = elastic_job(
+        *(SCRIPTS / "sums.py", 100_000, 0.02),
+        nnodes="1:2",
+        nodes=2,
+        hosts=True,
+        options=["--grow=now", "--rdzv-conf=heartbeat_timeout=2,last_call_timeout=1"],
+    )
+    job.wait_for(step=1, world_size=2)
+    at = job.power_off(1)
+    job.wait_for(step=1, world_size=1, since=at)
+    at = job.restart_node(1) and at
+    job.limit_cpus(1, 1.0)
+    job.wait_for(step=1, world_size=2, since=at)

@@ -92,10 +92,14 @@ def places(draw: Any) -> dict[str, Any]:
     }
 
 
-round_reports = places().map(lambda place: m.RoundReport(**place))
-
-
 restores = st.builds(m.Restore, rounds, LONGS, st.integers(1, m.MAX_RANKS))
+REWOUND = st.just(-1) | LONGS
+
+
+@st.composite
+def round_reports(draw: Any) -> m.RoundReport:
+    restore = draw(st.none() | restores)
+    return m.RoundReport(**draw(places()), restore=restore, rewound_from=draw(REWOUND))
 
 
 @st.composite
@@ -106,6 +110,7 @@ def starts(draw: Any) -> m.Start:
         role_world_size=draw(st.integers(1, m.MAX_RANKS)),
         host_store=draw(st.booleans()),
         restore=draw(st.none() | restores),
+        rewound_from=draw(REWOUND),
     )
 
 
@@ -139,7 +144,7 @@ def hellos(job_id: str | None = None) -> st.SearchStrategy[m.Hello]:
         local_world_size=st.integers(1, m.MAX_LOCAL_RANKS),
         role=MAYBE,
         spec=specs(job_id),
-        attached=st.none() | round_reports,
+        attached=st.none() | round_reports(),
         last_term=st.integers(0, 2**63 - 1),
     )
 
@@ -185,7 +190,16 @@ def holdings(draw: Any) -> m.Holding:
     contents = draw(st.lists(LONGS, min_size=1, max_size=20))
     first = draw(st.integers(0, m.MAX_RANKS - len(contents)))
     world = draw(st.integers(first + len(contents), m.MAX_RANKS))
-    return m.Holding(draw(rounds), draw(LONGS), first, world, tuple(contents), draw(st.booleans()))
+    flags = [draw(st.booleans()) for _ in range(3)]
+    return m.Holding(draw(rounds), draw(LONGS), first, world, tuple(contents), *flags)
+
+
+@st.composite
+def replicates(draw: Any) -> m.Replicate:
+    world = draw(st.integers(1, m.MAX_RANKS))
+    ranks = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=8, unique=True))
+    contents = tuple(draw(st.integers(1, 2**63 - 1)) for _ in ranks)
+    return m.Replicate(*(draw(rounds), draw(LONGS), world, tuple(ranks), contents), draw(endpoints))
 
 
 @st.composite
@@ -205,6 +219,7 @@ def persists(draw: Any) -> m.Persist:
         coordinator=coordinator,
         reason=draw(st.sampled_from(("periodic", "breakpoint", "asked"))),
         limit=draw(LIMITS),
+        rewound_from=draw(REWOUND),
     )
 
 
@@ -224,10 +239,18 @@ later_reports: st.SearchStrategy[m.Report] = st.one_of(
         m.Holdings,
         st.none() | endpoints,
         st.lists(holdings(), max_size=m.MAX_HOLDINGS).map(tuple),
+        st.booleans(),
     ),
+    st.builds(m.NotReplicated, rounds, LONGS, TEXTS),
     st.builds(m.WhereIs, rounds, LONGS, RANKS),
     st.builds(m.ShardBad, rounds, LONGS, RANKS, TEXTS),
     st.builds(m.Persisted, ATTEMPTS, st.booleans(), st.booleans(), TEXTS, LONGS, SECONDS),
+    st.builds(
+        m.Departing,
+        *(rounds, TEXTS, st.integers(1, 64), LONGS, st.integers(1, m.MAX_MARGIN)),
+        st.just(-1) | LONGS,
+    ),
+    st.builds(m.Missed, rounds, LONGS, LONGS),
 )
 reports: st.SearchStrategy[m.Report] = (
     hellos() | later_reports | knocks | st.builds(m.Proof, proofs)
@@ -255,7 +278,9 @@ orders: st.SearchStrategy[m.Order] = st.one_of(
     probes(),
     st.builds(m.Watermark, rounds, LONGS, LONGS),
     persists(),
+    replicates(),
     st.builds(m.CommitCheckpoint, ATTEMPTS),
+    st.builds(m.SaveAt, rounds, LONGS, TEXTS),
     st.builds(m.PersistOver, st.just("") | ATTEMPTS, rounds, LONGS, st.booleans(), TEXTS),
     st.builds(
         m.Holder,

@@ -258,15 +258,20 @@ class RoundReport(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    REWOUND_FROM_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
     world_size: _builtins.int
     restart_count: _builtins.int
+    rewound_from: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
     def store(self) -> Global___Endpoint: ...
+    @_builtins.property
+    def restore(self) -> Global___Restore: ...
     def __init__(
         self,
         *,
@@ -277,10 +282,12 @@ class RoundReport(_message.Message):
         world_size: _builtins.int = ...,
         restart_count: _builtins.int = ...,
         store: Global___Endpoint | None = ...,
+        restore: Global___Restore | None = ...,
+        rewound_from: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "restart_count", b"restart_count", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "restart_count", b"restart_count", "restore", b"restore", "rewound_from", b"rewound_from", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -715,10 +722,14 @@ class Holding(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     first_rank: _builtins.int
     world_size: _builtins.int
     wanted: _builtins.bool
+    replica: _builtins.bool
+    own: _builtins.bool
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -732,10 +743,12 @@ class Holding(_message.Message):
         world_size: _builtins.int = ...,
         contents: _abc.Iterable[_builtins.int] | None = ...,
         wanted: _builtins.bool = ...,
+        replica: _builtins.bool = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "first_rank", b"first_rank", "round", b"round", "step", b"step", "wanted", b"wanted", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "first_rank", b"first_rank", "own", b"own", "replica", b"replica", "round", b"round", "step", b"step", "wanted", b"wanted", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,6 +760,8 @@ class Holdings(_message.Message):
 
     SAVER_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    replicas: _builtins.bool
     @_builtins.property
     def saver(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -756,14 +771,41 @@ class Holdings(_message.Message):
         *,
         saver: Global___Endpoint | None = ...,
         held: _abc.Iterable[Global___Holding] | None = ...,
+        replicas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["saver", b"saver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "saver", b"saver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "replicas", b"replicas", "saver", b"saver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holdings: _TypeAlias = Holdings  # noqa: Y015
+
+@_typing.final
+class NotReplicated(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NotReplicated: _TypeAlias = NotReplicated  # noqa: Y015
 
 @_typing.final
 class WhereIs(_message.Message):
@@ -855,6 +897,67 @@ class Persisted(_message.Message):
 Global___Persisted: _TypeAlias = Persisted  # noqa: Y015
 
 @_typing.final
+class Departing(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MARGIN_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    signal: _builtins.int
+    step: _builtins.int
+    margin: _builtins.int
+    asked: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        reason: _builtins.str = ...,
+        signal: _builtins.int = ...,
+        step: _builtins.int = ...,
+        margin: _builtins.int = ...,
+        asked: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "margin", b"margin", "reason", b"reason", "round", b"round", "signal", b"signal", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Departing: _TypeAlias = Departing  # noqa: Y015
+
+@_typing.final
+class Missed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    asked: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        asked: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missed: _TypeAlias = Missed  # noqa: Y015
+
+@_typing.final
 class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -876,6 +979,9 @@ class Report(_message.Message):
     WHERE_IS_FIELD_NUMBER: _builtins.int
     SHARD_BAD_FIELD_NUMBER: _builtins.int
     PERSISTED_FIELD_NUMBER: _builtins.int
+    DEPARTING_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    NOT_REPLICATED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -912,6 +1018,12 @@ class Report(_message.Message):
     def shard_bad(self) -> Global___ShardBad: ...
     @_builtins.property
     def persisted(self) -> Global___Persisted: ...
+    @_builtins.property
+    def departing(self) -> Global___Departing: ...
+    @_builtins.property
+    def missed(self) -> Global___Missed: ...
+    @_builtins.property
+    def not_replicated(self) -> Global___NotReplicated: ...
     def __init__(
         self,
         *,
@@ -933,12 +1045,15 @@ class Report(_message.Message):
         where_is: Global___WhereIs | None = ...,
         shard_bad: Global___ShardBad | None = ...,
         persisted: Global___Persisted | None = ...,
+        departing: Global___Departing | None = ...,
+        missed: Global___Missed | None = ...,
+        not_replicated: Global___NotReplicated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "join", b"join", "kind", b"kind", "knock", b"knock", "leaving", b"leaving", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "running", b"running", "shard_bad", b"shard_bad", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1073,6 +1188,7 @@ class Start(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     HOST_STORE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
+    REWOUND_FROM_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1081,6 +1197,7 @@ class Start(_message.Message):
     role_world_size: _builtins.int
     restart_count: _builtins.int
     host_store: _builtins.bool
+    rewound_from: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1101,10 +1218,11 @@ class Start(_message.Message):
         store: Global___Endpoint | None = ...,
         host_store: _builtins.bool = ...,
         restore: Global___Restore | None = ...,
+        rewound_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1278,6 +1396,44 @@ class Watermark(_message.Message):
 Global___Watermark: _TypeAlias = Watermark  # noqa: Y015
 
 @_typing.final
+class Replicate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
+    SAVER_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    world_size: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def saver(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        contents: _abc.Iterable[_builtins.int] | None = ...,
+        saver: Global___Endpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "saver", b"saver"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "ranks", b"ranks", "round", b"round", "saver", b"saver", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replicate: _TypeAlias = Replicate  # noqa: Y015
+
+@_typing.final
 class Persist(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1292,6 +1448,7 @@ class Persist(_message.Message):
     COORDINATOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    REWOUND_FROM_FIELD_NUMBER: _builtins.int
     attempt: _builtins.str
     step: _builtins.int
     world_size: _builtins.int
@@ -1299,6 +1456,7 @@ class Persist(_message.Message):
     coordinates: _builtins.bool
     reason: _builtins.str
     limit: _builtins.float
+    rewound_from: _builtins.int
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1321,10 +1479,11 @@ class Persist(_message.Message):
         coordinator: Global___Endpoint | None = ...,
         reason: _builtins.str = ...,
         limit: _builtins.float = ...,
+        rewound_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinates", b"coordinates", "coordinator", b"coordinator", "limit", b"limit", "ranks", b"ranks", "reason", b"reason", "round", b"round", "shared", b"shared", "step", b"step", "world_size", b"world_size", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinates", b"coordinates", "coordinator", b"coordinator", "limit", b"limit", "ranks", b"ranks", "reason", b"reason", "rewound_from", b"rewound_from", "round", b"round", "shared", b"shared", "step", b"step", "world_size", b"world_size", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1418,6 +1577,32 @@ class Holder(_message.Message):
 Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
+class SaveAt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveAt: _TypeAlias = SaveAt  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1435,6 +1620,8 @@ class Order(_message.Message):
     COMMIT_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PERSIST_OVER_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    SAVE_AT_FIELD_NUMBER: _builtins.int
+    REPLICATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1463,6 +1650,10 @@ class Order(_message.Message):
     def persist_over(self) -> Global___PersistOver: ...
     @_builtins.property
     def holder(self) -> Global___Holder: ...
+    @_builtins.property
+    def save_at(self) -> Global___SaveAt: ...
+    @_builtins.property
+    def replicate(self) -> Global___Replicate: ...
     def __init__(
         self,
         *,
@@ -1480,12 +1671,14 @@ class Order(_message.Message):
         commit_checkpoint: Global___CommitCheckpoint | None = ...,
         persist_over: Global___PersistOver | None = ...,
         holder: Global___Holder | None = ...,
+        save_at: Global___SaveAt | None = ...,
+        replicate: Global___Replicate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

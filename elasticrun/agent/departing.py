@@ -1,0 +1,115 @@
+"""A node leaves: which step its ranks are at, and which one all ranks are asked to save.
+
+Both stand in the control pages of segments: a rank writes the one at each step, and reads the
+other. So nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from elasticrun.agent.held import Held
+from elasticrun.config import AgentConfig
+from elasticrun.core.effects import Signalled
+from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.messages import MAX_MARGIN
+from elasticrun.wire.segment import NONE
+
+LEAST_MARGIN: Final = 2
+"""Steps from the newest one to the one that is asked for, at least."""
+
+WORD: Final = 0.5
+"""Seconds in which word of it comes to every rank, with much to spare."""
+
+LEAST_TIME: Final = 0.1
+"""Seconds from which on a pace is believed."""
+
+MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1")
+"""Death signals that ranks put off until their state is saved."""
+
+
+class Departing:
+    """Of the present life of the ranks. `current`: their segments, by local rank."""
+
+    def __init__(
+        self, config: AgentConfig, current: Mapping[int, Held], say: Callable[[m.Report], None]
+    ) -> None:
+        self._current = current
+        self._say = say
+        self._start: m.Start | None = None
+        self._asked = NONE
+        self._told: set[int] = set()  # steps of which the master knows that they were missed
+        self._first: tuple[float, int] | None = None  # commit: when, of which step
+        self._putting_off: dict[int, frozenset[int]] = {}
+        names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
+        self.signals = tuple(sorted(signal.Signals[name].value for name in names))
+        """Those that ranks are to put off."""
+        if config.departure_grace <= 0:
+            self.signals = ()
+
+    def begin(self, start: m.Start) -> None:
+        """A new life of the ranks."""
+        self._start = start
+        self._asked = NONE
+        self._told.clear()
+        self._first = None
+        self._putting_off.clear()
+
+    # ------------------------------------------------------------ ranks
+
+    def committed(self, step: int) -> None:
+        """A rank has taken a snapshot."""
+        if self._first is None:
+            self._first = (time.monotonic(), step)
+
+    def puts_off(self, local_rank: int, signals: tuple[int, ...]) -> None:
+        """This rank puts off these signals: they do not end it any more."""
+        self._putting_off[local_rank] = frozenset(signals)
+
+    def is_put_off(self, local_rank: int, signum: int) -> bool:
+        return signum in self._putting_off.get(local_rank, ())
+
+    def missed(self, said: s.Missed) -> None:
+        """A rank could not save the step that was asked for."""
+        if self._start is not None and said.asked >= 0 and said.asked not in self._told:
+            self._told.add(said.asked)
+            self._say(m.Missed(self._start.round, said.asked, max(0, said.step)))
+
+    # ------------------------------------------------------------ the node
+
+    def step(self) -> int:
+        """The newest that a rank is at; -1: none of them can save its state."""
+        steps = [held.segment.current for held in self._current.values() if not held.gone]
+        first = -1 if self._first is None else self._first[1]
+        return max([first, *steps])
+
+    def margin(self) -> int:
+        """Steps in which word comes to every rank, at the pace that they have kept."""
+        if self._first is None:
+            return LEAST_MARGIN
+        began, first = self._first
+        seconds = max(time.monotonic() - began, LEAST_TIME)
+        steps = math.ceil(WORD * (self.step() - first) / seconds)
+        return min(max(LEAST_MARGIN, steps), MAX_MARGIN)
+
+    def signalled(self, signum: int, *, death: bool) -> Signalled:
+        """What the brain is told of a signal to this agent."""
+        name = signal.Signals(signum).name
+        step = self.step() if death else NONE
+        return Signalled(signum, name, death, step, self.margin())
+
+    def ask(self, order: m.SaveAt) -> None:
+        """All ranks save their first step from this one on."""
+        if self._start is not None and order.round == self._start.round:
+            self._asked = order.step
+            for held in self._current.values():
+                self.show(held)
+
+    def show(self, held: Held) -> None:
+        """Write it into this segment."""
+        if not held.gone:
+            held.segment.save_at = self._asked

@@ -1,0 +1,203 @@
+"""The flags of `elasticrun render`: its own, and those of the launcher that are handed on."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+from elasticrun.cli.flags import PROG, Flag, Parser, add_flags, help_formatter
+from elasticrun.cli.table import FLAGS, GROUPS
+from elasticrun.render.grammar import VOLUME_FORM
+from elasticrun.render.wanted import ASSUMED, BACKOFF_LIMIT, GANGS, MASTER_PORT
+
+SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id")
+"""Flags of the launcher that the verb has as its own."""
+
+SETTLED: Final = (
+    "standalone", "auto_config", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port",
+    "node_rank", "node_id", "local_addr", "srun", "dry_run", "version", "print_completion",
+)  # fmt: skip
+"""Flags that have one value in what is printed, or no place in it."""
+
+HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
+
+TARGETS: Final = {
+    "k8s": "An Indexed Job of Kubernetes and its headless Service",
+    "jobset": "The same as a JobSet, where its controller is installed",
+    "slurm": "A script for Slurm's sbatch",
+}
+
+
+def parser(target: str) -> Parser:
+    """The parser of `elasticrun render TARGET`, for one of TARGETS."""
+    made = Parser(
+        prog=f"{PROG} render {target}",
+        usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
+        description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
+        epilog="Flags of the launcher (see elasticrun --help) are handed on to every node.",
+        formatter_class=help_formatter(),
+        allow_abbrev=False,
+    )
+    _job(made)
+    if target == "slurm":
+        _slurm(made)
+    else:
+        _pods(made)
+    _handed_on(made)
+    return made
+
+
+def overview() -> str:
+    """What there is to render, for who names none of it."""
+    rows = [f"  {PROG} render {name:<8}{what}" for name, what in TARGETS.items()]
+    return "\n".join(("usage, each with its own --help:", *rows, ""))
+
+
+def handed_on(ns: argparse.Namespace) -> list[str]:
+    """The launcher's flags that were given, in one spelling, in the order of the table."""
+    given = getattr(ns, "given", {})
+    words = []
+    for flag in HANDED_ON:
+        if flag.dest in given:
+            value = getattr(ns, flag.dest)
+            words.append(flag.name if flag.kind is None else f"{flag.name}={value}")
+    return words
+
+
+class _Raw:
+    """The kind of a flag whose text is handed on as it is, once it has been found good."""
+
+    def __init__(self, flag: Flag) -> None:
+        self.flag = flag
+
+    def __call__(self, text: str) -> str:
+        assert self.flag.kind is not None
+        self.flag.kind(text)
+        return text
+
+
+def _handed_on(target: Parser) -> None:
+    rows = [flag if flag.kind is None else flag._replace(kind=_Raw(flag)) for flag in HANDED_ON]
+    groups = {
+        key: target.add_argument_group(f"the launcher: {title}")
+        for key, title in GROUPS.items()
+        if any(flag.group == key for flag in rows)
+    }
+    add_flags(target, groups, [flag._replace(env="") for flag in rows], {})
+
+
+def _job(target: Parser) -> None:
+    group = target.add_argument_group("the job")
+    group.add_argument("--name", required=True, metavar="NAME", help="Name of the job.")
+    group.add_argument(
+        "--nnodes", default="1", metavar="N|MIN:MAX",
+        help="Nodes; the job begins with MIN and takes MAX. [default 1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--nproc-per-node", "--nproc_per_node", default="1", metavar="N",
+        help="Ranks on each node. [default 1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--rdzv-id", "--rdzv_id", default="", metavar="ID",
+        help="Name under which the nodes meet. [default: of the job's name and number]",
+    )  # fmt: skip
+    _many(group, "--env", "KEY=VALUE", "A variable of every node, as it is; may be repeated.")
+    group.add_argument(
+        "--working-dir", "--working_dir", default="", metavar="DIR", help="Where it runs."
+    )
+
+
+def _many(group: Any, flag: str, metavar: str, text: str) -> None:
+    group.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+
+def _switch(group: Any, flag: str, text: str) -> None:
+    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
+    group.add_argument(*spellings, action="store_true", help=text)
+
+
+def _text(group: Any, flag: str, metavar: str, text: str, default: str = "") -> None:
+    remark = f" [default {default}]" if default else ""
+    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
+    group.add_argument(*spellings, default=default, metavar=metavar, help=text + remark)
+
+
+def _number(group: Any, flag: str, text: str, default: int | None = 0) -> None:
+    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
+    group.add_argument(*spellings, type=int, default=default, metavar="N", help=text)
+
+
+def _pods(target: Parser) -> None:
+    target.add_argument(
+        "-o", "--output", choices=("yaml", "json"), default="yaml", help="Form. [default yaml]"
+    )
+    group = target.add_argument_group("the pods")
+    group.add_argument("--image", required=True, metavar="IMAGE", help="Image of every pod.")
+    _number(group, "--pods", "Pods to begin with; more than MAX are spares. [default MAX]")
+    _text(group, "--namespace", "NAME", "Namespace; where none is given, kubectl's.")
+    _text(group, "--cpu", "QUANTITY", "CPU of each pod, requested and limited.")
+    _text(group, "--memory", "QUANTITY", "Memory of each pod, requested and limited.")
+    _number(group, "--gpus", "GPUs of each pod. [default: --nproc-per-node, where --gpu-resource "
+            "is given, else none]", None)  # fmt: skip
+    _text(group, "--gpu-resource", "NAME", "What a GPU is called: nvidia.com/gpu where only --gpus "
+          "is given.")  # fmt: skip
+    _text(group, "--rdma", "NAME", "An RDMA device of each pod, like rdma/hca; its container may "
+          "lock memory.")  # fmt: skip
+    _switch(group, "--host-network", "Pods use their host's network; one pod of the job a host.")
+    _text(group, "--shm", "QUANTITY", "Size of /dev/shm, in memory.", "8Gi")
+    _many(group, "--volume", "NAME=...", f"A volume, may be repeated: {VOLUME_FORM}; two commas "
+          "stand for one in a VALUE.")  # fmt: skip
+    _text(group, "--token-secret", "NAME[:KEY]", "Secret with the job's token (its key `token`).")
+    _number(group, "--port", f"Port of the job's master. [default {MASTER_PORT}]", MASTER_PORT)
+    _where(target)
+    _lifetime(target)
+
+
+def _where(target: Parser) -> None:
+    group = target.add_argument_group("where pods run")
+    _many(group, "--selector", "KEY=VALUE", "Label that a node must have; may be repeated.")
+    _many(group, "--toleration", "KEY[=VALUE][:EFFECT]", "Taint to put up with; may be repeated.")
+    _text(group, "--priority", "NAME", "Priority class.")
+    _text(group, "--service-account", "NAME", "Service account of the pods.")
+    _many(group, "--image-pull-secret", "NAME", "Secret for the image; may be repeated.")
+    _many(group, "--label", "KEY=VALUE", "Label of every object and pod; may be repeated.")
+    _many(group, "--annotation", "KEY=VALUE", "Annotation of the job and of every pod; may be "
+          "repeated.")  # fmt: skip
+    group.add_argument(
+        "--gang", choices=GANGS, default="none",
+        help="Who places MIN pods together or none at all. [default none]",
+    )  # fmt: skip
+    _text(group, "--queue", "NAME", "Queue of kueue or volcano.")
+    _text(group, "--scheduler", "NAME", "Scheduler, where the gang's is called otherwise.")
+    _text(group, "--k8s-version", "X.Y", "Version of the cluster.", "{}.{}".format(*ASSUMED))
+
+
+def _lifetime(target: Parser) -> None:
+    group = target.add_argument_group("beginning and end")
+    _number(group, "--grace", "Seconds from SIGTERM to SIGKILL of a pod. [default: what the "
+            "launcher needs, 60 at least]")  # fmt: skip
+    _number(group, "--ttl", "Seconds after its end until the job is removed. [default: it stays]",
+            None)  # fmt: skip
+    _number(group, "--deadline", "Seconds after which the job is ended. [default none]")
+    _switch(group, "--suspend", "Make no pods until it is resumed.")
+    _number(group, "--backoff-limit", "Failed pods after which Kubernetes gives up. [default: the "
+            "master does]", BACKOFF_LIMIT)  # fmt: skip
+    _switch(group, "--rbac", "Pods may read and resize their own Job, by a Role for it alone.")
+
+
+def _slurm(target: Parser) -> None:
+    group = target.add_argument_group("the allocation")
+    _number(group, "--spares", "Nodes on top of MAX, which take the place of lost ones.")
+    _text(group, "--partition", "NAME", "Partition.")
+    _text(group, "--account", "NAME", "Account.")
+    _text(group, "--qos", "NAME", "Quality of service.")
+    _text(group, "--time", "TIME", "Time limit: MINUTES, H:MM:SS or D-HH:MM:SS.")
+    _text(group, "--gpus-per-node", "[TYPE:]N", "GPUs of each node.")
+    _number(group, "--cpus-per-task", "Cores of each node.")
+    _text(group, "--mem", "N[KMGT]", "Memory of each node.")
+    _switch(group, "--exclusive", "Whole nodes.")
+    _text(group, "--array", "INDICES", "An array; each of its tasks is a job of its own.")
+    _text(group, "--output", "FILE", "File of what is printed, in Slurm's form.")
+    _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end.",
+          "TERM@120")  # fmt: skip
+    _number(group, "--requeue", "How often the job goes back into the queue when its time is over.")

@@ -1,0 +1,126 @@
+"""What the agent's brain makes of signals to it. A death signal means that this node leaves.
+
+Where its ranks have a Checkpointer it first *departs*: the master is told, names a step that all
+ranks of the round save, and the ranks here run on until that step is written out. Then, or when
+`departure_grace` is over, or at a second death signal, the node leaves: its ranks are ended, and
+the master hears `Leaving`. Nobody is charged for any of it.
+
+A scheduler may signal every process at once. Then ranks end by themselves once they have saved;
+what they have saved is waited for all the same, WAIT_FOR_SAVED at most, or until the master has
+begun to write it: from then on HOLDING sees to it.
+"""
+
+from __future__ import annotations
+
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core import effects as fx
+from elasticrun.core.ending_rules import EndingRules
+from elasticrun.core.group_states import State
+from elasticrun.core.holding_rules import HoldingRules
+from elasticrun.wire import messages as m
+
+RESCUE = "rescue"
+"""Stands for an attempt to persist that the master may begin when a node leaves without having
+saved a step."""
+
+RESCUE_WITHIN = 2.0
+"""Seconds in which the master begins it."""
+
+WAIT_FOR_SAVED = 6.0
+"""Seconds in which a step that ranks have saved before they ended is begun to be written; a little
+more than `breakpoint_save.WAIT_FOR_ALL`."""
+
+
+class DepartingRules(EndingRules, HoldingRules):
+    """The rules of signals and departures; the table in `worker_group` says when each applies."""
+
+    def _signalled(self, event: fx.Signalled, now: float) -> None:
+        """Any state but HOLDING and OVER."""
+        self._ranks.signalled(event.signum, now)
+        if not event.death or self._state in (State.ENDING, State.CLEARING):
+            if self._ranks.live:
+                self._signal(event.signum)
+        elif self._state is State.RUNNING and event.step >= 0 and self._can_depart():
+            self._depart(event, now)
+        else:
+            self._leave(event, now)  # also at a second one: at once
+
+    def _can_depart(self) -> bool:
+        return self._departing is None and self._departure_grace > 0
+
+    def _depart(self, event: fx.Signalled, now: float) -> None:
+        self._departing = event
+        self._asked = -1
+        self._deadlines.arm("departing", now + self._departure_grace)
+        what = "this node leaves when its ranks have saved a step"
+        self._reason = f"received {event.name}: {what}, in {self._departure_grace:g} s at most"
+        self._note(f"{self._reason}; a second signal ends it at once", "warning")
+        self._say_departing()
+
+    def _leave(self, event: fx.Signalled, now: float) -> None:
+        reason = f"received {event.name}"
+        self._note(f"{reason}: the ranks are told, and this node leaves", "warning")
+        self._say(m.Leaving(reason, event.signum))
+        self._conclude(fx.Exit(EXIT_FAILED, reason, (), event.signum), now, event.signum)
+
+    # ------------------------------------------------------------ while it departs
+
+    def _save_at(self, order: m.SaveAt, now: float) -> None:
+        if self._start is not None and order.round == self._start.round:
+            self._asked = order.step
+            self._obey(order, now)
+
+    def _persist_over(self, order: m.PersistOver, now: float) -> None:
+        super()._persist_over(order, now)
+        event, start = self._departing, self._start
+        if event is None or start is None or self._state is not State.RUNNING:
+            return
+        settled = order.ok or not order.attempt  # else another attempt may follow
+        if settled and order.round == start.round and 0 <= self._asked <= order.step:
+            self._leave(event, now) if order.ok else self._leave_unsaved(event, now)
+
+    def _exited_departing(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> None:
+        """A rank has ended while this node departs."""
+        self._ranks.signalled(cause.signum, now)  # ranks may have put it off
+        if event.code == 0 and event.failure is None:
+            if not self._ranks.live and not self._cut_short:
+                self._finish(now)
+                return
+        else:
+            failure = self._ranks.failed(event, now)
+            self._cut_short = True
+            if failure.kind is not m.FailureKind.STOPPED:
+                self._ranks.failures[event.local_rank] = failure
+                self._say_failures()
+                self._leave_unsaved(cause, now)
+                return
+        if not self._ranks.live:
+            due = self._deadlines.when("departing")
+            soon = now + WAIT_FOR_SAVED if self._asked >= 0 else now
+            self._deadlines.arm("departing", soon if due is None else min(due, soon))
+
+    def _departure_due(self, now: float) -> None:
+        if self._departing is None:
+            return
+        if self._ranks.live:
+            waited = f"no step was saved within {self._departure_grace:g} s"
+            self._note(f"{waited}: this node leaves without", "warning")
+        self._leave_unsaved(self._departing, now)
+
+    def _leave_unsaved(self, event: fx.Signalled, now: float) -> None:
+        """What the ranks had before is written out, where this node has the only copy: it stays
+        until it has heard of that."""
+        if not self._persists:
+            self._persists[RESCUE] = now + RESCUE_WITHIN
+        self._leave(event, now)
+
+    def _held_long_enough(self, now: float) -> None:
+        if self._persists.keys() == {RESCUE}:  # the master had no need of it
+            self._persists.clear()
+            self._leave_if_free()
+        else:
+            super()._held_long_enough(now)
+
+    def _persist(self, order: m.Persist, now: float) -> None:
+        self._persists.pop(RESCUE, None)
+        super()._persist(order, now)

@@ -1,0 +1,85 @@
+"""What detection takes and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the environment does not say.
+
+    terminal: standard input is one, so a person sits there. hostname: this host's own name; fqdn:
+    the same with its domain, as far as the host knows (in a pod: with the subdomain)."""
+
+    terminal: bool = False
+    hostname: str = ""
+    fqdn: str = ""
+
+
+class Given(NamedTuple):
+    """A value and where it comes from, as `--dry-run` shows it: "$SLURM_NODEID"."""
+
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """This node's place as its scheduler tells it; None where it does not.
+
+    family: the scheduler, for people ("Slurm"). seen: what this process is there, as the beginning
+    of a sentence ("task 2 of 4 in Slurm step 123.0"). nodes: how many there are. node_rank: which
+    one this is. nproc: accelerators of this node. job_id, host, port: the job's name, and where the
+    node with rank 0 can be reached. attempt: how often the scheduler has started the job, from 1.
+
+    why_alone: why a bare command is a job of one node here; "" where it is one of all nodes.
+    use: the flags that would make it one of all nodes, "" where there are none.
+    crowd: several of the scheduler's tasks run on each node, and one of them has to be the agent.
+    second: this is another one of them.
+    external: somebody else hosts the master."""
+
+    family: str
+    seen: str
+    nodes: Given | None = None
+    node_rank: Given | None = None
+    nproc: Given | None = None
+    job_id: Given | None = None
+    host: Given | None = None
+    port: Given | None = None
+    attempt: int = 1
+    attempt_source: str = ""
+    why_alone: str = ""
+    use: str = ""
+    crowd: bool = False
+    second: bool = False
+    external: bool = False
+
+
+def number(environ: Mapping[str, str], *names: str) -> Given | None:
+    """The first of these variables that holds a whole number, 0 or more, of sane length."""
+    for name in names:
+        text = environ.get(name, "").strip()
+        if text.isascii() and text.isdigit() and len(text) <= 12:
+            return Given(str(int(text)), f"${name}")
+    return None
+
+
+def amount(given: Given | None) -> int:
+    """The number, 0 where there is none."""
+    return int(given.value) if given is not None else 0
+
+
+def text(environ: Mapping[str, str], *names: str) -> Given | None:
+    """The first of these variables that is set and not empty."""
+    for name in names:
+        found = environ.get(name, "").strip()
+        if found:
+            return Given(found, f"${name}")
+    return None
+
+
+TERMINAL = "standard input is a terminal"
+"""Why a person's command stays on one node, whatever the scheduler has set up around it."""

@@ -1,0 +1,131 @@
+"""Kubernetes without an operator of PyTorch's: LeaderWorkerSet, Volcano, Indexed Job (alone or in a
+JobSet), StatefulSet.
+
+An index is all that an Indexed Job and a StatefulSet tell their pods; how many there are must be
+said. Pod 0 is known by this pod's own name with the last number set to 0: the kubelet writes the
+name with its subdomain into the pod's /etc/hosts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from elasticrun.detection.found import TERMINAL, Facts, Found, Given, amount, number, text
+from elasticrun.detection.operators import POD, node_level
+from elasticrun.detection.ports import port_of_name
+
+NO_SUBDOMAIN: Final = "the pod has no subdomain, so pod 0 has no name (a headless Service gives it)"
+
+_NUMBERED = re.compile(r"(.+)-([0-9]{1,6})\Z")
+_HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS\Z")
+
+
+def leader_worker_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """One group of a LeaderWorkerSet; LWS_WORKER_INDEX is there from its version 0.6 on."""
+    leader = text(environ, "LWS_LEADER_ADDRESS")
+    if leader is None:
+        return None
+    size, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
+    seen = f"a pod of the LeaderWorkerSet group of {leader.value}"
+    found = Found("LeaderWorkerSet", seen, nodes=size, node_rank=index)
+    return _of_all(_named(found, leader, leader.value), facts)
+
+
+def volcano(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """A task of a Volcano job with the plugins svc and env, or with the one for PyTorch."""
+    index = number(environ, "VC_TASK_INDEX", "VK_TASK_INDEX")
+    if index is None:
+        return None
+    seen = f"pod {facts.hostname} of a Volcano job"
+    counted = node_level(environ, facts, "Volcano", seen)
+    if counted is not None:
+        return counted
+    tasks = sorted(name for name in environ if _HOSTS.match(name))
+    if len(tasks) != 1:
+        why = "the plugin svc is not on, so nobody says where the others are"
+        if tasks:
+            why = f"the job has {len(tasks)} kinds of tasks, and nobody says which belong together"
+        return Found("Volcano", seen, why_alone=why)
+    hosts = [one.strip() for one in environ[tasks[0]].split(",") if one.strip()]
+    first = Given(hosts[0], f"${tasks[0]}") if hosts else None
+    size = number(environ, tasks[0].removesuffix("HOSTS") + "NUM")
+    size = size or Given(str(len(hosts)), f"${tasks[0]}")
+    found = Found("Volcano", seen, nodes=size, node_rank=index)
+    if first is None:
+        return replace(found, why_alone=f"{tasks[0]} is empty")
+    return _of_all(_named(found, first, _numbered(first.value.partition(".")[0])[0]), facts)
+
+
+def indexed_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """A pod of an Indexed Job, by itself or as part of a JobSet."""
+    index = number(environ, "JOB_COMPLETION_INDEX")
+    if index is None:
+        return None
+    stem, own = _numbered(facts.hostname)
+    domain = _domain(facts)
+    family, first = "Indexed Job", f"{stem}-0"
+    parent, job = _numbered(stem)
+    subdomain = domain.partition(".")[0]
+    if job is not None and subdomain and parent.startswith(f"{subdomain}-"):
+        # SET-REPLICATEDJOB-JOBINDEX-PODINDEX, with the set's name as the subdomain.
+        family, first, stem = "JobSet", f"{parent}-0-0", parent
+    found = Found(family, f"pod {index.value} of the {family} {stem}", node_rank=index)
+    if own != amount(index):
+        # In the host's network a pod has the host's name.
+        seen = f"pod {index.value} of an Indexed Job"
+        why = f"its host name {facts.hostname} is not the pod's, so pod 0 has no known name"
+        return replace(found, family="Indexed Job", seen=seen, why_alone=why)
+    if family == "JobSet" and job:
+        # How many pods the jobs before this one have, nobody says.
+        found = replace(found, node_rank=None)
+    return _by_index(found, domain, first, stem)
+
+
+def stateful_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """A pod of a StatefulSet, which nothing but its name shows."""
+    stem, own = _numbered(facts.hostname)
+    domain = _domain(facts)
+    if POD not in environ or own is None or not domain:
+        return None
+    seen = f"pod {own} of what looks like the StatefulSet {stem}"
+    found = Found("StatefulSet", seen, node_rank=Given(str(own), "the host name"))
+    # A name proves little: many pods look like this, and a bare command says nothing of it.
+    return replace(_by_index(found, domain, f"{stem}-0", stem), why_alone="", use="")
+
+
+def _by_index(found: Found, domain: str, first: str, name: str) -> Found:
+    if not domain:
+        return replace(found, why_alone=NO_SUBDOMAIN)
+    found = _named(found, Given(f"{first}.{domain}", "the host name"), name)
+    return replace(found, why_alone="nothing says how many there are", use="--nnodes=N")
+
+
+def _named(found: Found, host: Given, name: str) -> Found:
+    port = Given(str(port_of_name(name)), "the job's name")
+    return replace(found, host=host, port=port, job_id=Given(name, host.source))
+
+
+def _of_all(found: Found, facts: Facts) -> Found:
+    """A bare command is about all nodes, if they are known to be several."""
+    count = amount(found.nodes)
+    if count <= 1:
+        return found
+    found = replace(found, use=f"--nnodes={count}")
+    if found.node_rank is None:
+        return replace(found, why_alone="nothing says which of them this is")
+    return replace(found, why_alone=TERMINAL) if facts.terminal else found
+
+
+def _numbered(name: str) -> tuple[str, int | None]:
+    """`job-3` as ("job", 3); a name without a number at its end, and None."""
+    match = _NUMBERED.match(name)
+    return (match[1], int(match[2])) if match is not None else (name, None)
+
+
+def _domain(facts: Facts) -> str:
+    """What follows the host's own name in the full one, "" where there is nothing."""
+    name, _, domain = facts.fqdn.partition(".")
+    return domain if name == facts.hostname else ""

@@ -1,0 +1,115 @@
+"""What can be wanted of Slurm: typed, and checked when it is made (`checks.Invalid`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.render import checks
+from elasticrun.render.checks import Invalid
+from elasticrun.render.wanted import MAX_NODES, Launch
+
+SIGNALS: Final = ("TERM", "INT", "USR1", "USR2", "HUP")
+MAX_SIGNAL_LEAD: Final = 65535
+"""Seconds before the end at which Slurm can send a signal, at most."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?")
+_GPUS = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*:)?[1-9]\d*")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An elastic job under Slurm: one task a node. "" and 0 mean that nothing is said.
+
+    `time` is as Slurm writes it and `time_seconds` what it comes to; `lead` is how many seconds
+    before its end `signal` is sent to every node, `requeues` how often the job goes back after it.
+    """
+
+    name: str
+    launch: Launch
+    spares: int = 0
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    time_seconds: int = 0
+    gpus_per_node: str = ""
+    cpus_per_task: int = 0
+    memory: str = ""
+    exclusive: bool = False
+    array: str = ""
+    output: str = ""
+    working_dir: str = ""
+    signal: str = "TERM"
+    lead: int = 120
+    requeues: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        _check_numbers(self)
+
+    @property
+    def nodes(self) -> str:
+        """What #SBATCH --nodes says: spares on top of the largest number."""
+        low, high = self.launch.min_nodes, self.launch.max_nodes
+        most = high + self.spares
+        return str(most) if low == high else f"{low}-{most}"
+
+
+def _check_names(wanted: Batch) -> None:
+    if not _NAME.fullmatch(wanted.name):
+        raise Invalid(
+            f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
+        )
+    for flag, text in (("--partition", wanted.partition), ("--account", wanted.account),
+                       ("--qos", wanted.qos)):  # fmt: skip
+        if text and not _NAMES.fullmatch(text):
+            raise Invalid(f"{flag} {text!r} is no name of Slurm's")
+    if wanted.array and not _ARRAY.fullmatch(wanted.array):
+        raise Invalid(f"--array {wanted.array!r} is no list of indices: write 0-7, 1,3,5 or 0-99%4")
+    if wanted.gpus_per_node and not _GPUS.fullmatch(wanted.gpus_per_node):
+        raise Invalid(f"--gpus-per-node {wanted.gpus_per_node!r}: write a number, or TYPE:NUMBER")
+    if wanted.memory and not _MEMORY.fullmatch(wanted.memory):
+        raise Invalid(f"--mem {wanted.memory!r}: write a number with K, M, G or T, per node")
+    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
+        # Slurm reads its lines by rules of its own: what would have to be quoted is not let in
+        if text and not re.fullmatch(r"[\w./%+@=,:-]+", text):
+            raise Invalid(f"{flag} {text!r}: a path without blanks and quotes, please")
+    for key, value in wanted.env.items():
+        checks.variable(key, "--env")
+        checks.plain(value, f"--env {key}")
+        if key == "ELASTICRUN_TOKEN":
+            raise Invalid(
+                "--env ELASTICRUN_TOKEN would put the secret into the script: give "
+                "--token-file FILE, a file that all nodes can read"
+            )
+
+
+def _check_numbers(wanted: Batch) -> None:
+    if not 0 <= wanted.spares <= MAX_NODES - wanted.launch.max_nodes:
+        raise Invalid(f"--spares {wanted.spares}: a number of nodes, and not more than {MAX_NODES}")
+    if wanted.cpus_per_task < 0 or wanted.requeues < 0:
+        raise Invalid("--cpus-per-task and --requeue are numbers that are not negative")
+    if wanted.signal not in SIGNALS:
+        raise Invalid(f"--signal: {wanted.signal!r} is none of {', '.join(SIGNALS)}")
+    if not 1 <= wanted.lead <= MAX_SIGNAL_LEAD:
+        raise Invalid(
+            f"--signal: {wanted.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
+        )
+    if wanted.requeues and not wanted.time_seconds:
+        raise Invalid("--requeue needs --time: the job goes back when its time is over")
+    if wanted.time_seconds and wanted.lead + _RESOLUTION >= wanted.time_seconds:
+        raise Invalid(
+            f"--time {wanted.time}: the signal may come {wanted.lead + _RESOLUTION} s before the "
+            "end, so nothing is left; ask for more time, or for less by --signal"
+        )
+
+
+_RESOLUTION: Final = 60
+"""Slurm may send the signal this many seconds early."""

@@ -1,0 +1,41 @@
+"""What a scheduler does about a pod's exit code: one contract for all of them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from elasticrun.config import EXIT_EXCLUDED, EXIT_STUCK, EXIT_UNFIT, EXIT_USAGE
+
+CONTAINER: Final = "elasticrun"
+"""The container whose exit code counts."""
+
+EXIT_FINAL: Final = 93
+"""Trying again cannot help."""
+
+HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+"""Codes that end the whole job: with another pod the command line is still wrong."""
+
+BAD_NODE: Final = (EXIT_STUCK, EXIT_EXCLUDED, EXIT_UNFIT)
+"""Codes by which a node says that it is the node's fault: replaced free of charge."""
+
+
+def failure_rules() -> list[dict[str, Any]]:
+    """The rules of a Job's podFailurePolicy; the first that fits counts, none means one failure."""
+    return [
+        {
+            "action": "FailJob",
+            "onExitCodes": {
+                "containerName": CONTAINER, "operator": "In", "values": sorted(HOPELESS)
+            },
+        },
+        {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {
+            "action": "Ignore",
+            "onExitCodes": {
+                "containerName": CONTAINER, "operator": "In", "values": sorted(BAD_NODE)
+            },
+        },
+    ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Documents as YAML or JSON.
+
+Strings are quoted wherever any reader of YAML, 1.1 or 1.2, could take them for something else:
+Go's takes 1e3 for a number and y for a truth where others see texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+REMARKS: Final[Mapping[tuple[str, str], str]] = {
+    ("spec", "clusterIP"): "headless: every pod has a name of its own",
+    ("spec", "publishNotReadyAddresses"): "also before pod 0 is ready, which it never says",
+    ("spec", "parallelism"): "change both together to resize; the other pods go on",
+    ("spec", "backoffLimit"): "the job's master owns the budget: --max-restarts",
+    ("spec", "podReplacementPolicy"): "one pod an index, never two",
+    ("spec", "podFailurePolicy"): "the first rule that fits counts",
+    ("spec", "successPolicy"): "as many nodes as are enough to train are enough to be done",
+    ("spec", "restartPolicy"): "ranks start again in the same pod, by elasticrun",
+    ("spec", "terminationGracePeriodSeconds"): "SIGTERM: save a step, stop the ranks, leave",
+    ("failurePolicy", "maxRestarts"): "nodes come back by themselves; nothing starts over",
+}
+"""What is said beside a key, by the name of the key above it and its own."""
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_WORDS: Final = frozenset(
+    ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf")
+)
+_UNPRINTABLE = re.compile("[\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff\ufffe\uffff]")
+
+
+def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
+    """A stream of YAML documents, with a remark beside the fields that are not self-evident."""
+    blocks = ("\n".join(_mapping(one, "", 0)) + "\n" for one in documents)
+    return "---\n".join(blocks)
+
+
+def as_json(documents: Sequence[Mapping[str, Any]]) -> str:
+    """One JSON document: a List of them."""
+    whole = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def _mapping(value: Mapping[str, Any], above: str, indent: int) -> Iterator[str]:
+    for key, item in value.items():
+        remark = REMARKS.get((above, key), "")
+        tail = f"  # {remark}" if remark else ""
+        head = f"{' ' * indent}{_scalar(key)}:"
+        if isinstance(item, Mapping) and item:
+            yield head + tail
+            yield from _mapping(item, key, indent + 2)
+        elif isinstance(item, list | tuple) and item:
+            yield head + tail
+            yield from _sequence(item, key, indent)
+        else:
+            yield f"{head} {_scalar(item)}{tail}"
+
+
+def _sequence(value: Sequence[Any], above: str, indent: int) -> Iterator[str]:
+    for item in value:
+        if isinstance(item, Mapping) and item:
+            first, *rest = _mapping(item, above, indent + 2)
+            yield f"{' ' * indent}- {first.lstrip()}"
+            yield from rest
+        else:
+            yield f"{' ' * indent}- {_scalar(item)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+            return value
+        return _UNPRINTABLE.sub(_escape, json.dumps(value, ensure_ascii=False))
+    if value in ({}, []):
+        return "{}" if isinstance(value, Mapping) else "[]"
+    raise TypeError(f"{type(value).__name__} has no place in a manifest")
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"

@@ -1,0 +1,120 @@
+"""What all simulated nodes' memories have in common, and what must hold of them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from elasticrun.core.breakpoint_choice import MAX_REJECTED
+from elasticrun.wire.ids import RoundName
+
+if TYPE_CHECKING:
+    from elasticrun.sim.memory import Memory
+
+SLOTS = 2
+
+Key = tuple[RoundName, int]
+
+
+@dataclass(slots=True)
+class Shelves:
+    """What all nodes of a world have in common."""
+
+    state: str = "ddp"
+    slots: int = SLOTS
+    disks: dict[str, str] = field(default_factory=dict)  # node -> full, stuck
+    ever: dict[Key, set[int]] = field(default_factory=dict)  # contents that were ever committed
+    sizes: dict[RoundName, int] = field(default_factory=dict)  # rounds -> world size
+    restores: dict[RoundName, Key | None] = field(default_factory=dict)  # by the first node of each
+    parts: dict[str, set[int]] = field(default_factory=dict)  # attempt -> contents written
+    checkpoints: list[Key] = field(default_factory=list)  # committed, in order
+    faults: list[str] = field(default_factory=list)
+    replicas: bool = False
+    homes: dict[Key, dict[int, set[str]]] = field(default_factory=dict)  # who ever had a content
+    excused: set[Key] = field(default_factory=set)  # that could not be copied
+    marks: dict[RoundName, int] = field(default_factory=dict)  # watermarks that are on two nodes
+    members: dict[RoundName, dict[str, Memory]] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)  # nodes that have said so
+    spoilt: bool = False
+    judged: int = 0  # rounds of which `settle` had something to say
+
+    def content(self, rank: int) -> int:
+        """What this rank holds."""
+        return 1 if self.state == "ddp" else rank + 1
+
+    def has(self, node: str, one: Kept) -> None:
+        """A node has committed or copied this."""
+        homes = self.homes.setdefault(one.key, {})
+        for rank in range(one.first_rank, one.first_rank + one.ranks):
+            homes.setdefault(self.content(rank), set()).add(node)
+
+    def marked(self, key: Key) -> None:
+        """A node was told that this is the watermark."""
+        if self.replicas and len(self.members[key[0]]) > 1 and key not in self.excused:
+            if all(len(nodes) > 1 for nodes in self.homes[key].values()):
+                self.marks[key[0]] = key[1]
+            elif not self.leaving & self.members[key[0]].keys():  # who leaves copies nothing
+                self.faults.append(f"the watermark is {key}, which is not on two nodes")
+
+    def settle(self) -> None:
+        """At the end: no round went back behind the watermark of the one before, if at most one
+        node was lost between them (and not the master too, who knew what its ranks had), no byte
+        flipped and no snapshot was given up as poison."""
+        rounds = sorted(self.restores, key=lambda name: (name.term, name.number))
+        chosen = [self.restores[name] for name in rounds]
+        for before, name in pairwise(rounds):
+            mark, key = self.marks.get(before, -1), self.restores[name]
+            lost = [
+                node
+                for node, memory in self.members[before].items()
+                if self.members[name].get(node) is not memory
+            ]
+            origin = self.restores[before]
+            poison = origin is not None and chosen.count(origin) >= MAX_REJECTED
+            excused = self.spoilt or poison
+            if name.term != before.term and lost:
+                continue
+            if mark < 0 or len(lost) > 1 or excused:
+                continue
+            self.judged += 1
+            if key is None or age(key) < age((before, mark)):
+                self.faults.append(f"round {name} restores {key}, and {lost} were lost of {before}")
+
+    def was_whole(self, key: Key) -> bool:
+        """Whether every content of the round was committed at this step."""
+        size = self.sizes.get(key[0], 0)
+        return size > 0 and self.ever.get(key, set()) >= {self.content(r) for r in range(size)}
+
+
+@dataclass(slots=True)
+class Kept:
+    """One snapshot of one node."""
+
+    round: RoundName
+    step: int
+    first_rank: int
+    world_size: int
+    ranks: int
+    wanted: bool = False
+    restored: bool = False  # pinned, since the present round goes on from it
+    bad: bool = False
+    attempts: set[str] = field(default_factory=set)
+    replica: bool = False
+
+    @property
+    def key(self) -> Key:
+        return (self.round, self.step)
+
+    @property
+    def pinned(self) -> bool:
+        return self.wanted or self.restored or bool(self.attempts)
+
+    def is_later(self, than: Key) -> bool:
+        """Whether it was taken after the one of this name."""
+        return age(self.key) > age(than)
+
+
+def age(key: Key) -> tuple[int, int, int]:
+    """Snapshots in the order of time."""
+    return (key[0].term, key[0].number, key[1])

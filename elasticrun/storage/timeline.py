@@ -1,0 +1,99 @@
+"""Which checkpoints training has left behind when it was taken back to an older step. Pure.
+
+A *timeline* is training without going back. When it is taken back, because a state turned out to be
+poison, checkpoints of later steps may stand already: they are of a timeline that was left. They are
+neither renamed nor condemned. The first checkpoint of the new timeline says so of itself, by a file
+`elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and whatever an older one has
+of step S or later was left. All later checkpoints say the same. Timeline 0 says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+_NAME: Final = re.compile(r"elasticrun\.timeline\.(\d{1,9})\.from\.(\d{1,16})\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Timeline:
+    """`start`: the first step that it does not have from older ones."""
+
+    number: int = 0
+    start: int = 0
+
+    @property
+    def file(self) -> str:
+        """Name of the file that says so; "" for the first one, which has none."""
+        return f"elasticrun.timeline.{self.number}.from.{self.start}" if self.number else ""
+
+    @property
+    def sentence(self) -> str:
+        """What stands in that file, for people."""
+        return (
+            f"Training was taken back to a step below {self.start}. Checkpoints of that step and "
+            f"later ones whose timeline is below {self.number} are whole, and no start goes on "
+            "from them.\n"
+        )
+
+
+def timeline_of(name: str) -> Timeline | None:
+    """What a file of this name says, None for any other file."""
+    found = _NAME.match(name)
+    return Timeline(int(found[1]), int(found[2])) if found and int(found[1]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the listing of a checkpoint's folder says. Times are the storage's own, 0 if unknown."""
+
+    step: int
+    marker: bool  # it was committed
+    condemned: bool  # and found to be spoiled
+    ours: bool  # it has a manifest: torch alone writes none
+    only_ours: bool  # nothing lies in it that we have not made
+    timeline: Timeline
+    marked: float  # when its marker was written
+    changed: float  # the newest change of anything in it
+
+    @property
+    def committed(self) -> bool:
+        return self.marker and not self.condemned
+
+
+def left(found: Iterable[Found]) -> set[int]:
+    """Steps whose checkpoints are of a timeline that was left before that step.
+
+    What torch alone has written does not say of which timeline it is; it was left if it is older
+    than what says so."""
+    marked = [one for one in found if one.marker]
+    newest: dict[Timeline, float] = {}  # when each timeline was last gone on with
+    for one in marked:
+        newest[one.timeline] = max(one.marked, newest.get(one.timeline, 0.0))
+    return {
+        one.step
+        for one in marked
+        for line, when in newest.items()
+        if line.number > one.timeline.number and one.step >= line.start
+        if one.ours or one.marked < when
+    }
+
+
+def chain(found: Iterable[Found]) -> list[int]:
+    """Steps that a start may go on from, ascending: committed, not spoiled, not left."""
+    found = list(found)
+    gone = left(found)
+    return sorted(one.step for one in found if one.committed and one.step not in gone)
+
+
+def join(found: Iterable[Found], step: int, rewound_from: int) -> Timeline:
+    """The timeline of a checkpoint that is about to be committed. `rewound_from`: the step from
+    which training was taken back since the newest checkpoint; -1: it was not."""
+    found = list(found)
+    now = max((one.timeline for one in found if one.marker), default=Timeline())
+    above = [one for one in chain(found) if one >= rewound_from and one != step]
+    if rewound_from < 0 or not above:
+        return now
+    return Timeline(now.number + 1, rewound_from)

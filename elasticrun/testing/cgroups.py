@@ -1,0 +1,196 @@
+"""Limits for the processes of one node: CPU time and memory, by cgroups of either version.
+
+A `Group` is a folder in each hierarchy that it needs, with a name that says which process made it.
+What a killed process leaves is removed by a keeper, which waits for its end, and what a killed
+keeper leaves by the next one who makes a group, as with the hosts of `hosts.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from elasticrun.testing import processes
+from elasticrun.testing.hosts import Impossible, LabError
+from elasticrun.wire.published import start_time
+
+ROOT: Final = Path("/sys/fs/cgroup")
+PERIOD_US: Final = 100_000
+"""Over which CPU time is counted; the kernel's own default."""
+
+KILL_LIMIT: Final = 10.0
+"""Seconds for the processes of a group to be gone after SIGKILL."""
+
+ENTER: Final = (
+    'left=$1; shift; while [ "$left" -gt 0 ]; do '
+    'echo $$ >"$1" || exit; shift; left=$((left - 1)); done; exec "$@"'
+)
+"""Arguments: a number, so many cgroup.procs files, then a command."""
+
+_NAME: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
+_COUNT = itertools.count()
+
+KEEPER: Final = (
+    "import sys; from elasticrun.testing.cgroups import keep; keep(sys.argv[1], sys.stdin.buffer)"
+)
+
+
+def require() -> None:
+    """Impossible where no limits can be set here."""
+    if why := _why_none():
+        raise Impossible(f"CPU time and memory cannot be limited here: {why}")
+
+
+def new_name(what: str) -> str:
+    """A name that no other group has, and by which it is known whose it is. `what`: letters."""
+    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
+
+
+def folders(name: str) -> list[Path]:
+    """Where the group of this name is, in every hierarchy that has it."""
+    places = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())] if ROOT.is_dir() else []
+    return [place / name for place in places if (place / name / "cgroup.procs").exists()]
+
+
+class Group:
+    """The limits of one node. Impossible, LabError. `close` it, whatever happens."""
+
+    def __init__(self, what: str) -> None:
+        require()
+        sweep()
+        self.name = new_name(what)
+        self._keeper = start_keeper(self.name)
+        try:
+            for place in {_hierarchy("cpu"), _hierarchy("memory")}:
+                (place / self.name).mkdir()
+        except OSError as error:
+            self.close()
+            raise LabError(f"a cgroup could not be made: {error}") from None
+
+    def cpus(self, cores: float | None) -> None:
+        """So many cores' worth of time from now on; None: no limit."""
+        quota = None if cores is None else int(cores * PERIOD_US)
+        self._write("cpu", "cpu.max", f"{quota or 'max'} {PERIOD_US}", "cpu.cfs_quota_us", quota)
+
+    def memory(self, nbytes: int | None) -> None:
+        """So many bytes from now on, beyond which the kernel kills; None: no limit. What its
+        processes had before they were added is not counted. There is no swap for them."""
+        folder = _hierarchy("memory") / self.name
+        swap, none = folder / "memory.memsw.limit_in_bytes", folder / "memory.swap.max"
+        if swap.exists():
+            swap.write_text("-1")  # it may not be below the other one
+        self._write("memory", "memory.max", str(nbytes or "max"), "memory.limit_in_bytes", nbytes)
+        if swap.exists() and nbytes is not None:
+            swap.write_text(str(nbytes))
+        if none.exists():
+            none.write_text("0")
+
+    def _write(self, what: str, file: str, text: str, old: str, value: int | None) -> None:
+        folder = _hierarchy(what) / self.name
+        try:
+            if (folder / file).exists():
+                (folder / file).write_text(text)
+            else:
+                (folder / old).write_text(str(-1 if value is None else value))
+        except OSError as error:
+            raise LabError(f"{what} could not be limited ({text}): {error.strerror}") from None
+
+    def add(self, pids: Iterable[int]) -> None:
+        """These processes, and what they start from now on."""
+        for pid in pids:
+            for folder in folders(self.name):
+                with contextlib.suppress(ProcessLookupError):
+                    (folder / "cgroup.procs").write_text(str(pid))
+
+    def prefix(self) -> list[str]:
+        """The words before a command that make it run in this group, as the process it then is."""
+        files = [str(folder / "cgroup.procs") for folder in folders(self.name)]
+        return ["sh", "-c", ENTER, "sh", str(len(files)), *files]
+
+    def close(self) -> None:
+        """Kill what is in it and remove it; as often as one likes."""
+        remove(self.name)
+        self._keeper.communicate()
+
+
+def start_keeper(prefix: str) -> subprocess.Popen[bytes]:
+    """A process that removes the groups with such names when ours has ended."""
+    return subprocess.Popen(
+        [sys.executable, "-c", KEEPER, prefix],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C is for us
+    )
+
+
+def keep(prefix: str, owner: BinaryIO) -> None:
+    """Wait for the end of `owner` and remove all groups whose names begin with `prefix`."""
+    owner.read()
+    for name in _names():
+        if name.startswith(prefix):
+            with contextlib.suppress(OSError):  # a sweeper was faster
+                remove(name)
+
+
+def sweep() -> None:
+    """Remove the groups of processes that are no more."""
+    for name in _names():
+        found = _NAME.fullmatch(name)
+        if found and start_time(int(found[1])) != int(found[2]):
+            with contextlib.suppress(OSError):
+                remove(name)
+
+
+def remove(name: str) -> None:
+    """Kill what is in the group of this name and remove it."""
+    processes.kill_all(functools.partial(members, name), KILL_LIMIT)
+    for folder in folders(name):
+        for below, _, _ in os.walk(folder, topdown=False):
+            os.rmdir(below)
+
+
+def members(name: str) -> list[int]:
+    """The processes in the group of this name."""
+    found: set[int] = set()
+    for folder in folders(name):
+        for file in folder.rglob("cgroup.procs"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, file.read_text().split()))
+    return sorted(found)
+
+
+def _names() -> Iterator[str]:
+    seen: set[str] = set()
+    for place in [ROOT, *ROOT.iterdir()] if ROOT.is_dir() else []:
+        if place.is_dir():
+            seen.update(name for name in os.listdir(place) if _NAME.fullmatch(name))
+    yield from sorted(seen)
+
+
+def _hierarchy(controller: str) -> Path:
+    """Where the folders of this controller are made."""
+    old = ROOT / controller
+    return old if (old / "cgroup.procs").exists() else ROOT
+
+
+@functools.cache
+def _why_none() -> str:
+    if os.geteuid() != 0:
+        return "that needs root"
+    for controller in ("cpu", "memory"):
+        place = _hierarchy(controller)
+        if not os.access(place / "cgroup.procs", os.W_OK):
+            return f"there is no cgroup that can be written for {controller} under {ROOT}"
+        if place == ROOT:
+            try:
+                (ROOT / "cgroup.subtree_control").write_text(f"+{controller}")
+            except OSError as error:
+                return f"{ROOT} does not give {controller} on: {error.strerror}"
+    return ""

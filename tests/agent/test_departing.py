@@ -1,0 +1,109 @@
+"""What an agent tells its ranks when a node leaves, and what it reads from them."""
+
+from __future__ import annotations
+
+import mmap
+import signal
+from dataclasses import replace
+
+import pytest
+
+from elasticrun.agent.departing import LEAST_MARGIN, Departing
+from elasticrun.agent.held import Held, Sizes
+from elasticrun.config import AgentConfig
+from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.layout import PAGE
+from elasticrun.wire.segment import NONE, Segment, begin, segment_bytes
+from tests.agent.configs import agent_config as made_config
+
+ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
+START = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("here", 1), True)
+
+
+def held(local_rank: int) -> Held:
+    """A segment of its own, of one page a slot."""
+    sizes = Sizes(1, 10, PAGE, 2)
+    size = segment_bytes(10, PAGE, 2)
+    memory = mmap.mmap(-1, size)
+    begin(memoryview(memory), layout_length=10, slot_bytes=PAGE, slots=2)
+    return Held(local_rank, local_rank, sizes, 1, "", -1, memory, Segment(memoryview(memory)))
+
+
+def made(config: AgentConfig | None = None) -> tuple[Departing, dict[int, Held], list[m.Report]]:
+    current = {0: held(0), 1: held(1)}
+    said: list[m.Report] = []
+    departing = Departing(config or made_config(), current, said.append)
+    departing.begin(START)
+    return departing, current, said
+
+
+def test_the_newest_step_of_its_ranks_counts() -> None:
+    departing, current, _ = made()
+    assert departing.step() == NONE
+    departing.committed(3)
+    assert departing.step() == 3
+    current[1].segment.current = 5
+    signalled = departing.signalled(15, death=True)
+    assert (signalled.name, signalled.step) == ("SIGTERM", 5)
+    assert departing.signalled(10, death=False).step == NONE
+
+
+def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    departing, current, _ = made()
+    now = [100.0]
+    monkeypatch.setattr("elasticrun.agent.departing.time.monotonic", lambda: now[0])
+    assert departing.margin() == LEAST_MARGIN
+    departing.committed(10)
+    now[0] += 2.0
+    assert departing.margin() == LEAST_MARGIN
+    current[0].segment.current = 410
+    assert departing.margin() == 100  # half a second of 200 steps each
+
+
+def test_every_segment_is_told_and_later_ones_too() -> None:
+    departing, current, _ = made()
+    departing.ask(m.SaveAt(OTHER, 9, "node a is to leave"))
+    assert current[0].segment.save_at == NONE
+    departing.ask(m.SaveAt(ROUND, 9, "node a is to leave"))
+    assert [one.segment.save_at for one in current.values()] == [9, 9]
+    late = held(1)
+    departing.show(late)
+    assert late.segment.save_at == 9
+    departing.begin(replace(START, round=OTHER))
+    departing.show(late)
+    assert late.segment.save_at == NONE
+
+
+def test_that_a_step_was_missed_is_told_once() -> None:
+    departing, _, said = made()
+    for at in (10, 11):
+        departing.missed(s.Missed(9, at))
+    departing.missed(s.Missed(13, 14))
+    departing.missed(s.Missed(NONE, 15))
+    assert said == [m.Missed(ROUND, 9, 10), m.Missed(ROUND, 13, 14)]
+
+
+def test_who_puts_a_signal_off() -> None:
+    departing, _, _ = made()
+    departing.puts_off(1, (15,))
+    assert departing.is_put_off(1, 15)
+    assert not departing.is_put_off(1, 1)
+    assert not departing.is_put_off(0, 15)
+    departing.begin(START)
+    assert not departing.is_put_off(1, 15)
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace", "expected"),
+    [
+        (("SIGTERM", "SIGINT", "SIGQUIT"), 25.0, (signal.SIGTERM,)),
+        (("SIGUSR1", "SIGTERM", "SIGHUP"), 25.0, (1, 10, 15)),
+        (("SIGTERM",), 0.0, ()),
+    ],
+)
+def test_ranks_are_told_which_ones(
+    signals: tuple[str, ...], grace: float, expected: tuple[int, ...]
+) -> None:
+    config = replace(made_config(), signals_to_handle=signals, departure_grace=grace)
+    assert made(config)[0].signals == expected

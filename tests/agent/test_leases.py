@@ -1,0 +1,81 @@
+"""What the agent tells its saver of checkpoints that are not to be removed, and its master of state
+that one rank alone has."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from elasticrun.wire import messages as m, snapshots as s
+from tests.agent.played import Node, layout_of, play
+from tests.agent.test_snapshots_socket import ONE, checked, persist
+
+
+@pytest.mark.parametrize(
+    ("writers", "source", "kept"),
+    [
+        (2, "storage", (3, ())),  # each rank has taken a snapshot since: nobody reads any more
+        (1, "storage", (3, (40,))),  # a slow rank may still read what the others went on from
+        (1, "memory", (3, ())),
+        (1, "", (0, ())),  # nobody has said yet which it is: all are kept
+    ],
+)
+def test_a_checkpoint_that_ranks_may_be_reading_is_not_removed(
+    writers: int, source: str, kept: tuple[int, tuple[int, ...]]
+) -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        if source:
+            ranks[0].say(s.Restored(40, source))
+        await node.both(ranks, 41)
+        one = (0,) if writers == 1 else (0, 1)
+        node.snapshots.obey(persist(41, ranks=one, writers=writers, rewound_from=60))
+        await checked(saver, writers)
+        order = await asyncio.to_thread(saver.hear, s.PersistParts)
+        assert (order.keep_last, order.in_use) == kept
+        assert order.rewound_from == 60
+
+    play(body)
+
+
+def test_what_an_older_life_left_is_written_while_the_next_one_restores() -> None:
+    """Its ranks may be reading any checkpoint; they have not said which."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        saver = await node.saver()
+        ranks[0].say(s.Restored(0, "nothing"))
+        await node.both(ranks, 1)
+        node.snapshots.reaped()
+        node.begin(2, restore=m.Restore(ONE, 1, 2), rewound_from=5)
+        assert (await node.rank(0)).resume.rewound_from == 5
+        node.snapshots.obey(persist(1, reason="breakpoint"))
+        await checked(saver, 2)
+        while not isinstance(order := await asyncio.to_thread(saver.hear, object), s.PersistParts):
+            pass
+        assert (order.keep_last, order.in_use) == (0, ())
+
+    play(body)
+
+
+def test_the_master_is_told_of_state_that_one_rank_alone_has() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        layout = layout_of()
+        sizes = (layout.key, layout.content, len(layout.encode()), layout.slot_bytes, 2)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        first = await node.master.until(lambda said: said.held, m.Holdings)
+        assert not first.held[0].own
+        need = s.NeedSegment(*sizes, own=True)
+        assert (await asyncio.to_thread(ranks[1].ask, need, s.SegmentHere)).ok
+        await node.both(ranks, 2)
+        assert (
+            (await node.master.until(lambda said: said.held[0].step == 2, m.Holdings)).held[0].own
+        )
+
+    play(body)

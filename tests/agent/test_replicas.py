@@ -1,0 +1,268 @@
+"""What an agent copies of other nodes' ranks: where it goes, what is told of it, when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from typing import Any, TypeVar
+
+from elasticrun.wire import messages as m, snapshots as s
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.layout import PAGE
+from elasticrun.wire.segment import Segment
+from tests.agent.played import Client, Node, layout_of, play
+
+T = TypeVar("T")
+
+ONE = RoundName(7, 1, "n1")
+LAYOUT = layout_of()
+CONTENT = LAYOUT.content
+WHERE = Endpoint("10.0.0.2", 99)
+
+
+def order(step: int, *ranks: int, round: RoundName = ONE) -> m.Replicate:
+    return m.Replicate(round, step, 6, ranks, tuple(CONTENT for _ in ranks), WHERE)
+
+
+class Saver:
+    """The saver, as the test plays it: it copies what it is told to, from nowhere."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.slots: list[int] = []
+        self.stash: list[Any] = []  # what it has heard and not looked at
+        self.memory: dict[int, int] = {}  # by the key of a FetchInto: a descriptor
+
+    async def hears(self, kind: type[T]) -> T:
+        """The next message of this kind; others wait."""
+        return await asyncio.to_thread(self._hears, kind)
+
+    def _hears(self, kind: type[T]) -> T:
+        for message in self.stash:
+            if isinstance(message, kind):
+                self.stash.remove(message)
+                return message
+        while True:
+            found: Any = self.client.hear(object)
+            if isinstance(found, s.SegmentOpen):
+                os.close(self.client.fds.pop(0))
+            elif isinstance(found, s.FetchInto):
+                self.memory[found.key] = self.client.fds.pop(0)
+            if isinstance(found, kind):
+                return found
+            self.stash.append(found)
+
+    async def gives_size(self, **changes: int) -> s.Fetch:
+        fetch = await self.hears(s.Fetch)
+        assert fetch.replica
+        sizes = {"slot_bytes": LAYOUT.slot_bytes, **changes}
+        length = len(LAYOUT.encode())
+        self.client.say(s.FetchSize(fetch.key, True, "", length, layout=LAYOUT.key, **sizes))
+        return fetch
+
+    async def copies(self) -> s.Fetch:
+        """One snapshot, whose every byte is its step's."""
+        return await self.fills(await self.gives_size())
+
+    async def fills(self, fetch: s.Fetch) -> s.Fetch:
+        into = await self.hears(s.FetchInto)
+        assert (into.key, into.layout) == (fetch.key, LAYOUT.key)
+        self.slots.append(into.slot)
+        fd = self.memory.pop(into.key)
+        with mmap.mmap(fd, 0) as mapped:
+            encoded = LAYOUT.encode()
+            mapped[PAGE : PAGE + len(encoded)] = encoded
+            segment = Segment(memoryview(mapped))
+            segment.payload(into.slot)[:] = bytes([fetch.step]) * segment.slot_bytes
+            name = RoundName(fetch.round.term, fetch.round.number, fetch.round.nonce)
+            how = {"sequence": fetch.step, "step": fetch.step, "layout": LAYOUT.key, "values": 0}
+            segment.commit(into.slot, round=name, **how)
+            segment.close()
+        os.close(fd)
+        self.client.say(s.Fetched(fetch.key, True, ""))
+        return fetch
+
+
+async def there(node: Node) -> Saver:
+    """The saver of a node whose ranks are here."""
+    await node.rank(0)
+    return Saver(await node.saver(port=4000))
+
+
+async def told(node: Node, *steps: int) -> m.Holdings:
+    """The inventory, once it lists replicas of exactly these steps."""
+    return await node.master.until(
+        lambda said: sorted(one.step for one in said.held if one.replica) == list(steps),
+        m.Holdings,
+    )
+
+
+async def copied(node: Node, saver: Saver, step: int, *ranks: int) -> None:
+    node.snapshots.obey(order(step, *ranks))
+    for _ in ranks:
+        await saver.copies()
+
+
+def test_what_is_copied_is_told_like_what_is_held() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        node.snapshots.obey(order(5, 0, 1))
+        fetches = [await saver.copies(), await saver.copies()]
+        assert {one.rank for one in fetches} == {0, 1}
+        assert {(one.step, one.host, one.port) for one in fetches} == {(5, "10.0.0.2", 99)}
+        (held,) = (await told(node, 5)).held
+        while 0 in held.contents:
+            (held,) = (await told(node, 5)).held
+        assert held == m.Holding(ONE, 5, 0, 6, (CONTENT, CONTENT), wanted=False, replica=True)
+        node.snapshots.obey(order(5, 0, 1))  # once more: nothing is to be done
+        await copied(node, saver, 6, 0)
+        await told(node, 5, 6)
+
+    play(body, several=True)
+
+
+def test_the_newest_copy_is_never_written_over() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        for step in (5, 6, 7, 8):
+            await copied(node, saver, step, 0)
+            await told(node, *([step] if step == 5 else [step - 1, step]))
+        assert saver.slots == [0, 1, 0, 1]
+        (held,) = node.snapshots._segments.held
+        assert held.sizes.slots == 2
+
+    play(body, several=True)
+
+
+def test_ranks_of_a_later_life_restore_from_it() -> None:
+    """Without a question to the master; what came after the chosen step is gone."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0)
+        await told(node, 5)
+        await copied(node, saver, 6, 0)
+        await told(node, 5, 6)
+        node.begin(2, restore=m.Restore(ONE, 5, 6))
+        await told(node, 5)
+        rank = await node.rank(0)
+        rank.say(s.WantShard(0))
+        here = await asyncio.to_thread(rank.hear, s.ShardHere)
+        assert here == s.ShardHere(True, "", 0, 0, 5)
+        rank.say(s.IsWhole(0))
+        check = await saver.hears(s.CheckSnapshot)
+        saver.client.say(s.Checked(check.key, check.slot, check.sequence, False, "a bit"))
+        whole = await asyncio.to_thread(rank.hear, s.Whole)
+        assert (whole.ok, whole.reason) == (False, "a bit")
+        rank.say(s.CannotRestore(0, "a bit"))
+        bad = await node.master.until(lambda _: True, m.ShardBad)
+        assert (bad.step, bad.rank) == (5, 0)
+        node.snapshots.reaped()
+        await told(node)
+
+    play(body, several=True)
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+
+        async def why(step: int) -> str:
+            said = await node.master.until(lambda _: True, m.NotReplicated)
+            assert (said.round, said.step) == (ONE, step)
+            return said.reason
+
+        node.snapshots.obey(order(5, 0))
+        fetch = await saver.hears(s.Fetch)
+        saver.client.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
+        assert await why(5) == "nobody answers there"
+
+        node.snapshots.obey(order(6, 0))
+        await saver.gives_size(slot_bytes=1 << 50)
+        assert "no room for replicas" in await why(6)
+
+        node.snapshots.obey(order(7, 0))
+        fetch = await saver.gives_size()
+        await saver.hears(s.FetchInto)
+        os.close(saver.memory.pop(fetch.key))
+        saver.client.say(s.Fetched(fetch.key, False, "block 1 of 2 is not what was written"))
+        assert await why(7) == "block 1 of 2 is not what was written"
+
+        node.snapshots.obey(order(8, 0))
+        await saver.hears(s.Fetch)
+        await node.saver_dies(saver.client)
+        assert "the saver ended" in await why(8)
+        assert not node.held()
+
+        unknown = RoundName(7, 9, "n9")
+        node.snapshots.obey(order(8, 0, round=unknown))
+        said = await node.master.until(lambda _: True, m.NotReplicated)
+        assert said == m.NotReplicated(unknown, 8, "its ranks are of another round")
+
+    play(body, several=True)
+
+
+def test_of_several_orders_the_newest_counts() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        node.snapshots.obey(order(5, 0))
+        fetch = await saver.gives_size()
+        for step in (6, 7):
+            node.snapshots.obey(order(step, 0))
+        await saver.fills(fetch)
+        assert (await saver.copies()).step == 7
+        await told(node, 5, 7)
+
+    play(body, several=True)
+
+
+def test_a_copy_that_comes_too_late_does_not_count() -> None:
+    """Its ranks have gone back behind it meanwhile."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0)
+        await told(node, 5)
+        node.snapshots.obey(order(6, 0))
+        fetch = await saver.gives_size()
+        into = await saver.hears(s.FetchInto)
+        node.begin(2, restore=m.Restore(ONE, 5, 6))
+        node.snapshots.obey(m.Replicate(ONE, 5, 6, (1,), (CONTENT,), WHERE))
+        saver.stash.insert(0, into)
+        await saver.fills(fetch)
+        await saver.copies()
+        said = await node.master.until(
+            lambda said: bool(said.held) and len(said.held[0].contents) == 2, m.Holdings
+        )
+        assert [(one.step, one.contents) for one in said.held] == [(5, (CONTENT, CONTENT))]
+
+    play(body, several=True)
+
+
+def test_what_no_order_names_any_more_goes() -> None:
+    """The ring has changed: another node holds it now."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0, 1)
+        await told(node, 5)
+        node.begin(2, restore=m.Restore(ONE, 5, 6))
+        two = RoundName(7, 2, "n2")
+        await node.rank(0)
+        node.snapshots.obey(order(6, 1, round=two))
+        await saver.copies()
+        await told(node, 5, 6)
+        assert len(node.snapshots._segments.held) == 2
+        node.snapshots.obey(m.Watermark(two, 6))
+        (held,) = node.snapshots._segments.held
+        assert held.replica == 1
+
+    play(body, several=True)

@@ -1,0 +1,128 @@
+"""What becomes of snapshots while no slot is free, and of what torch still writes at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.checkpointing.line import Line
+from elasticrun.training import Checkpointer
+from elasticrun.wire.segment import NONE
+from elasticrun.wire.snapshots import AwaitRoom, Committed, NeedSegment, RankHere, Remark, Resume
+from tests.checkpointing.played import PlayedAgent, playing
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
+    with playing() as played:
+        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
+        yield played
+
+
+def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path) -> None:
+    agent.watermark = False
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None, on_busy="wait")
+    ckpt.step(1)
+    ckpt.step(2)
+
+    def free() -> None:
+        agent.until(AwaitRoom)
+        agent.current[0].segment.watermark = 2
+        agent.look()
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    ckpt.step(3)
+    thread.join(60)
+    assert (ckpt.stats.snapshots, ckpt.stats.skipped) == (3, 0)
+    assert len(agent.of(AwaitRoom)) == 1  # asked once, not again and again
+    ckpt.close()
+
+
+def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: PlayedAgent) -> None:
+    agent.watermark = False
+    ckpt = Checkpointer("/nowhere", n={"x": 1}, every=1, persist_every=None)
+    ckpt.step(1)
+    ckpt.step(2)
+    way: Any = ckpt._way
+    line: Line = way._line
+    assert not line.await_room(NONE, 0.05)
+    agent.current[0].segment.watermark = 2
+    agent.look()
+    assert line.ask(agent.of(RankHere)[0], Resume)[0].step == -1
+    ckpt.close()
+
+
+def test_what_was_skipped_is_told_once_for_each_checkpoint(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    agent.watermark = False
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=5, slots=2)
+    for step in range(1, 5):
+        ckpt.step(step)
+    agent.until(Committed, 2)
+    agent.watermark = True
+    agent.current[0].segment.watermark = 2
+    ckpt.step(5)
+    assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
+    assert "2 snapshots were skipped before step 5" in agent.until(Remark)[0].text
+    ckpt.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"persist_every": None}, (2, 0)),
+        ({}, (3, 2)),
+        ({"persist_every": None, "replicas": 1}, (3, 2)),
+        ({"slots": 2}, (2, 0)),
+        ({"slots": 4}, (4, 0)),
+    ],
+)
+def test_slots_are_three_where_something_takes_its_time(
+    agent: PlayedAgent, tmp_path: Path, options: dict[str, Any], asked: tuple[int, int]
+) -> None:
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, **options)
+    ckpt.step(1)
+    need = agent.of(NeedSegment)[0]
+    assert (need.slots, need.least) == asked
+    ckpt.close()
+
+
+LAST = """
+import os, sys, torch, torch.distributed as dist
+from elasticrun.training import Checkpointer
+folder, wait = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+state = {f"t{i}": torch.ones(1 << 10) for i in range(300)}
+ckpt = Checkpointer(f"{folder}/ckpt", state=state, persist_every=1)
+ckpt.step(1)
+if wait == "close":
+    ckpt.close()
+if wait != "end":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("wait", ["close", "end", "neither"])
+def test_the_last_save_of_torch_is_there_or_it_is_said_that_it_is_not(
+    tmp_path: Path, wait: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAST, str(tmp_path), wait],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    there = (tmp_path / "ckpt" / "step-000000001" / ".metadata").exists()
+    said = "the checkpoint of step 1 was not finished" in done.stderr
+    assert there is not said, done.stderr
+    assert there or wait == "neither", done.stderr

@@ -1,0 +1,193 @@
+"""What a rank does when a node leaves, and with signals that come to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import cast
+
+import pytest
+
+from elasticrun.checkpointing import departing
+from elasticrun.checkpointing.departing import Departure, PutOff
+from elasticrun.checkpointing.line import Line
+from elasticrun.wire.segment import NONE
+from elasticrun.wire.snapshots import FromRank, Missed
+
+
+class Said:
+    """Stands for the line to the agent: what was said on it."""
+
+    def __init__(self) -> None:
+        self.messages: list[FromRank] = []
+
+    def say(self, message: FromRank) -> None:
+        self.messages.append(message)
+
+
+def rank(at: int) -> tuple[Departure, list[FromRank]]:
+    """One that goes on from step `at`."""
+    said = Said()
+    made = Departure(cast(Line, said), (), PutOff())
+    made.goes_on_from(at)
+    return made, said.messages
+
+
+def test_the_step_that_was_named_is_saved_once() -> None:
+    one, said = rank(0)
+    assert [one.is_asked(3, step) for step in range(1, 7)] == [False, False, True, *[False] * 3]
+    assert not said
+
+
+def test_a_script_that_calls_for_some_steps_saves_the_first_one_after_it() -> None:
+    """All ranks call for the same ones, so whoever has seen it late does the same."""
+    early, _ = rank(0)
+    late, said = rank(0)
+    asked = [early.is_asked(13, 10), early.is_asked(13, 20)]
+    assert asked == [late.is_asked(NONE, 10), late.is_asked(13, 20)] == [False, True]
+    assert not said
+
+
+def test_a_rank_that_is_past_it_says_so_and_is_given_another() -> None:
+    one, said = rank(0)
+    assert not one.is_asked(NONE, 5)
+    assert not one.is_asked(5, 6)
+    assert not one.is_asked(5, 7)
+    assert said == [Missed(5, 6)]
+    assert [one.is_asked(9, 8), one.is_asked(9, 9), one.is_asked(9, 10)] == [False, True, False]
+
+
+def test_what_could_not_be_saved_counts_as_missed() -> None:
+    one, said = rank(0)
+    assert one.is_asked(1, 1)
+    one.answer(1, 1, saved=False)
+    assert said == [Missed(1, 1)]
+    assert not one.is_asked(1, 2)
+
+
+SCRIPT = """
+import os, signal, sys
+from elasticrun.checkpointing import departing
+from elasticrun.checkpointing.departing import Departure, PutOff
+
+class Line:
+    def say(self, message): print(message, flush=True)
+
+departing.WORD_LIMIT = 0.2
+rank = Departure(Line(), (15, 10), PutOff())
+me = os.getpid()
+def step(number, asked=-1):
+    return rank.is_asked(asked, number)
+rank.goes_on_from(0)
+{body}
+print("went on", flush=True)
+"""
+
+
+def ended(body: str) -> tuple[int, list[str]]:
+    """How a process ended, and what it has said."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(body=body)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+PUTS_OFF = "PutsOff(signals=(10, 15))"
+
+
+def test_a_signal_waits_for_the_step_that_is_asked_for() -> None:
+    body = """
+os.kill(me, signal.SIGTERM)
+assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
+rank.answer(3, 3, saved=True)
+assert rank.is_ending
+print("saved", flush=True)
+rank.end()
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "saved"])
+
+
+def test_a_signal_that_comes_after_that_ends_the_next_step() -> None:
+    body = """
+assert step(1, 1)
+rank.answer(1, 1, saved=True)
+assert not rank.is_ending
+os.kill(me, signal.SIGUSR1)
+step(2, 1)
+"""
+    assert ended(body) == (-10, [PUTS_OFF])
+
+
+def test_without_a_word_a_snapshot_is_taken_all_the_same() -> None:
+    body = """
+os.kill(me, signal.SIGTERM)
+assert not step(1)
+import threading
+threading.Event().wait(0.3)
+assert step(2)
+rank.answer(-1, 2, saved=True)
+rank.end()
+"""
+    assert ended(body) == (-15, [PUTS_OFF])
+
+
+def test_a_second_signal_is_obeyed_at_once() -> None:
+    body = """
+os.kill(me, signal.SIGTERM)
+os.kill(me, signal.SIGTERM)
+"""
+    assert ended(body) == (-15, [PUTS_OFF])
+
+
+@pytest.mark.parametrize("fork", ["os.fork()", "0"])
+def test_a_child_obeys_at_once(fork: str) -> None:
+    """A worker of a data loader is ended by SIGTERM, as ever; its parent goes on."""
+    body = f"""
+child = {fork}
+if child == 0 and "{fork}" != "0":
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(3)
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
+else:
+    import subprocess
+    slow = subprocess.Popen(["sleep", "100"])
+    slow.terminate()
+    assert slow.wait() == -15
+"""
+    assert ended(body) == (0, [PUTS_OFF, "went on"])
+
+
+def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:
+    body = """
+caught = []
+handler = lambda *_: caught.append(1)
+signal.signal(signal.SIGHUP, handler)
+assert PutOff().install([signal.SIGHUP, signal.SIGINT]) == ()
+os.kill(me, signal.SIGHUP)
+assert caught == [1]
+"""
+    assert ended(body) == (0, [PUTS_OFF, "went on"])
+
+
+def test_only_a_main_thread_has_signals() -> None:
+    body = """
+import threading
+found = []
+other = threading.Thread(target=lambda: found.append(PutOff().install([signal.SIGHUP])))
+other.start()
+other.join()
+assert found == [()]
+"""
+    assert ended(body) == (0, [PUTS_OFF, "went on"])
+
+
+def test_limits_are_below_those_of_the_agent() -> None:
+    from elasticrun.config import DEPARTURE_GRACE
+
+    assert departing.ASKED_LIMIT + departing.WHOLE_LIMIT < DEPARTURE_GRACE

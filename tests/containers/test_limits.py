@@ -1,0 +1,42 @@
+"""Limits of the cgroup: cores and memory."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.compat.live import PUPPET, finish
+from tests.containers.conftest import Box
+from tests.containers.container import MIB
+from tests.harness import SCRIPTS, World
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+OOM = "the kernel was out of memory and killed it"
+
+
+def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
+    """The cgroup's own count says so; the kernel's log is not to be seen in a container."""
+    eats = (str(SCRIPTS / "eats.py"), "1")
+    container = box("--standalone", "--nproc-per-node=2", *eats, memory=700 * MIB)
+    assert container.launched.wait() == 1
+    said = container.launched.stderr
+    assert "rank 1 on box ended (by signal 9, oom)" in said
+    assert OOM in said
+
+
+def test_a_share_of_the_cores(box: Box, world: World) -> None:
+    """One core's worth of time: as many ranks as that where the cores are to be counted, and a word
+    about threads that are more."""
+    container = box("--standalone", "--nproc-per-node=cpu", "--max-restarts=1", PUPPET, cpus=1.0)
+    (peer,) = world.hub.ranks(1)
+    assert peer.world_size == 1
+    peer.order("die", signum=signal.SIGKILL)
+    (again,) = world.hub.ranks(1, restart=1)
+    finish([again])
+    assert container.launched.wait() == 0
+    said = container.launched.stderr
+    assert "this container has CPU time for 1: they count as 1" in said
+    assert OOM not in said, "a SIGKILL that the kernel has not sent for want of memory"
+    assert "set OMP_NUM_THREADS=1" in said

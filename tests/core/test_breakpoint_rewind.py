@@ -1,0 +1,183 @@
+"""Training that was taken back to an older step, and state that one rank alone has; by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.config_json import dumps, loads
+from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_save import BreakpointSave
+from elasticrun.core.facts import Facts
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, RoundName
+from tests.core.by_hand import Master, failure, hello
+from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, step_of
+
+
+def poisoned(saves: Saves) -> None:
+    """Two rounds that went on from step 100 of the first one have failed by themselves."""
+    saves.both(90, 100)
+    for number in (2, 3):
+        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
+        saves.failed_by_itself()
+
+
+def persists(saves: Saves) -> list[m.Persist]:
+    orders, saves.orders = saves.orders, []
+    return [order for _, order in orders if isinstance(order, m.Persist)]
+
+
+def test_poison_takes_training_back_until_a_newer_checkpoint_says_so() -> None:
+    saves = Saves()
+    assert saves.rewound_from == -1
+    poisoned(saves)
+    assert saves.rewound_from == 100, "a checkpoint of step 100 is the same state"
+    saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
+    for node in "ab":
+        saves.holds(node, 95, name=R2, wanted=95)
+    assert {order.rewound_from for order in persists(saves)} == {100}
+    assert saves.rewound_from == 100, "not before it is committed"
+    saves.does("try1")
+    assert saves.written == m.Restore(R2, 95, 2)
+    assert saves.rewound_from == -1
+
+
+def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
+    saves = Saves()
+    poisoned(saves)
+    for number in (4, 5):
+        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 90, 2))
+        saves.failed_by_itself()
+    assert step_of(saves) is None
+    assert saves.rewound_from == 90
+    again = BreakpointSave(m.SaveSpec(), str)
+    again.restore(None, saves.rejected(), saves.rewound_from)
+    assert again.rewound_from == 90
+
+
+def test_a_shard_that_is_bad_takes_nothing_back() -> None:
+    """Storage may have a good copy of the very same step."""
+    saves = Saves()
+    saves.both(90, 100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert (step_of(saves), saves.rewound_from) == (90, -1)
+
+
+def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
+    """Step 110 is written and lost in memory: ranks go on from storage, not from 100."""
+    saves = Saves()
+    saves.both(100, 110, wanted=110)
+    saves.does("try1")
+    saves.both(100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.taken()
+    saves.save(m.Restore(R1, 100, 2), 5.0)
+    assert persists(saves) == []
+    saves.rewound_from = 110
+    saves.save(m.Restore(R1, 100, 2), 5.0)
+    assert [order.rewound_from for order in persists(saves)] == [110, 110], "110 was left"
+
+
+# ---------------------------------------------------------------- state of one rank alone
+
+
+def held(saves: Saves, node: str, *steps: int, own: bool = True, name: RoundName = R1) -> None:
+    rank = "ab".index(node)
+    all_ = tuple(m.Holding(name, s, rank, 2, (7,), wanted=False, own=own) for s in steps)
+    saves.heard(node, m.Holdings(SAVER[node], all_), 0.0)
+
+
+def test_a_living_rank_is_given_back_what_it_had_alone() -> None:
+    """DDP, a rank a node: a has 8 and 7, b was killed while it copied 8."""
+    saves = Saves()
+    held(saves, "a", 7, 8)
+    held(saves, "b", 7)
+    choice = saves.choose()
+    assert choice.restore == m.Restore(R1, 7, 2)
+    assert choice.why == "step 8 is left for step 7: it lacks what rank 1 had alone"
+    held(saves, "b", 7, 8)
+    assert saves.choose().restore == m.Restore(R1, 8, 2)
+
+
+@pytest.mark.parametrize("case", ["nothing of its own", "the node is lost", "no step has all"])
+def test_nothing_is_lost_for_what_cannot_be_had(case: str) -> None:
+    saves = Saves()
+    own = case != "nothing of its own"
+    held(saves, "a", 8) if case == "no step has all" else held(saves, "a", 7, 8, own=own)
+    held(saves, "b", 7, own=own)
+    if case == "the node is lost":
+        saves.forget("b", 1.0, gone="is dead")
+    assert saves.choose().restore == m.Restore(R1, 8, 2)
+
+
+# ---------------------------------------------------------------- the whole master
+
+
+def ranks_hold(master: Master, name: RoundName, *steps: int) -> None:
+    for session in (1, 2):
+        first = 2 * (session - 1)
+        rows = tuple(m.Holding(name, s, first, 4, (first + 1, first + 2), False) for s in steps)
+        master.hear(session, m.Holdings(Endpoint("h", 70 + session), rows))
+
+
+def restores(master: Master) -> tuple[m.Start, RoundName]:
+    """A round that goes on from step 100 of the first one, whose name is given too."""
+    name = master.running()
+    ranks_hold(master, name, 90, 100)
+    master.hear(1, m.RanksFailed(name, (failure(0),)))
+    master.come_back(1, name)
+    master.come_back(2, name)
+    (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
+    assert start.restore == m.Restore(name, 100, 4)
+    return start, name
+
+
+def report(start: m.Start, session: int) -> m.RoundReport:
+    return m.RoundReport(
+        start.round,
+        *(session - 1, 2, 2 * (session - 1), 4, start.restart_count, Endpoint("10.0.0.1", 4001)),
+        restore=start.restore,
+        rewound_from=start.rewound_from,
+    )
+
+
+def test_a_master_without_a_record_learns_what_was_restored() -> None:
+    """Else step 100 would be of an unknown round for it, and lost with the first failure."""
+    start, first = restores(Master())
+    master = Master(now=50.0)
+    for session, node in ((1, "a"), (2, "b")):
+        attached = report(start, session)
+        master.feed(fx.Attached(session, hello(node, attached=attached)))
+        master.hear(session, m.Running(start.round, (session, session + 10)))
+    ranks_hold(master, first, 90, 100)
+    master.hear(1, m.RanksFailed(start.round, (failure(0),)))
+    master.come_back(1, start.round)
+    master.come_back(2, start.round)
+    (again,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
+    assert again.restore == m.Restore(first, 100, 4)
+    assert master.facts is not None
+    assert [(one.step, one.times) for one in master.facts.rejected] == [(100, 1)]
+    assert loads(dumps(master.facts), Facts) == master.facts
+
+
+def test_every_start_says_from_where_training_was_taken_back() -> None:
+    master = Master()
+    start, first = restores(master)
+    assert start.rewound_from == -1
+    for session, expected, rewound in ((2, 100, -1), (1, 90, 100)):
+        master.hear(1, m.Running(start.round, (11, 12)))
+        master.hear(2, m.Running(start.round, (21, 22)))
+        master.hear(session, m.RanksFailed(start.round, (failure(2 * session - 2),)))
+        ranks_hold(master, first, 90, 100)
+        master.come_back(1, start.round)
+        master.come_back(2, start.round)
+        (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
+        assert start.restore is not None
+        assert (start.restore.step, start.rewound_from) == (expected, rewound)
+    assert master.facts is not None
+    assert master.facts.rewound_from == 100
+    successor = Master(None, facts=loads(dumps(master.facts), Facts), now=5.0)
+    successor.feed(fx.Attached(1, hello("a")))
+    (told,) = [order for order in successor.orders(1) if isinstance(order, m.Start)]
+    assert told.rewound_from == 100

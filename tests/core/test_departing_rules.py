@@ -1,0 +1,160 @@
+"""A node that is to leave waits for the step that its ranks save, and no longer than it may."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED
+from elasticrun.core import effects as fx
+from elasticrun.core.departing_rules import RESCUE_WITHIN, WAIT_FOR_SAVED
+from elasticrun.core.group_states import State
+from elasticrun.core.local_ranks import SIGNAL_MEMORY, LocalRanks
+from elasticrun.wire import messages as m
+from tests.core.test_holding_rules import PERSIST
+from tests.core.test_worker_group import ROUND, Agent
+
+TERM = fx.Signalled(15, "SIGTERM", death=True, step=5, margin=3)
+DEPARTING = m.Departing(ROUND, "received SIGTERM", 15, 5, 3)
+ASK = m.SaveAt(ROUND, 8, "node a is to leave")
+SAVED = m.PersistOver("", ROUND, 8, True, "")
+GIVEN_UP = m.PersistOver("", ROUND, 8, False, "no room")
+LEAVING = fx.Say(m.Leaving("received SIGTERM", 15))
+END = fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15)
+TOLD = [
+    LEAVING,
+    fx.SignalRanks((0, 1), 15),
+    fx.Say(m.Stopping(ROUND, 20.0)),
+]
+
+
+def departing(**settings: float) -> Agent:
+    agent = Agent(**settings).running()
+    assert agent.feed(TERM) == [fx.Say(DEPARTING)]
+    assert agent.state is State.RUNNING
+    return agent
+
+
+def test_its_ranks_are_told_when_the_step_is_written() -> None:
+    agent = departing()
+    assert agent.order(ASK) == [fx.Obey(ASK)]
+    assert agent.order(SAVED) == [fx.Obey(SAVED), *TOLD]
+    assert agent.state is State.ENDING
+
+
+def test_it_waits_no_longer_than_its_grace() -> None:
+    agent = departing()
+    assert agent.group.next_deadline() == DEPARTURE_GRACE
+    assert agent.wait() == TOLD
+
+
+@pytest.mark.parametrize("signum", [2, 15])
+def test_a_second_signal_is_obeyed_at_once(signum: int) -> None:
+    agent = departing()
+    agent.order(ASK)
+    effects = agent.feed(fx.Signalled(signum, "SIGANY", death=True, step=6))
+    assert fx.SignalRanks((0, 1), signum) in effects
+
+
+def test_nobody_waits_where_no_rank_can_save() -> None:
+    agent = Agent().running()
+    assert agent.feed(fx.Signalled(15, "SIGTERM", death=True)) == TOLD
+
+
+def test_nobody_waits_where_there_is_no_grace() -> None:
+    agent = Agent(departure_grace=0.0).running()
+    assert agent.feed(TERM) == TOLD
+
+
+def test_what_is_over_of_an_older_step_changes_nothing() -> None:
+    agent = departing()
+    early = m.PersistOver("", ROUND, 4, True, "")
+    assert agent.order(early) == [fx.Obey(early)]
+    agent.order(ASK)
+    failed = m.PersistOver("a1", ROUND, 8, False, "the disk is full")  # it is tried again
+    for order in (early, failed):
+        assert agent.order(order) == [fx.Obey(order)]
+    assert agent.state is State.RUNNING
+
+
+def test_ranks_that_ended_by_the_signal_leave_what_they_saved() -> None:
+    agent = departing()
+    agent.order(ASK)
+    agent.now = SIGNAL_MEMORY + 1.0  # they had put it off
+    assert agent.feed(fx.RankExited(0, -15, None)) == []
+    assert agent.feed(fx.RankExited(1, -15, None)) == []
+    assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
+    assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]  # WAIT_FOR_SAVED is over
+    assert agent.now == pytest.approx(SIGNAL_MEMORY + 1.0 + WAIT_FOR_SAVED)
+    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND))]
+    assert agent.state is State.HOLDING
+    over = m.PersistOver("a1", ROUND, 7, True, "")
+    assert agent.order(over) == [fx.Obey(over), END]
+
+
+def test_ranks_that_ended_before_a_step_was_named_are_not_waited_for() -> None:
+    agent = departing()
+    agent.feed(fx.RankExited(0, -15, None))
+    agent.feed(fx.RankExited(1, 143, None))
+    assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]
+    assert agent.now == 0.0
+
+
+def test_it_stays_a_moment_for_what_the_master_may_want_of_it() -> None:
+    agent = departing()
+    agent.order(ASK)
+    assert agent.order(GIVEN_UP)[1:] == TOLD
+    agent.feed(fx.RankExited(0, -15, None))
+    agent.feed(fx.RankExited(1, -15, None))
+    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND))]
+    assert agent.state is State.HOLDING
+    assert agent.wait() == [END]
+    assert agent.now == RESCUE_WITHIN
+
+
+def test_a_failure_meanwhile_is_told_and_the_node_leaves() -> None:
+    agent = departing()
+    said = [e.report for e in agent.feed(fx.RankExited(1, 1, None)) if isinstance(e, fx.Say)]
+    assert isinstance(said[0], m.RanksFailed)
+    assert said[1] == m.Leaving("received SIGTERM", 15)
+    assert agent.state is State.ENDING
+
+
+def test_when_the_round_is_over_it_leaves() -> None:
+    agent = departing()
+    assert agent.order(m.Stop(ROUND, "a rank failed"))[0] == LEAVING
+
+
+def test_with_its_spawner_it_leaves() -> None:
+    agent = departing()
+    assert LEAVING in agent.feed(fx.SpawnerLost("killed"))
+    assert agent.feed(fx.RanksSwept(()))[0] == fx.Say(m.Stopped(ROUND))
+
+
+def test_ranks_that_are_done_are_done() -> None:
+    agent = departing()
+    agent.feed(fx.RankExited(0, 0, None))
+    assert agent.feed(fx.RankExited(1, 0, None)) == [fx.Say(m.Finished(ROUND))]
+    agent.order(ASK)
+    assert agent.order(SAVED) == [fx.Obey(SAVED)]  # the job may succeed all the same
+    over = m.End(0, "every rank ended with 0", ())
+    assert agent.order(over)[-1] == fx.Exit(0, "every rank ended with 0", (), 0)
+
+
+def test_a_new_master_hears_of_it() -> None:
+    agent = departing()
+    agent.order(ASK)
+    said = [e.report for e in agent.feed(fx.LinkBack()) if isinstance(e, fx.Say)]
+    assert said[-1] == m.Departing(ROUND, "received SIGTERM", 15, 5, 3, asked=8)
+
+
+@pytest.mark.parametrize("signum", [15, 2, 1, 10])
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: bool) -> None:
+    """COORDINATION 10: a scheduler signals every process. Later it is a failure like another."""
+    code = 128 + signum if shell else -signum
+    for late, stopped in ((SIGNAL_MEMORY, True), (SIGNAL_MEMORY + 0.1, False)):
+        ranks = LocalRanks(2, "here")
+        ranks.begin(0)
+        ranks.signalled(signum, 10.0)
+        failure = ranks.failed(fx.RankExited(1, code, None), 10.0 + late)
+        assert (failure.kind is m.FailureKind.STOPPED) == stopped

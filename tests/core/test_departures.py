@@ -1,0 +1,95 @@
+"""The step that all ranks save before a node leaves."""
+
+from __future__ import annotations
+
+from elasticrun.core.departures import MAX_TRIES, Departures
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import RoundName
+
+ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
+
+
+def departing(step: int, margin: int = 2, asked: int = -1) -> m.Departing:
+    return m.Departing(ROUND, "received SIGTERM", 15, step, margin, asked)
+
+
+def begun() -> Departures:
+    made = Departures()
+    made.begin_round(ROUND)
+    return made
+
+
+def told(departures: Departures) -> list[int]:
+    """The steps of the orders since the last call; those that are given up are negative."""
+    orders, departures.orders = departures.orders, []
+    return [one.step if isinstance(one, m.SaveAt) else -one.step for one in orders]
+
+
+def test_several_nodes_are_given_one_step() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    departures.departing("b", departing(11, margin=40))
+    departures.departing("a", departing(10))
+    assert told(departures) == [12]
+    assert departures.order == m.SaveAt(ROUND, 12, "node a and 1 node more is to leave")
+    assert departures.asked == (ROUND, 12)
+
+
+def test_a_missed_step_is_followed_by_one_twice_as_far() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    for node in ("b", "c", "d"):
+        departures.missed(node, m.Missed(ROUND, 12, 15))
+    assert told(departures) == [12, 19, -12]
+    departures.missed("b", m.Missed(ROUND, 19, 19))
+    assert told(departures) == [27, -19]
+
+
+def test_there_is_an_end_to_that() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    for _ in range(MAX_TRIES):
+        last = departures.asked
+        assert last is not None
+        departures.missed("b", m.Missed(ROUND, last[1], last[1]))
+    assert told(departures)[-1] < 0
+    assert departures.order is None
+    assert departures.gone(("a",)) is False
+
+
+def test_a_new_master_names_the_step_of_the_old_one() -> None:
+    departures = begun()
+    departures.departing("a", departing(10, asked=12))
+    assert told(departures) == [12]
+
+
+def test_a_node_that_departs_after_the_step_was_saved_is_given_another() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    departures.saved(m.Restore(ROUND, 11, 2))
+    assert departures.order is not None
+    departures.saved(m.Restore(ROUND, 12, 2))
+    assert departures.order is None
+    departures.departing("b", departing(14))
+    assert told(departures) == [12, 16]
+
+
+def test_who_goes_with_what_is_not_saved() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    departures.departing("b", departing(10))
+    assert departures.gone(("c",)) is None
+    assert departures.gone(("a", "c")) is True
+    departures.saved(m.Restore(ROUND, 12, 2))
+    assert departures.gone(("b",)) is False
+
+
+def test_a_new_round_knows_nothing_of_it() -> None:
+    departures = begun()
+    departures.departing("a", departing(10))
+    departures.begin_round(OTHER)
+    departures.departing("a", departing(10))
+    departures.missed("a", m.Missed(ROUND, 12, 15))
+    assert departures.order is None
+    assert departures.gone(("a",)) is None
+    assert departures.status() == ""

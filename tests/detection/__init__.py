@@ -1,0 +1,1 @@
+"""Where a scheduler has put this node: its environment as recorded, and what is made of it."""

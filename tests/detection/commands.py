@@ -1,0 +1,56 @@
+"""A command under an environment, resolved as `elasticrun` resolves it, without its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.devices import Machine
+from elasticrun.cli.dryrun import describe
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.resolve import resolve
+from elasticrun.cli.whereabouts import Whereabouts, look
+from elasticrun.config import AgentConfig
+from elasticrun.detection.found import Facts
+
+NOT_A_POD = Facts(hostname="node3", fqdn="node3")
+
+
+def pod(hostname: str, domain: str = "", *, terminal: bool = False) -> Facts:
+    """What a pod knows of itself; `domain`: its subdomain and what follows."""
+    return Facts(terminal, hostname, f"{hostname}.{domain}" if domain else hostname)
+
+
+def machine(facts: Facts | None, gpus: int = 0) -> Machine:
+    """A machine on which nothing is looked up."""
+    return Machine(
+        lambda: 6,
+        {"gpu": gpus, "xpu": 0, "auto": gpus}.get,
+        lambda group: [],
+        None if facts is None else lambda: facts,
+    )
+
+
+def resolved(
+    words: str, environ: Mapping[str, str], facts: Facts | None = NOT_A_POD, gpus: int = 0
+) -> AgentConfig:
+    """What the agent would be started with."""
+    ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
+    return resolve(ns, environ, machine(facts, gpus))
+
+
+def seen(
+    words: str, environ: Mapping[str, str], facts: Facts = NOT_A_POD, gpus: int = 0
+) -> Whereabouts:
+    """What detection makes of it."""
+    ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
+    return look(Asked(ns, environ), machine(facts, gpus))
+
+
+def dry_run(words: str, environ: Mapping[str, str], facts: Facts = NOT_A_POD) -> dict[str, str]:
+    """The rows of --dry-run by their first word or words."""
+    ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
+    config = resolve(ns, environ, machine(facts))
+    text = describe(config, ns, environ, look(Asked(ns, environ), machine(facts)))
+    rows = [line.split("  ", 1) for line in text.splitlines() if "  " in line]
+    return {name: " ".join(rest.split()) for name, rest in rows}

@@ -1,0 +1,25 @@
+#!/bin/bash
+#SBATCH --job-name=tr
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x-%j.out
+# one node that dies does not end the job: the others go on
+#SBATCH --no-kill
+#SBATCH --open-mode=append
+
+set -u
+# the first node hosts the job's master
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 12000))
+job="$SLURM_JOB_ID"
+
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \
+    elasticrun \
+    --nnodes=1 \
+    --nproc-per-node=1 \
+    --rdzv-backend=c10d \
+    --rdzv-endpoint="$head:$port" \
+    --rdzv-id="$job" \
+    train.py
+code=$?
+exit "$code"

@@ -1,0 +1,133 @@
+"""What cannot be is refused in one sentence that says what to do, with exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.cli.values import UsageError
+from tests.render.rendered import render
+
+RUN = ("--", "train.py")
+BAD_PODS = [
+    (("--name", "Tr"), "lower case"),
+    (("--name", "1tr"), "begins with a letter"),
+    (("--name", "tr-"), "lower case"),
+    (("--name", "a" * 62), "may have 61"),
+    (("--name", "a" * 61, "--nnodes", "2:11"), "may have 60"),
+    (("--image", "Repo/Train"), "is no image"),
+    (("--image", "repo/train@sha256:12"), "is no image"),
+    (("--image", "a b"), "is no image"),
+    (("--namespace", "a.b"), "--namespace"),
+    (("--nnodes", "4:2"), "not above the largest"),
+    (("--nnodes", "x"), "neither a number of nodes nor MIN:MAX"),
+    (("--nnodes", "2:4", "--pods", "1"), "2 nodes are the fewest"),
+    (("--cpu", "eight"), "no quantity"),
+    (("--memory", "64gb"), "no quantity"),
+    (("--memory", "64"), "less than one MiB"),
+    (("--shm", "0Gi"), "nothing is no amount"),
+    (("--shm", "8Gi", "--memory", "8Gi"), "does not fit"),
+    (("--gpus", "-1"), "a number from 0"),
+    (("--gpu-resource", "gpu"), "DOMAIN/NAME"),
+    (("--gpu-resource", "nvidia.com/gpu", "--nproc-per-node", "auto"), "give --gpus N"),
+    (("--nproc-per-node", "gpu"), "no GPU unless --gpus"),
+    (("--rdma", "hca"), "DOMAIN/NAME"),
+    (("--port", "0"), "--port 0"),
+    (("--gang", "kueue"), "--queue NAME"),
+    (("--queue", "q"), "knows no queues"),
+    (("--gang", "native", "--k8s-version", "1.35"), "1.36"),
+    (("--k8s-version", "1.20"), "too old"),
+    (("--k8s-version", "new"), "no version"),
+    (("--volume", "data"), "NAME=KIND:SOURCE:/MOUNT"),
+    (("--volume", "data=nfs:x:/data"), "NAME=KIND:SOURCE:/MOUNT"),
+    (("--volume", "data=pvc:x"), "NAME=KIND:SOURCE:/MOUNT"),
+    (("--volume", "Data=pvc:x:/data"), "--volume"),
+    (("--volume", "d=host:data:/data"), "no absolute path"),
+    (("--volume", "d=csi:driver,attr:/data"), "is not KEY=VALUE"),
+    (("--volume", "d=pvc:x:/a", "--volume", "d=pvc:y:/b"), "given twice"),
+    (("--volume", "d=pvc:x:/a", "--volume", "e=pvc:y:/a"), "mounted at /a"),
+    (("--volume", "d=pvc:x:/dev/shm"), "mounted at /dev/shm"),
+    (("--volume", "shm=pvc:x:/s"), "--shm"),
+    (("--env", "A"), "is not KEY=VALUE"),
+    (("--env", "A=1", "--env", "A=2"), "given twice"),
+    (("--env", "A-B=1"), "environment variable"),
+    (("--env", "A=\udcff"), "not UTF-8"),
+    (("--label", "a=b c"), "no value of a label"),
+    (("--label", "/a=b"), "--label"),
+    (("--annotation", "a b=c"), "no key"),
+    (("--selector", "a=" + "b" * 64), "no value of a label"),
+    (("--toleration", "=x"), "KEY[=VALUE][:EFFECT]"),
+    (("--toleration", "a:Never"), "none of NoSchedule"),
+    (("--service-account", "A"), "name of an object"),
+    (("--token-secret", "A"), "name of an object"),
+    (("--rdzv-id", "a\nb"), "cannot be printed"),
+    (("--max-restarts", "-1"), "not negative"),
+    (("--node-unit", "3", "--nnodes", "2"), "--node-unit=3"),
+    (("--redirects", "9"), "--redirects=9"),
+    (("--master-store", "http://x"), "--master-store"),
+]
+BAD_BATCH = [
+    (("--name", "a b"), "--name"),
+    (("--time", "soon"), "no time of Slurm's"),
+    (("--time", "0"), "longer than nothing"),
+    (("--time", "3"), "nothing is left"),
+    (("--signal", "TERM"), "NAME@SECONDS"),
+    (("--signal", "KILL@9"), "none of TERM"),
+    (("--requeue", "3"), "needs --time"),
+    (("--array", "x"), "--array"),
+    (("--gpus-per-node", "many"), "--gpus-per-node"),
+    (("--mem", "much"), "--mem"),
+    (("--output", "a b"), "--output"),
+    (("--partition", "a;b"), "--partition"),
+    (("--spares", "-1"), "--spares"),
+    (("--env", "ELASTICRUN_TOKEN=x"), "--token-file"),
+]
+
+
+@pytest.mark.parametrize("target", ["k8s", "jobset"])
+@pytest.mark.parametrize(("words", "why"), BAD_PODS, ids=lambda one: " ".join(one)[:40])
+def test_pods(target: str, words: tuple[str, ...], why: str) -> None:
+    defaults = ("--name", "tr") if "--name" not in words else ()
+    defaults += ("--image", "a:1") if "--image" not in words else ()
+    if target == "jobset" and "may have" in why:
+        why = "may have 5"  # NAME-node-0-INDEX leaves less room
+    _refused((target, *defaults, *words, *RUN), why)
+
+
+@pytest.mark.parametrize(("words", "why"), BAD_BATCH, ids=lambda one: " ".join(one)[:40])
+def test_batch(words: tuple[str, ...], why: str) -> None:
+    defaults = ("--name", "tr") if "--name" not in words else ()
+    _refused(("slurm", *defaults, *words, *RUN), why)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "one of k8s, jobset, slurm"),
+        (("swarm",), "one of k8s, jobset, slurm"),
+        (("slurm", "--name", "a"), "name the script behind --"),
+        (("slurm", "--name", "a", "--"), "name the script behind --"),
+        (("slurm", "--name", "a", "--", "--lr"), "name the script behind --"),
+    ],
+)
+def test_the_verb_itself(words: tuple[str, ...], why: str) -> None:
+    _refused(words, why)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--rdzv-endpoint=a:1", "--standalone", "--node-rank=1", "--dry-run"]
+)
+def test_what_is_settled_has_no_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        render("slurm", "--name", "a", flag, *RUN)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def _refused(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(UsageError) as end:
+        render(*words)
+    sentence = str(end.value)
+    assert end.value.exit_code == 2
+    assert why in sentence
+    assert "\n" not in sentence
+    assert len(sentence) < 400

@@ -1,0 +1,175 @@
+"""What the fields come to, one rule a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.values import UsageError
+from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
+from elasticrun.render.policy import BAD_NODE, HOPELESS
+from elasticrun.render.wanted import GRACE_MARGIN
+from tests.render.rendered import check, expanded, render
+
+LEAST = ("k8s", "--name", "tr", "--image", "repo/train:1.0")
+RUN = ("--", "train.py")
+POD = {"ELASTICRUN_JOB_UID": "0f-1", "JOB_COMPLETION_INDEX": "2", "HOME": "/root", "x": "oops"}
+
+
+@pytest.mark.parametrize("target", ["k8s", "jobset"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("train.py",),
+        ("train.py", "--lr", "3e-4", "--name", "a b"),
+        ("train.py", "$(HOME)", "$$(HOME)", "$$", "$", "$x", "a$", "$(", "${local_rank}"),
+        ("train.py", "--", "--lr", "--"),
+        ("train.py", "", "\n", "-h", "--nnodes=7"),
+    ],
+)
+def test_a_node_reads_the_command_that_was_meant(target: str, program: tuple[str, ...]) -> None:
+    printed = render(
+        target, *LEAST[1:], "--nnodes", "2:4", "--nproc-per-node", "8", "--max-restarts=3", "--",
+        *program,
+    )  # fmt: skip
+    assert printed.container["command"] == ["elasticrun"]
+    words = expanded(printed.container["args"], POD)
+    ns = get_args_parser({}).parse_args(words)
+    assert (ns.training_script, *ns.training_script_args) == program
+    assert (ns.nnodes, ns.nproc_per_node, ns.max_restarts) == ("2:4", "8", 3)
+    assert (ns.rdzv_backend, ns.rdzv_id, ns.node_rank) == ("c10d", "tr-0f-1", 2)
+    host0 = "tr-0" if target == "k8s" else "tr-node-0-0"
+    assert ns.rdzv_endpoint == f"{host0}.tr:29400"
+
+
+def test_values_of_variables_are_handed_on_as_they_are() -> None:
+    printed = render(*LEAST, "--env", "A=$(HOME) $$x $y", "--env", "B=a=b", *RUN)
+    env = {one["name"]: one.get("value") for one in printed.container["env"]}
+    assert expanded([env["A"], env["B"]], POD) == ["$(HOME) $$x $y", "a=b"]
+
+
+def test_the_service_finds_the_pods_before_they_are_ready() -> None:
+    printed = render(*LEAST, *RUN)
+    service = printed.one("Service")
+    assert service["metadata"]["name"] == printed.job["template"]["spec"]["subdomain"] == "tr"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "tr"}
+    (port,) = service["spec"]["ports"]
+    assert port["port"] == printed.container["ports"][0]["containerPort"] == 29400
+
+
+def test_an_elastic_job_has_its_largest_number_of_pods_and_is_done_with_the_smallest() -> None:
+    job = render(*LEAST, "--nnodes", "2:4", *RUN).job
+    assert (job["completions"], job["parallelism"]) == (4, 4)
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 2}]}
+    assert "successPolicy" not in render(*LEAST, "--nnodes", "4", *RUN).job
+
+
+def test_it_may_begin_with_fewer_pods_or_with_spares() -> None:
+    assert render(*LEAST, "--nnodes", "2:8", "--pods", "3", *RUN).job["parallelism"] == 3
+    assert render(*LEAST, "--nnodes", "2:4", "--pods", "6", *RUN).job["completions"] == 6
+
+
+def test_the_exit_codes_are_the_contract() -> None:
+    rules = render(*LEAST, *RUN).job["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJob", "Ignore", "Ignore"]
+    assert rules[0]["onExitCodes"]["values"] == sorted(HOPELESS) == [2, 93]
+    assert rules[1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert rules[2]["onExitCodes"]["values"] == sorted(BAD_NODE) == [75, 81, 82]
+
+
+def test_a_pod_has_the_time_that_its_node_needs_to_leave() -> None:
+    def grace(*words: str) -> int:
+        return int(render(*LEAST, *words, *RUN).job["template"]["spec"][FIELD])
+
+    assert grace() == int(DEPARTURE_GRACE) + SHUTDOWN_TIMEOUT + GRACE_MARGIN
+    assert grace("--departure-grace", "0", "--shutdown-timeout", "1") == 60
+    assert grace("--departure-grace", "120", "--shutdown-timeout", "7.5") == 133
+    printed = render(*LEAST, "--grace", "30", *RUN)
+    assert printed.job["template"]["spec"][FIELD] == 30
+    assert any("--grace 30: a node may need 60 s" in note for note in printed.notes)
+
+
+FIELD = "terminationGracePeriodSeconds"
+
+
+def test_gpus_are_as_many_as_ranks_where_their_resource_is_named() -> None:
+    def limits(*words: str) -> object:
+        return render(*LEAST, *words, *RUN).container.get("resources")
+
+    assert limits("--nproc-per-node", "8") is None
+    assert limits("--nproc-per-node", "8", "--gpu-resource", "amd.com/gpu") == {
+        "limits": {"amd.com/gpu": "8"}
+    }
+    assert limits("--nproc-per-node", "gpu", "--gpus", "4") == {"limits": {"nvidia.com/gpu": "4"}}
+
+
+def test_nothing_is_allowed_that_was_not_asked_for() -> None:
+    printed = render(*LEAST, *RUN)
+    pod = printed.job["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in pod
+    assert "securityContext" not in pod
+    assert "securityContext" not in printed.container
+    assert [one["kind"] for one in printed.documents] == ["Service", "Job"]
+
+
+def test_rights_are_for_its_own_job_alone() -> None:
+    printed = render(*LEAST, "--rbac", *RUN)
+    (rule,) = printed.one("Role")["rules"]
+    assert rule == {"apiGroups": ["batch"], "resources": ["jobs"], "resourceNames": ["tr"],
+                    "verbs": ["get", "patch"]}  # fmt: skip
+    assert printed.one("RoleBinding")["subjects"] == [{"kind": "ServiceAccount", "name": "tr"}]
+    assert printed.job["template"]["spec"]["serviceAccountName"] == "tr"
+
+
+def test_a_token_is_named_and_never_shown() -> None:
+    (env,) = (
+        one
+        for one in render(*LEAST, "--token-secret", "s:k", *RUN).container["env"]
+        if one["name"] == "ELASTICRUN_TOKEN"
+    )
+    assert env == {"name": "ELASTICRUN_TOKEN",
+                   "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}  # fmt: skip
+    with pytest.raises(UsageError, match="--token-secret"):
+        render(*LEAST, "--env", "ELASTICRUN_TOKEN=x", *RUN)
+
+
+@pytest.mark.parametrize(("version", "stage"), [("1.36", "v1alpha2"), ("1.37", "v1beta1")])
+def test_the_native_gang_is_that_of_the_version(version: str, stage: str) -> None:
+    printed = render(*LEAST, "--nnodes=3", "--gang=native", f"--k8s-version={version}", *RUN)
+    group = printed.one("PodGroup")
+    assert group["apiVersion"] == f"scheduling.k8s.io/{stage}"
+    assert group["spec"] == {"schedulingPolicy": {"gang": {"minCount": 3}}}
+    assert printed.job["template"]["spec"]["schedulingGroup"] == {"podGroupName": "tr"}
+    check(printed.documents, version)
+
+
+def test_each_gang_scheduler_finds_the_pods() -> None:
+    printed = render(*LEAST, "--nnodes", "2:4", "--gang", "volcano", *RUN)
+    template = printed.job["template"]
+    assert printed.one("PodGroup")["spec"] == {"minMember": 2}
+    assert template["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": "tr"}
+    assert template["spec"]["schedulerName"] == "volcano"
+    printed = render(*LEAST, "--nnodes", "2:4", "--gang", "coscheduling", "--scheduler", "s", *RUN)
+    template = printed.job["template"]
+    assert template["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "tr"
+    assert template["spec"]["schedulerName"] == "s"
+
+
+def test_what_the_user_should_know_is_said() -> None:
+    def said(*words: str) -> str:
+        return "\n".join(render("k8s", "--name", "tr", *words, *RUN).notes)
+
+    for image in ("repo/train", "repo/train:latest", "r:5000/train:main", "train:stable"):
+        assert "another image tomorrow" in said("--image", image)
+    for image in ("repo/train:1.0", "r:5000/train@sha256:" + "a" * 64, "train:stable-2.1"):
+        assert "tomorrow" not in said("--image", image)
+    fixed = ("--image", "a:1")
+    assert "8Gi (--shm)" in said(*fixed)
+    assert "--token-secret NAME" in said(*fixed)
+    assert "--token-secret NAME" not in said(*fixed, "--token-secret", "s")
+    assert "every index" in said(*fixed, "--nnodes=1:2", "--k8s-version=1.30")
+    assert "written as for" in said(*fixed, "--k8s-version=1.99")
+    assert "GangScheduling" in said(*fixed, "--gang=native", "--k8s-version=1.36")

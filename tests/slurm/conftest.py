@@ -1,0 +1,126 @@
+"""One Slurm for all tests of a process, and what each test does with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.testing import hosts
+from elasticrun.testing.hosts import Impossible
+from tests.compat.live import PUPPET
+from tests.harness import Launched, Peer, World, until_file
+from tests.slurm.cluster import Cluster, missing
+
+NODES = 4
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Started once; skipped where it cannot be."""
+    try:
+        hosts.require()
+    except Impossible as why:
+        pytest.skip(str(why))
+    if lacking := missing():
+        pytest.skip(
+            f"no Slurm here: no {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client munge)"
+        )
+    made = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+class Slurm:
+    """What one test starts; `batch` scripts write into `folder`."""
+
+    def __init__(self, cluster: Cluster, world: World, folder: Path) -> None:
+        self.cluster = cluster
+        self.world = world
+        self.folder = folder
+        self._scripts = 0
+
+    def types(self, *command: str, **how: Any) -> Launched:
+        """A command on the login machine, which goes on while the test does."""
+        env = {**self.cluster.environment(), "LOGLEVEL": "INFO", **how.pop("env", {})}
+        return self.world.command(self.cluster.typed(*command), env=env, **how)
+
+    def srun(self, *words: str, **how: Any) -> Launched:
+        """`srun` with these words; its console is that of all tasks."""
+        return self.types("srun", *words, **how)
+
+    def sbatch(self, script: str, *options: str, env: dict[str, str] | None = None) -> Batch:
+        """Submit a shell script; its console is a file that all attempts append to."""
+        self._scripts += 1
+        path = self.folder / f"batch-{self._scripts}.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        console = self.folder / f"batch-{self._scripts}.txt"
+        console.touch()
+        told = {**self.cluster.environment(), "LOGLEVEL": "INFO", **(env or {})}
+        submit = ("sbatch", "--parsable", f"--output={console}", "--open-mode=append")
+        started = self.world.command(self.cluster.typed(*submit, *options, str(path)), env=told)
+        assert started.wait() == 0, started.stderr
+        return Batch(int(started.stdout.split(";")[0]), console)
+
+    def host_of(self, peer: Peer) -> str:
+        """The name of the machine on which a rank runs."""
+        for name in self.cluster.nodes:
+            if peer.pid in self.cluster.host(name).pids():
+                return name
+        raise AssertionError(f"{peer.hello} is on no machine of the cluster")
+
+    def show(self) -> None:
+        """For a test that failed: what everybody has said."""
+        for console in sorted(self.folder.glob("*.txt")) + sorted(self.folder.glob("console-*")):
+            if text := console.read_text(errors="replace"):
+                print(f"--- {console.name}\n{text[-4000:]}")
+        print(f"--- the controller\n{self.cluster.tail()}")
+
+
+class Batch:
+    """A job that sbatch has taken."""
+
+    def __init__(self, number: int, console: Path) -> None:
+        self.number = number
+        self.console = console
+
+    def until_text(self, text: str) -> str:
+        """Wait until its console shows `text`; everything that it shows then."""
+        return until_file(self.console, lambda shown: text in shown)
+
+
+def meeting(nnodes: str, first: str, job: str = "$SLURM_JOB_ID") -> str:
+    """The command that agents of one step start with where nothing is left to be found out: what
+    people write into batch scripts, in a shell's words."""
+    port = "$((20000 + SLURM_JOB_ID % 20000))"
+    return (
+        f"elasticrun --nnodes={nnodes} --rdzv-backend=c10d "
+        f"--rdzv-endpoint={first}:{port} --rdzv-id={job}"
+    )
+
+
+def agent(nnodes: str, first: str, *flags: str) -> list[str]:
+    """The same for puppets, as the words that follow those of `srun`."""
+    return ["sh", "-c", f"exec {meeting(nnodes, first)} {shlex.join(flags)} {PUPPET}"]
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, world: World, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """When the test has passed, its jobs are over by themselves, or those it says are cancelled;
+    what was on the machines is gone."""
+    made = Slurm(cluster, world, world.scratch)
+    with cluster.clean():
+        yield made
+        report = getattr(request.node, "report_call", None)
+        passed = report is not None and report.passed
+        if not passed:
+            made.show()
+    cluster.power_on_all()
+    left = cluster.empty_memory()
+    assert not passed or not left, f"left in shared memory: {left}"

@@ -1,0 +1,80 @@
+"""A bare command finds out by itself where it is, and means one node where nobody has asked for
+more (DROP-IN 11)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.compat.live import PUPPET, allreduce, finish
+from tests.harness import until_file
+from tests.slurm.conftest import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_step_of_two_nodes(slurm: Slurm) -> None:
+    step = slurm.srun("-N2", "-wn2,n3", "elasticrun", "--nproc-per-node=2", PUPPET)
+    peers = slurm.world.hub.ranks(4, world_size=4)
+    assert sorted(slurm.host_of(peer) for peer in peers) == ["n2", "n2", "n3", "n3"]
+    assert [slurm.host_of(peer) for peer in peers[::2]] == ["n2", "n3"], "as srun numbers nodes"
+    assert slurm.cluster.jobs() == [peers[0].run_id]
+    assert allreduce(slurm.world, peers) == [4] * 4
+    finish(peers)
+    assert step.wait() == 0, step.stderr
+    assert "so this is as with --nnodes=2" in step.stderr
+
+
+def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
+    """The others end at once, with 0 and a sentence."""
+    step = slurm.srun("-N2", "--ntasks-per-node=2", "elasticrun", "--nnodes=2", PUPPET)
+    peers = slurm.world.hub.ranks(2, world_size=2)
+    assert allreduce(slurm.world, peers) == [2, 2]
+    step.until_text("another task on this node is the agent")
+    finish(peers)
+    assert step.wait() == 0, step.stderr
+    assert step.stderr.count("another task on this node is the agent") == 2
+
+
+def test_an_array_of_batch_scripts_that_ask_for_srun(slurm: Slurm) -> None:
+    """`sbatch --wrap "elasticrun --srun ..."`: one agent on each node. Two tasks of an array share
+    both machines, and are jobs of their own."""
+    array = slurm.sbatch(
+        f"elasticrun --srun {PUPPET}; echo over $?", "-N2", "-wn1,n2", "--array=0-1"
+    )
+    peers = slurm.world.hub.ranks(4, world_size=2)
+    for task in (0, 1):
+        ours = [peer for peer in peers if peer.run_id == f"{array.number}_{task}"]
+        assert {slurm.host_of(peer) for peer in ours} == {"n1", "n2"}
+        assert allreduce(slurm.world, ours) == [2, 2]
+    finish(peers)
+    shown = until_file(array.console, lambda text: text.count("over 0\n") == 2)
+    assert shown.count("--srun: srun --nodes=2") == 2
+
+
+def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:
+    """A shell from `srun --pty`, salloc, and a batch script that goes from node to node: the same
+    command is a job of one node in all of them, and says which flag makes it one of two."""
+    hub = slurm.world.hub
+    typed = f"srun -N2 -wn1,n2 --pty elasticrun {PUPPET}"
+    shell = slurm.types("script", "-qfec", typed, str(slurm.folder / "terminal.txt"))
+    salloc = slurm.types("salloc", "-N2", "-wn3,n4", "elasticrun", PUPPET)
+    seen = slurm.folder / "environment"
+    end = slurm.folder / "end"
+    os.mkfifo(end)
+    batch = slurm.sbatch(f"env -0 >{seen}; echo seen; read <{end}", "-N2", "-wn3,n4")
+    batch.until_text("seen\n")
+    env = dict(item.split("=", 1) for item in seen.read_text().split("\0") if "=" in item)
+    visits = [
+        slurm.world.command([*slurm.cluster.lab.prefix(host), "elasticrun", PUPPET], env=env)
+        for host in ("n3", "n4")
+    ]
+    alone = hub.ranks(5)
+    assert [peer.world_size for peer in alone] == [1] * 5
+    finish(alone)
+    assert [one.wait() for one in (shell, salloc, *visits)] == [0] * 4
+    assert "--nnodes=2 makes one job of all nodes" in (slurm.folder / "terminal.txt").read_text()
+    for one in (salloc, *visits):
+        assert "--srun makes one job of all nodes" in one.stderr
+    end.write_text("\n")

@@ -1,0 +1,50 @@
+"""Machines of a job lose power: with `--no-kill` Slurm lets the others be, and they go on long
+before Slurm knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compat.live import PUPPET, allreduce, finish
+from tests.harness import Peer
+from tests.slurm.conftest import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+QUICK = "--rdzv-conf=heartbeat_timeout=2,last_call_timeout=1"
+NO_KILL = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+
+
+def next_world(slurm: Slurm, size: int, before: list[Peer]) -> list[Peer]:
+    """The ranks of the world that comes after this one, which sums."""
+    old = {peer.pid for peer in before}
+    peers = slurm.world.hub.ranks(size, world_size=size, pid=lambda pid: pid not in old)
+    assert allreduce(slurm.world, peers) == [size] * size
+    return peers
+
+
+def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
+    """2:3 on four nodes. The spare takes the place of the first that is lost; without another, the
+    two that are left go on. No restart is charged, and Slurm has noticed nothing. When it does,
+    that disturbs nobody."""
+    step = slurm.srun(
+        *("-N4", *NO_KILL, "elasticrun", "--nnodes=2:3", "--max-restarts=0", QUICK, PUPPET)
+    )
+    peers = next_world(slurm, 3, [])
+    busy = [slurm.host_of(peer) for peer in peers]
+    (spare,) = set(slurm.cluster.nodes) - set(busy)
+    lost = []
+    for size in (3, 2):
+        lost.append(next(name for name in reversed(busy) if name != "n1"))
+        slurm.cluster.power_off(lost[-1])
+        peers = next_world(slurm, size, peers)
+        busy = [slurm.host_of(peer) for peer in peers]
+        assert lost[-1] not in busy
+        assert (spare in busy) is (size == 3) or spare not in lost
+    assert all("down" not in slurm.cluster.state(name) for name in lost)
+    for name in lost:
+        slurm.cluster.run("scontrol", "update", f"nodename={name}", "state=down", "reason=power")
+    assert allreduce(slurm.world, peers) == [2, 2]
+    finish(peers)
+    assert step.wait() == 0, step.stderr
+    assert "at no restart's cost" in step.stderr

@@ -1,0 +1,129 @@
+"""What is not what was written: found, said, and the next best taken. A disk without room."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticrun.wire.segment import Segment
+from tests.snapshots.conftest import STEPS, TRAIN, Training, ends, starts, undisturbed
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_flipped_bit_in_memory(training: Training) -> None:
+    """What does not have its hash counts as absent: the older slot is taken, and it is said."""
+    job = training.start(gated=True, max_restarts=1)
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    for path in training.segments():
+        training.until(lambda path=path: hashed(path, 7), "hashes of step 7")  # type: ignore[misc]
+        flip(path, 7)
+    job.kill_rank(1)
+    training.go_on()
+    training.finish()
+    assert training.starts(0)[-1] == 6
+    assert training.said("cannot be used")
+    training.is_as_if_nothing_happened()
+
+
+def hashed(path: Path, step: int) -> bool:
+    """Whether the saver has hashed this step of a segment."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        segment = Segment(memoryview(memory))
+        found = any(segment.hashes(s) for s in segment.snapshots() if s.step == step)
+        segment.close()
+        return found
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the first tensor of this step."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        segment = Segment(memoryview(memory))
+        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
+        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
+        segment.close()
+
+
+def test_changed_bytes_in_storage(training: Training) -> None:
+    """In a file of the newest checkpoint, and in the manifest of the one before: the third is
+    taken, each is said, and neither is looked at again."""
+    training.start("--persist-every", "3", steps=9)
+    training.finish()
+    assert training.checkpoints() == [3, 6, 9]
+    part = max((training.ckpt / "step-000000009").glob("*.distcp"), key=os.path.getsize)
+    for path in (part, training.ckpt / "step-000000006" / "elasticrun.json"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    training.start(max_restarts=2)
+    training.finish()
+    assert training.starts(0)[-1] == 3
+    assert training.said("step 9 in .* is spoiled: .* was changed")
+    assert training.said("step 6 in .* is spoiled: .*manifest")
+    assert {path.parent.name for path in training.ckpt.glob("*/elasticrun.bad")} == {
+        "step-000000006",
+        "step-000000009",
+    }
+    expected = undisturbed("ddp", 2, STEPS)
+    assert [ends(training.out, rank)[-1] for rank in range(2)] == list(expected)
+
+
+# ---------------------------------------------------------------- a disk without room
+
+INSIDE = """
+mount -t tmpfs -o size=1m none "$0" && head -c 2m /dev/zero > "$0/ballast" 2>/dev/null
+exec "$@"
+"""
+
+
+def test_a_full_disk(training: Training) -> None:
+    """A real one, mounted for the job alone: training goes on, it is said, and once there is room
+    the checkpoint is written."""
+    training.ckpt.mkdir()
+    inside = ["unshare", "-rm", "sh", "-c", INSIDE, str(training.ckpt)]
+    can_mount(inside)
+    command = [
+        *(*inside, sys.executable, "-m", "elasticrun", "--standalone", "--nproc-per-node=2"),
+        *(str(TRAIN), "--steps", str(STEPS), "--persist-every", "2", "--gate", str(training.gate)),
+        *("--out", str(training.out), "--ckpt", str(training.ckpt)),
+    ]
+    training.open_gate(STEPS - 1)
+    said = training.out / "said"
+    environ = {**os.environ, "ELASTICRUN_SHM_DIR": str(training.shm), "LOGLEVEL": "INFO"}
+    with said.open("wb") as log:
+        job = subprocess.Popen(command, stderr=log, env=environ)
+    try:
+        training.until(lambda: "there is no room" in said.read_text(), "word of the full disk")
+        disk = Path(f"/proc/{job.pid}/root{training.ckpt}")
+        (disk / "ballast").unlink()
+        training.until(lambda: any(disk.glob("*/.metadata")), "checkpoint")
+        training.open_gate()
+        assert job.wait(60) == 0
+    finally:
+        end(job)
+    assert starts(training.out, 0) == [0]
+    assert "it is tried again in" in said.read_text()
+
+
+def can_mount(inside: list[str]) -> None:
+    try:
+        trial = subprocess.run([*inside, "true"], capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if trial.returncode:
+        pytest.skip(f"no tmpfs can be mounted in a namespace here: {trial.stderr.strip()}")
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """What is below an agent goes with it."""
+    below = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+    job.kill()
+    job.wait()
+    assert not psutil.wait_procs(below, timeout=60)[1]

@@ -1,0 +1,85 @@
+"""Replicas: a node that is lost with the only original of its part costs no step."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from elasticrun.testing.job import ElasticJob
+from elasticrun.wire.segment import Segment
+from tests.snapshots.conftest import Training, ends
+
+pytestmark = pytest.mark.slow
+
+ON_TWO = "step 7 is whole in memory, on two nodes"
+
+
+def begin(training: Training, mode: str = "fsdp2", **options: object) -> ElasticJob:
+    """Two nodes of one rank, stopped at step 7, which is on both."""
+    job = training.start("--replicas", "1", mode=mode, gated=True, nproc=1, **options)  # type: ignore[arg-type]
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    job.wait_for(lambda status: ON_TWO in status.snapshot)
+    return job
+
+
+def test_a_spare_takes_over_what_the_lost_node_had(training: Training) -> None:
+    """FSDP, a whole node with its memory: the others go on from memory, bit by bit the same."""
+    job = begin(training, nodes=3, nnodes="2:2", together=True)
+    assert len(training.segments(replicas=True)) == 2
+    job.kill_node(job.wait_for_world(2).nodes[1])
+    training.lose_memory()
+    training.go_on()
+    training.world = 2
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 7]
+    assert training.said(r"go on from step 7 \(memory\)")
+    assert not training.checkpoints()
+    training.is_as_if_nothing_happened()
+
+
+def test_the_rest_goes_on_alone(training: Training) -> None:
+    """Fewer nodes: what was the lost one's is cut anew from its replica."""
+    job = begin(training, nodes=2, nnodes="1:2")
+    job.kill_node(job.wait_for_world(2).nodes[1])
+    training.lose_memory()
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == [0, 7]
+    assert len(ends(training.out, 0)) == 1
+    assert not training.checkpoints()
+
+
+def test_a_flipped_bit_in_a_replica(training: Training) -> None:
+    """It does not have its hash, so the step before is taken, and it is said."""
+    job = begin(training, nodes=2, nnodes="2")
+    victim = job.wait_for_world(2).nodes[1]
+    job.kill_node(victim)
+    training.lose_memory()
+    (left,) = training.segments(replicas=True)
+    flip(left, 7)
+    job.restart_node(victim)
+    training.open_gate()
+    training.finish()
+    assert training.starts(0)[-1] == training.starts(1)[-1] == 6
+    assert training.said("cannot be used")
+    training.is_as_if_nothing_happened()
+
+
+def test_what_every_node_has_is_not_copied(training: Training) -> None:
+    """DDP: replicas cost nothing."""
+    begin(training, mode="ddp", nodes=2, nnodes="2")
+    assert not training.segments(replicas=True)
+    training.open_gate()
+    training.finish()
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the first tensor of this step."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        segment = Segment(memoryview(memory))
+        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
+        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
+        segment.close()

@@ -1,0 +1,98 @@
+"""Which checkpoints were left behind when training was taken back."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.storage.retention import PERIODIC, not_kept
+from elasticrun.storage.timeline import Found, Timeline, chain, join, left, timeline_of
+
+
+def found(
+    step: int,
+    number: int = 0,
+    start: int = 0,
+    *,
+    ours: bool = True,
+    at: float = 0.0,
+    marker: bool = True,
+    condemned: bool = False,
+) -> Found:
+    line = Timeline(number, start)
+    return Found(step, marker, condemned, ours, True, line, at or step, at or step)
+
+
+FIRST = [found(4), found(8), found(12)]
+
+
+def test_the_name_of_the_file_comes_back() -> None:
+    assert Timeline().file == ""
+    line = Timeline(3, 12)
+    assert timeline_of(line.file) == line
+    assert "below 12" in line.sentence
+    for name in ("elasticrun.timeline.0.from.3", "elasticrun.timeline.3", "elasticrun.json", ""):
+        assert timeline_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "rewound_from", "line"),
+    [
+        (16, -1, Timeline()),
+        (10, -1, Timeline()),  # written late, and nothing was taken back
+        (10, 12, Timeline(1, 12)),
+        (16, 12, Timeline(1, 12)),  # it has passed the poison before its first checkpoint
+        (12, 12, Timeline()),  # the very step is replaced
+        (13, 13, Timeline()),  # poison that never came to storage
+    ],
+)
+def test_a_commit_joins_the_newest_or_begins_one(
+    step: int, rewound_from: int, line: Timeline
+) -> None:
+    assert join(FIRST, step, rewound_from) == line
+
+
+def test_it_is_begun_once() -> None:
+    """The master that has heard of the commit too late says again what it had said."""
+    after = [*FIRST, found(10, 1, 12)]
+    assert join(after, 11, 12) == Timeline(1, 12)
+    assert join(after, 14, -1) == Timeline(1, 12)
+    assert join(after, 9, 10) == Timeline(2, 10)
+
+
+def test_what_was_left_is_not_gone_on_from() -> None:
+    after = [*FIRST, found(10, 1, 9)]
+    assert left(after) == {12}
+    assert chain(after) == [4, 8, 10]
+    assert chain([*after[:3], found(10, 1, 9, condemned=True)]) == [4, 8], "not to the poison"
+    assert chain([*after, found(9, 0), found(11, 2, 7)]) == [4, 11]
+    assert chain([*FIRST, found(10, 1, 9, marker=False)]) == [4, 8, 12], "it never came to that"
+
+
+def test_what_torch_alone_writes_is_judged_by_its_time() -> None:
+    line = found(10, 1, 9, at=50.0)
+    assert chain([line, found(12, ours=False, at=40.0), found(20, ours=False, at=60.0)]) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("more", "last", "every", "gone"),
+    [
+        ([found(10, 1, 9)], 1, 0, [4, 8]),  # 12 stays until training has passed it
+        ([found(10, 1, 9), found(14, 1, 9)], 1, 0, [4, 8, 10, 12]),
+        ([found(10, 1, 9), found(14, 1, 9)], 2, 0, [4, 8, 12]),
+        ([found(10, 1, 9), found(14, 1, 9)], 1, 6, [4, 8, 10]),  # every sixth for good
+        ([found(10, 1, 9), found(14, 1, 9)], 0, 0, []),
+        ([found(10, 1, 9, condemned=True)], 1, 0, [4]),
+    ],
+)
+def test_the_newer_timeline_is_never_pushed_out(
+    more: list[Found], last: int, every: int, gone: list[int]
+) -> None:
+    all_ = [*FIRST, *more]
+    told = [(step, PERIODIC) for step in chain(all_)]
+    assert sorted(not_kept(all_, told, last=last, every=every)) == gone
+
+
+def test_what_is_in_use_stays() -> None:
+    all_ = [*FIRST, found(10, 1, 9), found(14, 1, 9)]
+    told = [(step, PERIODIC) for step in chain(all_)]
+    assert sorted(not_kept(all_, told, last=1, every=0, in_use=(8, 12))) == [4, 10]
