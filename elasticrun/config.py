@@ -210,6 +210,10 @@ LEADER_CALL_LIMIT: Final = 0.8
 OUTCOME_KEPT: Final = 3600
 """How long etcd remembers how a job ended: who comes later is told, and starts nothing."""
 
+SAVED_KEPT: Final = 30
+"""The same for a job that ended with EXIT_SAVED: it is to be started again, under the same name
+too; until then agents that did not hear of the end are told."""
+
 RECORD_KEPT: Final = 7 * 24 * 3600
 """How long etcd keeps the record of a job whose nodes have all gone without an end."""
 
@@ -226,26 +230,27 @@ CONSOLE_QUEUE_LINES: Final = 10_000
 
 # ---------------------------------------------------------------- exit codes
 
+# What a scheduler is told, which sees nothing else (docs/decisions/024). Which end of a job has
+# which is a table in core/failures.py.
+
 EXIT_OK: Final = 0
+"""Done."""
 EXIT_FAILED: Final = 1
+"""Failed, or told to leave with nothing saved: may be tried again."""
 EXIT_USAGE: Final = 2
-EXIT_STUCK: Final = 75
-"""A process the kernel would not let die is left on this node."""
-EXIT_BELOW_MIN: Final = 76
-"""Too few nodes, for `join_timeout` long."""
-EXIT_MASTER_LOST: Final = 77
-"""Ranks had failed or could not finish, and no master answered for `master_lost_timeout`."""
-EXIT_REFUSED: Final = 78
-"""The master would not have this node: wrong version, wrong job, a node id that is taken."""
+"""The command line is wrong: trying it again cannot help."""
+EXIT_BAD_NODE: Final = 75
+"""This node is bad: try again on another one."""
+EXIT_FINAL: Final = 93
+"""Not to be tried again; also what a script ends with to say so."""
+EXIT_SAVED: Final = 99
+"""Told to leave, and a step that all ranks have saved is in storage: go on from there."""
+
 EXIT_PORT_TAKEN: Final = 79
 """The master could not listen: somebody else holds its port (only the master ends with it)."""
 EXIT_NOT_LEADING: Final = 80
 """Another master leads this job, or this one cannot prove any more that it does (only a master
 whose leadership is in etcd ends with it; its agents go to the one that leads)."""
-EXIT_EXCLUDED: Final = 81
-"""This node is excluded from the job: it failed the network check, or it is too slow."""
-EXIT_UNFIT: Final = 82
-"""--precheck found something on this machine with which no rank should be started."""
 
 
 # ---------------------------------------------------------------- what the command line resolves to

@@ -406,6 +406,10 @@ def shm_entries() -> set[str]:
     return set(os.listdir(SHM)) if SHM.is_dir() else set()
 
 
+LOOK_AGAIN = 0.5
+"""Seconds after which what lies in /dev/shm is looked at anew."""
+
+
 def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
     """Entries of /dev/shm that were not there `before` and that no living process has mapped.
 
@@ -423,7 +427,8 @@ def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
             rest = end - time.monotonic()
             if not left or rest <= 0:
                 break
-            watcher.read(timeout=int(rest * 1000) + 1)
+            # nothing tells when a folder is mapped again, by the next life of another test's job
+            watcher.read(timeout=int(min(rest, LOOK_AGAIN) * 1000) + 1)
     return sorted(left)
 
 

@@ -41,6 +41,6 @@ class Awaiting:
 
 
 def _has_come(held: Held, whole: int) -> bool:
-    if whole != NONE:
-        return held.segment.watermark >= whole
+    if whole != NONE:  # or a later step is to be saved instead
+        return held.segment.watermark >= whole or held.segment.save_at > whole
     return held.segment.free_slot() is not None

@@ -121,7 +121,7 @@ def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
 
 def subject(config: AgentConfig) -> Subject:
     """What an agent with this configuration wants of its machine."""
-    from elasticrun.doctor import disk
+    from elasticrun.doctor import disk, kernel
     from elasticrun.doctor.checkup import Subject
 
     spec = config.spec
@@ -133,6 +133,7 @@ def subject(config: AgentConfig) -> Subject:
         folders=tuple(disk.folders(os.environ, log_dir=config.logs.log_dir)),
         accelerator=config.accelerator,
         environ=dict(os.environ),
+        killed_within=kernel.HOUR,
     )
 
 

@@ -28,6 +28,9 @@ WORD: Final = 0.5
 LEAST_TIME: Final = 0.1
 """Seconds from which on a pace is believed."""
 
+MOST_MISSED: Final = 64
+"""Steps that ranks may say they have missed; the master names a few at most."""
+
 MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1")
 """Death signals that ranks put off until their state is saved."""
 
@@ -42,8 +45,10 @@ class Departing:
         self._say = say
         self._start: m.Start | None = None
         self._asked = NONE
-        self._told: set[int] = set()  # steps of which the master knows that they were missed
+        self._told: dict[int, m.Missed] = {}  # by the step that was asked for
+        self._silent: set[int] = set()  # local ranks that save nothing more
         self._first: tuple[float, int] | None = None  # commit: when, of which step
+        self._began: tuple[float, int] | None = None  # training: when, after which step
         self._putting_off: dict[int, frozenset[int]] = {}
         names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
@@ -56,10 +61,16 @@ class Departing:
         self._start = start
         self._asked = NONE
         self._told.clear()
-        self._first = None
+        self._silent.clear()
+        self._first = self._began = None
         self._putting_off.clear()
 
     # ------------------------------------------------------------ ranks
+
+    def began(self, step: int) -> None:
+        """A rank goes on from this step."""
+        if self._began is None:
+            self._began = (time.monotonic(), step)
 
     def committed(self, step: int) -> None:
         """A rank has taken a snapshot."""
@@ -73,25 +84,37 @@ class Departing:
     def is_put_off(self, local_rank: int, signum: int) -> bool:
         return signum in self._putting_off.get(local_rank, ())
 
+    def lost(self, local_rank: int) -> None:
+        """It does not speak with this agent any more: training is over in it, or it is."""
+        self._silent.add(local_rank)
+
     def missed(self, said: s.Missed) -> None:
         """A rank could not save the step that was asked for."""
-        if self._start is not None and said.asked >= 0 and said.asked not in self._told:
-            self._told.add(said.asked)
-            self._say(m.Missed(self._start.round, said.asked, max(0, said.step)))
+        start = self._start
+        if start is None or said.asked < 0 or said.asked in self._told:
+            return
+        if len(self._told) < MOST_MISSED:
+            report = self._told[said.asked] = m.Missed(start.round, said.asked, max(0, said.step))
+            self._say(report)
 
     # ------------------------------------------------------------ the node
 
     def step(self) -> int:
         """The newest that a rank is at; -1: none of them can save its state."""
-        steps = [held.segment.current for held in self._current.values() if not held.gone]
+        steps = [
+            held.segment.current
+            for local_rank, held in self._current.items()
+            if not held.gone and local_rank not in self._silent
+        ]
         first = -1 if self._first is None else self._first[1]
-        return max([first, *steps])
+        return max([first, *steps]) if steps else -1
 
     def margin(self) -> int:
         """Steps in which word comes to every rank, at the pace that they have kept."""
-        if self._first is None:
+        since = self._first or self._began
+        if since is None:
             return LEAST_MARGIN
-        began, first = self._first
+        began, first = since
         seconds = max(time.monotonic() - began, LEAST_TIME)
         steps = math.ceil(WORD * (self.step() - first) / seconds)
         return min(max(LEAST_MARGIN, steps), MAX_MARGIN)
@@ -103,13 +126,20 @@ class Departing:
         return Signalled(signum, name, death, step, self.margin())
 
     def ask(self, order: m.SaveAt) -> None:
-        """All ranks save their first step from this one on."""
+        """All ranks save their first step from this one on. The same order again, of a master that
+        may not have heard that one could not, is answered again."""
         if self._start is not None and order.round == self._start.round:
             self._asked = order.step
             for held in self._current.values():
-                self.show(held)
+                self._write(held)
+            if order.step in self._told:
+                self._say(self._told[order.step])
 
     def show(self, held: Held) -> None:
-        """Write it into this segment."""
+        """A rank is given this segment: write it there."""
+        self._silent.discard(held.local_rank)
+        self._write(held)
+
+    def _write(self, held: Held) -> None:
         if not held.gone:
             held.segment.save_at = self._asked

@@ -17,7 +17,7 @@ from typing import Final
 from elasticrun.agent.held import Held
 from elasticrun.agent.segment_folder import Life
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import MAX_CONTENTS, MAX_HOLDINGS, Holding, Start
+from elasticrun.wire.messages import MAX_CONTENTS, MAX_HOLDINGS, Holding, LastRound, Start
 from elasticrun.wire.segment import Snapshot, round_key
 from elasticrun.wire.snapshots import RankHere, Restored
 
@@ -31,6 +31,7 @@ class Inventory:
     def __init__(self, nproc: int) -> None:
         self._nproc = nproc
         self._lives: dict[bytes, Life] = {}
+        self._adopted: set[bytes] = set()
         self._wanted: set[tuple[bytes, int]] = set()
         self._folder_told = False
         self.reading: int | None = None
@@ -42,12 +43,11 @@ class Inventory:
     def adopt(self, lives: Iterable[Life]) -> None:
         """Those of the agent before us."""
         self._lives = {life.key: life for life in lives}
+        self._adopted = set(self._lives)
 
     def begin(self, start: Start, held: Iterable[Held]) -> None:
         """A new life; older ones of which nothing lies here are forgotten."""
-        name = start.round
-        place = (start.first_rank, start.world_size, self._nproc)
-        life = Life(name.term, name.number, name.nonce, *place)
+        life = Life.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
         self._folder_told = False
@@ -75,6 +75,34 @@ class Inventory:
     def restored(self, said: Restored) -> None:
         """What came of the restore of a local rank."""
         self.reading = said.step if said.source == "storage" else -1
+
+    def elsewhere(self, name: RoundName, folder: str) -> str:
+        """Where checkpoints went of what lies here of this round, if that was not `folder` and
+        before this agent's time: it is of another training under the same name. Else ""."""
+        life = self.life(name)
+        if life is None or life.key not in self._adopted or life.folder == folder:
+            return ""
+        return life.folder
+
+    def is_beyond(self, local_rank: int) -> bool:
+        """Whether an agent before this one had more local ranks, this one among them."""
+        return local_rank >= self._nproc
+
+    def committed(self, step: int) -> bool:
+        """There is a checkpoint of this step. Whether that has changed what `last` says."""
+        life = self.present
+        if life is None or step >= life.rewound_from:
+            return False
+        self._lives[life.key] = self.present = replace(life, rewound_from=-1)
+        return True
+
+    def last(self) -> LastRound | None:
+        """The newest round whose ranks lived here, under an agent before this one too."""
+        lived = [life for life in self._lives.values() if life.nproc]
+        if not lived:
+            return None
+        life = max(lived, key=lambda one: (one.term, one.number))
+        return LastRound(life.name, life.world_size, life.restore, life.rewound_from)
 
     def lives(self) -> list[Life]:
         """All that are known, the newest last."""

@@ -13,7 +13,7 @@ from elasticrun.agent.errorfiles import write_own, write_own_words
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.summary import child_failed
 from elasticrun.agent.threads import in_thread
-from elasticrun.config import EXIT_OK, AgentConfig
+from elasticrun.config import EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.effects import Exit
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire.messages import Start
@@ -69,7 +69,9 @@ def sentence(outcome: Exit) -> str:
     """The reason in one sentence, for an end that no rank caused."""
     if outcome.signum:
         name = signal.Signals(outcome.signum).name
-        return f"ended by {name} ({outcome.signum}); the ranks have been shut down"
+        ended = f"ended by {name} ({outcome.signum}); the ranks have been shut down"
+        saved = outcome.code == EXIT_SAVED
+        return f"{ended}, and the step that all have saved is in storage" if saved else ended
     return outcome.reason or f"ended with exit code {outcome.code}"
 
 

@@ -18,8 +18,9 @@ from elasticrun.agent.probe import Answer, probe
 from elasticrun.agent.session import Session
 from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.agent.trust import NO_TRUST, Trust
-from elasticrun.config import EXIT_FAILED, EXIT_REFUSED, HEARTBEAT_TIMEOUT
+from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
 from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.core.failures import Ending, code_of
 from elasticrun.operator_log import logger
 from elasticrun.wire import tls
 from elasticrun.wire.channel import LinkError, Unproved
@@ -114,10 +115,12 @@ class Link:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        loop, pause = asyncio.get_running_loop(), BACKOFF_FIRST
         while True:
             session = await self._connect()
             if session is None:
                 return
+            began = loop.time()
             self._take_up(session)
             reason = await self._hold()
             if self._session is None:  # close() has taken it
@@ -125,6 +128,9 @@ class Link:
             ended, self._session = self._session, None
             self._deliver(LinkLost(reason))
             await ended.drop()
+            # one that ends again and again just after its welcome is not dialled without a rest
+            lasted = loop.time() - began >= BACKOFF_MOST
+            pause = BACKOFF_FIRST if lasted else await self._rest(pause)
 
     def _take_up(self, session: Session) -> None:
         self.connected.set()
@@ -190,11 +196,15 @@ class Link:
             if isinstance(outcome, Refused):
                 self._deliver(Ordered(outcome))
                 return None
-            try:
-                await asyncio.wait_for(self._nudge.wait(), pause * random.uniform(0.5, 1.0))
-                pause = BACKOFF_FIRST
-            except TimeoutError:
-                pause = min(BACKOFF_MOST, 2 * pause)
+            pause = await self._rest(pause)
+
+    async def _rest(self, pause: float) -> float:
+        """So long, or until a nudge; what the next pause is."""
+        try:
+            await asyncio.wait_for(self._nudge.wait(), pause * random.uniform(0.5, 1.0))
+        except TimeoutError:
+            return min(BACKOFF_MOST, 2 * pause)
+        return BACKOFF_FIRST
 
     async def _attempt(self) -> Session | Refused | None:
         """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
@@ -216,7 +226,7 @@ class Link:
             final = Refused(f"{endpoint}: {reason}", answer.exit_code)
         except Unproved as error:
             reason = str(error)
-            final = Refused(f"{endpoint}: {reason}", EXIT_REFUSED)
+            final = Refused(f"{endpoint}: {reason}", code_of(Ending.REFUSED))
         except LinkError as error:
             reason = str(error)
             if error.rejected:
@@ -287,7 +297,7 @@ class Link:
         files, name = self._trust.files, self._trust.name
         answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
         if answer is Answer.INSECURE:
-            return Refused(f"{endpoint}: {why}", EXIT_REFUSED)
+            return Refused(f"{endpoint}: {why}", code_of(Ending.REFUSED))
         if answer is Answer.FOREIGN:
             self._strange = STRANGER_AFTER
         elif answer in (Answer.SILENT, Answer.CLOSED):

@@ -102,8 +102,8 @@ class RankOutput:
                 os.makedirs(base, exist_ok=True)
             self._run_dir = tempfile.mkdtemp(prefix=f"{name}_", dir=base)
         except OSError as error:
-            where = base or "the folder for temporary files"
-            raise LogsUnusable(f"cannot make a log folder in {where}: {error.strerror}") from error
+            where = f"no folder can be made in {base or 'the folder for temporary files'}"
+            raise LogsUnusable(f"--log-dir: {where}: {error.strerror}") from error
         logger.info("log directory set to: %s", self._run_dir)
 
     def open_attempt(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> dict[int, RankLogs]:

@@ -33,7 +33,7 @@ from elasticrun.agent.stores import HOLD, Stores
 from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
 from elasticrun.agent.trust import trust_of
 from elasticrun.agent.waiting import LongWaits, starting
-from elasticrun.config import EXIT_FAILED, EXIT_UNFIT, AgentConfig
+from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.effects import (
     AgentEffect,
     AgentEvent,
@@ -51,6 +51,7 @@ from elasticrun.core.effects import (
     SpawnRanks,
     SweepRanks,
 )
+from elasticrun.core.failures import Ending, code_of
 from elasticrun.core.group_states import State
 from elasticrun.core.worker_group import WorkerGroup
 from elasticrun.operator_log import StderrWriter, logger
@@ -222,7 +223,7 @@ class Node:
         await self._snapshots.open(self._identity.node)
         config.env.update(planted_in(self._identity.node))
         if unfit := await self._checkup.unfit():
-            self._loop.end(Exit(EXIT_UNFIT, unfit, (), 0))
+            self._loop.end(Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
         try:
             await self._meeting.settle(self._first_master)
@@ -261,7 +262,7 @@ class Node:
         self._loop.deliver(self._snapshots.departing.signalled(signum, death=death))
 
     def _from_master(self, event: AgentEvent) -> None:
-        if isinstance(event, LinkBack):  # what is held comes before all that the brain says
+        if isinstance(event, LinkBack) and not self._brain.is_parked:  # held comes before said
             self._snapshots.attached()
         self._loop.deliver(event)
 

@@ -9,6 +9,8 @@ from elasticrun.wire import snapshots as s
 from elasticrun.wire.messages import Start
 from elasticrun.wire.segment import NONE, VERSION
 
+MAX_KEY: Final = 2**63
+
 FOLDER_MOST: Final = 4096
 """Characters of the path or URL of a folder of checkpoints."""
 
@@ -29,6 +31,11 @@ def refusal(here: s.RankHere, start: Start | None, nproc: int) -> str:
         said = f"rank {here.rank} of {here.world_size}"
         return f"it says that it is {said}, and is rank {place[0]} of {place[1]}"
     return ""
+
+
+def is_impossible(need: s.NeedSegment) -> bool:
+    """Whether it names a layout or a content that there cannot be."""
+    return not 0 < need.content < MAX_KEY or not 0 <= need.layout < MAX_KEY
 
 
 def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:

@@ -202,7 +202,7 @@ class Ranks:
         local_rank = life.keys[message.key]
         self._output.rank_exited(local_rank)
         sent = life.signalled.get(local_rank)
-        if self._is_put_off(local_rank, -message.code):
+        if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d ended by a signal that it had put off", local_rank)
         elif message.code != 0 and sent is None:
             logger.error(

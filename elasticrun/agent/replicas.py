@@ -34,6 +34,9 @@ MAX_ORDERS: Final = 64
 """That wait; each names another node, and of another step than theirs none waits."""
 
 
+_NOTHING: Final = (-1, -1, -1)
+
+
 class Replicas:
     """Those of this node. `say` reports to the master, `changed` is called when more is held."""
 
@@ -92,11 +95,16 @@ class Replicas:
             tell_failure(self._task, logger.error, "copying from another node")
 
     def tidy(self) -> None:
-        """The present life has a whole step of its own: what no order names any more can go."""
+        """The present life has a whole step of its own: what no order names any more can go, and
+        what a rank had before its state was laid out anew."""
         if self._task is None:
             held = [one for one in self._segments.held if one.replica >= 0]
+            newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
             for one in held:
-                if one.replica not in self._ranks and not one.pinned():
+                newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
+            for one in held:
+                old = _newest(one) < newest[one.replica]
+                if (old or one.replica not in self._ranks) and not one.pinned():
                     self._savers.forget(one)
                     self._segments.drop(one)
 
@@ -165,6 +173,11 @@ def _slot(held: Held) -> int | None:
         if not held.pins.get(slot):
             return slot
     return None
+
+
+def _newest(held: Held) -> tuple[int, int, int]:
+    """The age of what was copied there last."""
+    return max(map(_age, held.snapshots()), default=_NOTHING)
 
 
 def _age(snapshot: Snapshot) -> tuple[int, int, int]:

@@ -48,7 +48,9 @@ T = TypeVar("T")
 
 STARTS_MOST: Final = 4
 STARTS_WINDOW: Final = 600.0
-"""A saver is started so many times in so many seconds; one that keeps dying is of no use."""
+"""A saver is started so many times in so many seconds; one that keeps dying is of no use. The count
+begins anew with a checkpoint's part that one has written, and none that went with its fork server
+is counted."""
 
 START_LIMIT: Final = 60.0
 """Seconds until a saver speaks; one that is executed imports torch first."""
@@ -212,6 +214,7 @@ class Savers:
         elif isinstance(message, Checked):
             self._settle(("check", message.key, message.slot, message.sequence), message)
         elif isinstance(message, PartsDone):
+            self._worked(message.ok)
             self._settle(("parts", message.attempt), message)
         elif isinstance(message, CommitDone):
             self._settle(("commit", message.attempt), message)
@@ -249,6 +252,8 @@ class Savers:
         """A spawner has died, perhaps with the saver."""
         if self._key is not None and self._spawners.owner(self._key) is None:
             self._key = None
+            if self._starts:
+                self._starts.pop()
             self._end("the saver died with the fork server")
             if self._coming is not None:
                 self._start()
@@ -285,6 +290,10 @@ class Savers:
                 cpus=(),
             )
         )
+
+    def _worked(self, ok: bool) -> None:
+        if ok:
+            self._starts.clear()
 
     def _introduced(self, peer: Peer, here: SaverHere) -> None:
         if here.version != VERSION:

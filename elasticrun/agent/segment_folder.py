@@ -17,10 +17,11 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import Restore, Start
 from elasticrun.wire.segment import round_key
 
 DEFAULT_BASE: Final = "/dev/shm"
@@ -41,6 +42,10 @@ LIVES: Final = "lives.json"
 ORPHAN: Final = "orphan"
 """Its time is when another agent found that this folder had lost its own."""
 
+_TEXTS: Final = ("nonce", "folder", "from_nonce")
+_OR_NONE: Final = ("from_step", "rewound_from")
+"""Fields of a `Life` that are text, and numbers of which -1 says that there is none."""
+
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
 
 
@@ -58,7 +63,7 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Life:
     """What a snapshot's record does not say of its round: one life of the local ranks, its place in
-    the round, and where its checkpoints go."""
+    the round, where its checkpoints go, and what it had gone on from."""
 
     term: int
     number: int
@@ -69,6 +74,36 @@ class Life:
     folder: str = ""  # an absolute path or a URL; "" until a rank has said it
     keep_last: int = 0
     keep_every: int = 0
+    from_term: int = 0  # the round of the snapshot that it had gone on from
+    from_number: int = 0
+    from_nonce: str = ""
+    from_step: int = -1  # -1: it had gone on from none
+    from_world_size: int = 0
+    rewound_from: int = -1  # as in Start
+
+    @classmethod
+    def of(cls, start: Start, nproc: int) -> Life:
+        """That of ranks which are about to start."""
+        name = start.round
+        life = cls(name.term, name.number, name.nonce, start.first_rank, start.world_size, nproc)
+        if (on := start.restore) is not None:
+            life = replace(
+                life,
+                from_term=on.round.term,
+                from_number=on.round.number,
+                from_nonce=on.round.nonce,
+                from_step=on.step,
+                from_world_size=on.world_size,
+            )
+        return replace(life, rewound_from=start.rewound_from)
+
+    @property
+    def restore(self) -> Restore | None:
+        """The snapshot that it had gone on from."""
+        if self.from_step < 0:
+            return None
+        name = RoundName(self.from_term, self.from_number, self.from_nonce)
+        return Restore(name, self.from_step, self.from_world_size)
 
     @property
     def name(self) -> RoundName:
@@ -285,13 +320,12 @@ def _remove(path: str) -> None:
 
 def _life(row: Any) -> Life:
     life = Life(**row)
-    numbers = (life.term, life.number, life.first_rank, life.world_size, life.nproc)
-    if not all(type(n) is int and 0 <= n < 2**62 for n in (*numbers, life.keep_last)):
-        raise ValueError("impossible numbers")
-    if type(life.keep_every) is not int or life.keep_every < 0:
-        raise ValueError("impossible numbers")
-    if not isinstance(life.nonce, str) or not isinstance(life.folder, str):
-        raise ValueError("a name is no text")
+    for name, value in asdict(life).items():
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise ValueError("a name is no text")
+        elif type(value) is not int or not (-1 if name in _OR_NONE else 0) <= value < 2**62:
+            raise ValueError("impossible numbers")
     return life
 
 

@@ -16,6 +16,7 @@ import mmap
 import os
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -67,7 +68,9 @@ class Segments:
         self._told: set[str] = set()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._to_note: list[Life] = []
         self._noted: list[Life] = []
+        self._noting: asyncio.Task[None] | None = None
         self.held: list[Held] = []
 
     async def open(self, node: str) -> list[Life]:
@@ -96,12 +99,19 @@ class Segments:
         return lives
 
     async def note(self, lives: list[Life]) -> None:
-        """Keep for a later agent what snapshots do not say of their rounds."""
-        folder = self._folder
-        if folder is not None and lives != self._noted:
-            self._noted = list(lives)
+        """Keep for a later agent what snapshots do not say of their rounds; what is said last is
+        what stays."""
+        self._to_note = list(lives)
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.create_task(self._note())
+        await asyncio.shield(self._noting)
+
+    async def _note(self) -> None:
+        while (folder := self._folder) is not None and self._to_note != self._noted:
+            self._noted = self._to_note
+            note = partial(folder.note, self._noted)
             try:
-                await in_thread(lambda: folder.note(lives), limit=OPEN_LIMIT, name="segments")
+                await in_thread(note, limit=OPEN_LIMIT, name="segments")
             except (OSError, TimeoutError) as error:
                 self._once(f"snapshots will not outlive this agent: {error or 'no answer'}")
 
@@ -313,10 +323,11 @@ class Segments:
         if folder is None:
             return due, None
         lives = folder.lives()
+        most = max((life.nproc for life in lives), default=0)
         found: list[Held] = []
         for file in folder.files():
             held = self._adopted(file) if lives else None
-            if held is not None and file.local_rank < self._nproc:
+            if held is not None and file.local_rank < most:
                 found.append(held)
                 continue
             with contextlib.suppress(OSError):

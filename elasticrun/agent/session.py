@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from elasticrun.agent.threads import tell_failure
 from elasticrun.agent.trust import Trust
+from elasticrun.operator_log import logger
 from elasticrun.wire import tls
 from elasticrun.wire.channel import Attendance, LinkError, attend, open_channel
+from elasticrun.wire.codec import WireError
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
 
@@ -23,6 +25,9 @@ thousands of new connections, each of which costs it more than the echo that was
 OUTBOX_MOST: Final = 1000
 """Reports that wait for a full transport; beyond it the stream is given up and state told anew."""
 
+MOST_TOLD: Final = 32
+"""Sentences of one session about reports that could not be sent."""
+
 
 class Session:
     """One stream on one channel of its own, from the proof of the token to its end."""
@@ -33,6 +38,7 @@ class Session:
         self._stream: Attendance = attend(self._channel)
         self._token = trust.token
         self._outbox: deque[Report] = deque()
+        self._told: set[str] = set()
         self._more = asyncio.Event()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,7 +140,7 @@ class Session:
         try:
             while True:
                 while self._outbox:
-                    await self._stream.send(self._outbox.popleft())
+                    await self._send(self._outbox.popleft())
                 if self._closing:
                     await self._stream.close()
                     return
@@ -143,6 +149,17 @@ class Session:
                     await self._more.wait()
         except LinkError as error:
             self._end(str(error))
+
+    async def _send(self, report: Report) -> None:
+        """LinkError. What cannot be encoded is a defect of ours, which a new session would meet
+        again at once."""
+        try:
+            await self._stream.send(report)
+        except WireError as error:
+            text = f"a report was not sent to the master: {error}"
+            if text not in self._told and len(self._told) < MOST_TOLD:
+                self._told.add(text)
+                logger.error("%s", text)
 
     async def _beat(self) -> None:
         number = 0

@@ -1,10 +1,11 @@
-"""What may stay in the segments when a new life of the ranks begins."""
+"""What may stay in the segments when a new life of the ranks begins, and while it lasts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from elasticrun.agent.held import Held
+from elasticrun.agent.inventory import Inventory
 from elasticrun.wire.messages import Restore
 from elasticrun.wire.segment import NONE, Snapshot, round_key
 
@@ -38,6 +39,24 @@ def sift(
         chosen = None if restore is None else one.find(round_key(restore.round), restore.step)
         if chosen is not None:
             one.pin(chosen.slot, CHOSEN)
+
+
+def needless(
+    held: Iterable[Held], current: Mapping[int, Held], inventory: Inventory, watermark: int
+) -> list[Held]:
+    """Segments of local ranks that nobody needs any more: of a layout that a rank has no more, or
+    of a local rank that is no more. `current`: those that were given in this life."""
+    found: list[Held] = []
+    for one in held:
+        now = current.get(one.local_rank)
+        if now is None and not inventory.is_beyond(one.local_rank):
+            continue  # its rank has yet to ask for one
+        if now is one or one.pinned():
+            continue
+        heirs = current.values() if now is None else [now]
+        if not one.snapshots() or any(inventory.has_whole(heir, watermark) for heir in heirs):
+            found.append(one)
+    return found
 
 
 def _newer(snapshot: Snapshot, restore: Restore) -> bool:

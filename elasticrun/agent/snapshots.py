@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 from elasticrun.agent.awaiting import Awaiting
 from elasticrun.agent.departing import Departing
@@ -26,13 +27,13 @@ from elasticrun.agent.link import Link
 from elasticrun.agent.marks import Marks
 from elasticrun.agent.memory import NoRoom
 from elasticrun.agent.persisting import Persisting, named
-from elasticrun.agent.rank_here import refusal, resume
+from elasticrun.agent.rank_here import is_impossible, refusal, resume
 from elasticrun.agent.remarks import Remarks
 from elasticrun.agent.replicas import Replicas
 from elasticrun.agent.savers import Savers
 from elasticrun.agent.segments import Segments
 from elasticrun.agent.shards import Shards
-from elasticrun.agent.sifting import CHOSEN, sift
+from elasticrun.agent.sifting import CHOSEN, needless, sift
 from elasticrun.agent.snapshot_peers import Peer, PeerServer
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.threads import tell_failure
@@ -43,8 +44,6 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.progress import place
 from elasticrun.wire.segment import NONE, round_key
-
-MAX_CONTENT: Final = 2**63
 
 
 class Snapshots:
@@ -60,7 +59,6 @@ class Snapshots:
         link: Callable[[], Link],
         address: Callable[[], str],
     ) -> None:
-        self._config = config
         self._nproc = config.nproc_per_node
         self._several = config.spec.max_nodes > 1
         self._link = link
@@ -83,8 +81,8 @@ class Snapshots:
         self._shards = Shards(*parts, say)
         self._persisting = Persisting(*parts, say=say, bad=self._shards.bad, freed=self._tidy)
         self._replicas = Replicas(*parts, say=say, changed=lambda: self._report.changed())
-        limit = config.spec.saves.limit
-        self._wanted = Wanted(self._segments, self._inventory, limit, self._tidy)
+        saves = config.spec.saves
+        self._wanted = Wanted(self._segments, self._inventory, saves.limit, self._tidy)
         self._report = HoldingsReport(
             link, self._holdings, lambda: self._start.group_world_size if self._start else 1
         )
@@ -139,13 +137,16 @@ class Snapshots:
         self._remarks.clear()
         self.departing.begin(start)
         self._inventory.begin(start, self._segments.held)
-        pins = self._persisting.pins()
-        sift(self._segments.held, start.restore, pins, self._wanted.reason)
-        self._marks.begin(NONE if start.restore is None else start.restore.step)
         self.savers.replace_old()
-        self._shards.begin(start)
+        self._go_on_from(start)
         self._replicas.begin(start)
+        self._note()
         self._serve()
+
+    def _go_on_from(self, start: m.Start) -> None:
+        sift(self._segments.held, start.restore, self._persisting.pins(), self._wanted.reason)
+        self._marks.begin(NONE if start.restore is None else start.restore.step)
+        self._shards.begin(start)
         self._report.changed()
 
     def reaped(self) -> None:
@@ -204,10 +205,11 @@ class Snapshots:
 
     def _over(self, order: m.PersistOver) -> None:
         """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
-        key = round_key(order.round)
         self._persisting.over(order)
         if order.ok or not order.attempt:
-            self._wanted.over(key, order.step)
+            self._wanted.over(round_key(order.round), order.step)
+        if order.ok and self._inventory.committed(order.step):
+            self._note()
         self._tidy()
 
     # ------------------------------------------------------------ what peers say
@@ -232,6 +234,7 @@ class Snapshots:
             self.savers.hung_up(peer)
         elif peer.here is not None and self._ranks.get(peer.here.local_rank) is peer:
             del self._ranks[peer.here.local_rank]
+            self.departing.lost(peer.here.local_rank)
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
         start = self._start
@@ -239,6 +242,11 @@ class Snapshots:
         if start is None or why:
             peer.break_off(why)
             return
+        on = start.restore
+        if on and (other := self._inventory.elsewhere(on.round, here.folder)):
+            self._remarks(f"step {on.step} in memory is not used: its checkpoints are in {other}")
+            self._start = start = replace(start, restore=None)
+            self._go_on_from(start)
         before = self._ranks.get(here.local_rank)
         self._ranks[here.local_rank] = peer
         if before is not None:
@@ -277,16 +285,16 @@ class Snapshots:
             self._remarks(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
             self._inventory.restored(message)
-            if message.source != "nothing":
-                said = f"ranks go on from step {message.step} ({message.source})"
-                self._remarks(said, level="info")
+            self.departing.began(message.step)
+            if (source := message.source) != "nothing":
+                self._remarks(f"ranks go on from step {message.step} ({source})", level="info")
 
     # ------------------------------------------------------------ segments
 
     async def _give(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
         """NeedSegment; answered with SegmentHere."""
         sizes = Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
-        if not 0 < need.content < MAX_CONTENT or not 0 <= need.layout < MAX_CONTENT:
+        if is_impossible(need):
             peer.break_off("it names a layout that there cannot be")
             return
         try:
@@ -314,13 +322,10 @@ class Snapshots:
         """Something is not needed any more: tell who waits for room, and drop segments of other
         layouts that nobody needs."""
         self._awaiting.look()
-        for held in list(self._segments.held):
-            current = self._current.get(held.local_rank)
-            if current is None or current is held or held.pinned():
-                continue
-            if not held.snapshots() or self._inventory.has_whole(current, self._marks.watermark):
-                self.savers.forget(held)
-                self._segments.drop(held)
+        mark = self._marks.watermark
+        for held in needless(self._segments.held, self._current, self._inventory, mark):
+            self.savers.forget(held)
+            self._segments.drop(held)
         self._report.changed()
 
     # ------------------------------------------------------------ commits
@@ -371,9 +376,8 @@ class Snapshots:
 
     def _holdings(self) -> m.Holdings:
         held = self._inventory.holdings(self._segments.held, living=self._living)
-        port = self.savers.port
-        saver = Endpoint(self._address(), port) if port else None
-        return m.Holdings(saver, held, self._replicas.wanted)
+        saver = Endpoint(self._address(), self.savers.port) if self.savers.port else None
+        return m.Holdings(saver, held, self._replicas.wanted, self._inventory.last())
 
     def _serve(self) -> None:
         """Let other nodes have what is held here."""
@@ -385,6 +389,9 @@ class Snapshots:
 
     def _say(self, report: m.Report) -> None:
         self._link().say(report)
+
+    def _note(self) -> None:
+        self._spawn(self._segments.note(self._inventory.lives()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,6 +1,6 @@
 """The last words of a failed job, in torchrun's layout, because people and tools search for it.
 
-What is different is the content (README, table of differences): the root cause is the whole
+What is different is the content (docs/torchrun.md): the root cause is the whole
 job's, found by the master, not the local failure with the smallest whole second; and ranks that
 were killed because another one had failed are not listed as failures.
 """

@@ -32,7 +32,8 @@ class LongWaits:
             self._timer = loop.call_later(STILL_WAITING, self._tell, status.reason)
 
     def _tell(self, reason: str) -> None:
-        logger.warning("still waiting: %s", reason)
+        rest = reason.removeprefix("waiting")  # which most reasons begin with
+        logger.warning("still waiting%s%s", ": " if rest == reason else "", rest)
 
     def close(self) -> None:
         """Say no more."""
@@ -46,6 +47,8 @@ def starting(now: Start, last: Start | None, most: int) -> str:
     this node was part of before, if any; `most`: restarts that the user has given the job."""
     size = f"{some(now.world_size, 'rank')} on {some(now.group_world_size, 'node')}"
     where = f"round {now.round.number} with {size}"
+    if now.restore is not None:
+        where += f", from step {now.restore.step} in memory"
     if last is None:
         return f"the ranks start here: {where}"
     if now.restart_count == last.restart_count:

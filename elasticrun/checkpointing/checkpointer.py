@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import time
 import warnings
@@ -19,7 +21,7 @@ from elasticrun.checkpointing.line import LineError
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
 from elasticrun.checkpointing.state import OnResize, State
 from elasticrun.checkpointing.ways import AgentWay, Setting, TorchWay, Way
-from elasticrun.storage.folder import Folder
+from elasticrun.storage.folder import MAX_STEP, Folder
 from elasticrun.wire import env
 from elasticrun.wire.segment import MAX_SLOTS, MIN_SLOTS
 
@@ -221,10 +223,14 @@ class Checkpointer:
 
     def step(self, number: int, healthy: bool = True) -> None:
         """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
-        that is no number, say) leaves it out; all ranks must be of one mind."""
+        that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
+        number that no step has."""
+        number = _step(number)
         way = self._begun(number)
         schedule = self._schedule
         assert schedule is not None
+        with contextlib.suppress(Exception):  # what is in the way is told when a snapshot is due
+            way.prepare()  # from now on this node can be asked to save, and leave
         way.note(number)
         due = schedule.due(number)
         asked = self._is_asked(way, number)
@@ -248,7 +254,9 @@ class Checkpointer:
 
     def save_now(self, number: int) -> bool:
         """Take a snapshot of step `number` and have it written out, whatever is due. False if it
-        could not be taken. Every rank calls it at the same step."""
+        could not be taken. Every rank calls it at the same step. ValueError for a number that no
+        step has."""
+        number = _step(number)
         way = self._begun(number)
         return self._attempt(way, Due(number, True), BUSY_LIMIT)
 
@@ -323,6 +331,17 @@ def _slots(
     if slots != "auto":
         return slots, 0
     return (3, MIN_SLOTS) if persist_every is not None or replicas else (MIN_SLOTS, 0)
+
+
+def _step(number: int) -> int:
+    """The number of a step. ValueError."""
+    try:
+        found = operator.index(number)
+    except TypeError:
+        found = -1
+    if not 0 <= found < MAX_STEP:
+        raise ValueError(f"step {number!r} is none: steps are counted from 0, in whole numbers")
+    return found
 
 
 def _place() -> tuple[int, int]:

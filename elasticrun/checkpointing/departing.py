@@ -17,9 +17,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Final
 
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.line import Line, LineError
 from elasticrun.wire.segment import NONE
 from elasticrun.wire.snapshots import Missed, PutsOff
 
@@ -39,20 +40,37 @@ class PutOff:
 
     def __init__(self) -> None:
         self._signals: set[int] = set()
+        self._handler = self._caught  # a method is another object each time it is looked up
+        self._is_hooked = False
         self._came = 0
         self._at = 0.0
+        self.holder: object = None
+        """Who asked last; whoever was before is not to take it back."""
 
     def install(self, signals: Iterable[int]) -> tuple[int, ...]:
         """Put these off from now on, but for those that the script has a handler for; which."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _is_main_thread():
             return ()
-        if not self._signals:
-            os.register_at_fork(after_in_child=self.restore)
-        for signum in signals:
+        if not self._is_hooked:
+            self._is_hooked = True
+            os.register_at_fork(after_in_child=self._forked)
+        wanted = set(signals)
+        for signum in wanted - _handled():
             if signal.getsignal(signum) == signal.SIG_DFL:
-                signal.signal(signum, self._caught)
+                signal.signal(signum, self._handler)
                 self._signals.add(signum)
-        return tuple(sorted(self._signals.intersection(signals)))
+        return tuple(sorted(self._signals & wanted))
+
+    def taken_over(self) -> bool:
+        """Whether the script has made a handler of its own for one of them since the last look."""
+        taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
+        self._signals -= taken
+        return bool(taken)
+
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """Those that are put off."""
+        return tuple(sorted(self._signals))
 
     @property
     def waits(self) -> float | None:
@@ -60,17 +78,26 @@ class PutOff:
         return time.monotonic() - self._at if self._came else None
 
     def obey(self) -> None:
-        """End by the signal that came."""
+        """End by the signal that came; from another thread than the main one, as a second one."""
         signum = self._came
+        if _is_main_thread():
+            self._came = 0  # a handler that the script has made since may go on
         self.restore()
         signal.raise_signal(signum)
 
     def restore(self) -> None:
         """Signals do what they did before."""
+        if not _is_main_thread():
+            return
         for signum in self._signals:
-            if signal.getsignal(signum) == self._caught:
+            if signal.getsignal(signum) is self._handler:
                 signal.signal(signum, signal.SIG_DFL)
         self._signals.clear()
+
+    def _forked(self) -> None:
+        """In a child: what has come was for its parent."""
+        self.restore()
+        self._came = 0
 
     def _caught(self, signum: int, frame: Any) -> None:
         again = self._came != 0
@@ -78,6 +105,21 @@ class PutOff:
         if again:
             self.obey()
         self._at = time.monotonic()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _handled() -> set[int]:
+    """Signals that this process has a handler for. Python knows of its own alone: faulthandler and
+    a JVM make theirs without it."""
+    with suppress(OSError, ValueError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"SigCgt:"):
+                mask = int(line.split()[1], 16)
+                return {signum for signum in range(1, 65) if mask >> (signum - 1) & 1}
+    return set()
 
 
 _put_off = PutOff()
@@ -92,8 +134,11 @@ class Departure:
         self._line = line
         self._put_off = put_off
         self._last = NONE  # the newest step
-        self._answered = NONE  # the step that was asked for last, and saved or missed
+        self.answered = NONE
+        """The step that was asked for last, and saved or missed."""
         self._is_saved = False
+        self._by_itself = False  # nobody has asked for what is saved now
+        put_off.holder = self
         if mine := put_off.install(signals):
             line.say(PutsOff(mine))
 
@@ -104,30 +149,45 @@ class Departure:
     def is_asked(self, asked: int, step: int) -> bool:
         """Whether this step is to be saved, whatever is due. `asked`: the segment's word."""
         before, self._last = self._last, step
-        if asked not in (NONE, self._answered) and asked <= step:
-            self._answered = asked
-            self._is_saved = False
+        self._by_itself = False
+        if self._put_off.taken_over():
+            self._line.say(PutsOff(self._put_off.signals))
+        is_ahead = asked not in (NONE, self.answered)
+        if is_ahead and asked <= step:
+            self.answered, self._is_saved, is_ahead = asked, False, False
             if before < asked:
                 return True
             self._line.say(Missed(asked, step))
         waits = self._put_off.waits
-        if waits is None:
+        if waits is None or is_ahead:
             return False
         if self._is_saved:
             self._put_off.obey()
-        return asked in (NONE, self._answered) and waits >= WORD_LIMIT
+        self._by_itself = waits >= WORD_LIMIT
+        return self._by_itself
 
-    def answer(self, asked: int, step: int, *, saved: bool) -> None:
-        """What was asked for is saved, or could not be."""
+    def answer(self, step: int, *, saved: bool) -> None:
+        """What was asked for is saved, or could not be: then another step is named."""
         self._is_saved = saved
-        if not saved and asked != NONE:
-            self._line.say(Missed(asked, step))
+        if not saved and not self._by_itself:
+            self._line.say(Missed(self.answered, step))
 
     @property
     def is_ending(self) -> bool:
         """Whether a signal was put off until now."""
-        return self._put_off.waits is not None
+        return self._put_off.waits is not None and (self._is_saved or self._by_itself)
 
     def end(self) -> None:
         """End by the signal that was put off."""
         self._put_off.obey()
+
+    def close(self) -> None:
+        """No step comes any more: signals are as before, and one that was put off is obeyed."""
+        if self._put_off.holder is not self:
+            return
+        if self._put_off.signals:
+            with suppress(LineError):
+                self._line.say(PutsOff(()))
+        if self._put_off.waits is not None:
+            self._put_off.obey()
+        self._put_off.restore()

@@ -68,11 +68,16 @@ class Taker:
         """The step that all ranks are asked to save, or NONE."""
         return NONE if self._mapped is None else self._mapped.segment.save_at
 
-    def until_whole(self, step: int, limit: float) -> None:
-        """Wait until all ranks have saved this step, `limit` seconds at most."""
+    def until_whole(self, step: int, asked: int, limit: float) -> None:
+        """Wait until all ranks have saved this step, or another one than `asked` is asked for,
+        `limit` seconds at most."""
         deadline = time.monotonic() + limit
         mapped = self._mapped
-        while mapped is not None and mapped.segment.watermark < step:
+        while (
+            mapped is not None
+            and mapped.segment.watermark < step
+            and mapped.segment.save_at in (NONE, asked)
+        ):
             if not self._line.await_room(step, deadline - time.monotonic()):
                 return
 

@@ -28,7 +28,7 @@ from elasticrun.checkpointing.taking import Taker
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.timeline import chain
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.segment import VERSION
+from elasticrun.wire.segment import NONE, VERSION
 from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume
 
 END_LIMIT: Final = 60.0
@@ -64,6 +64,9 @@ class Way(Protocol):
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         """False if it was skipped, for want of a slot."""
+
+    def prepare(self) -> None:
+        """Have room for a snapshot of the state as it is now; does nothing a second time."""
 
     def note(self, step: int) -> None:
         """Training is at this step."""
@@ -123,6 +126,7 @@ class AgentWay:
         slots, least = setting.slots, setting.least_slots
         self._taker = Taker(self._line, state, slots, round_name, least)
         self._departure = Departure(self._line, self._resume.put_off)
+        self._prepared = False
 
     def resume(self, board: Board) -> int:
         rewound = self._resume.rewound_from
@@ -138,10 +142,15 @@ class AgentWay:
         self._line.say(Restored(step, source))
         if source != "nothing":
             try:
-                self._taker.prepare()
+                self.prepare()
             except StateError as error:  # training can go on without snapshots
                 self.remark(str(error))
         return step
+
+    def prepare(self) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self._taker.prepare()
 
     def _recall(self) -> None:
         recall = Recall(self._line, self._state, self._resume)
@@ -170,11 +179,13 @@ class AgentWay:
         return self._departure.is_asked(self._taker.asked, step)
 
     def answer(self, step: int, *, saved: bool) -> None:
-        self._departure.answer(self._taker.asked, step, saved=saved)
+        self._departure.answer(step, saved=saved)
         if self._departure.is_ending:
+            answered = self._departure.answered
             if saved:  # other ranks may not have come so far; what they do needs this one
-                self._taker.until_whole(step, WHOLE_LIMIT)
-            self._departure.end()
+                self._taker.until_whole(step, answered, WHOLE_LIMIT)
+            if self._taker.asked in (NONE, answered):  # else they could not: another is to be saved
+                self._departure.end()
 
     def remark(self, text: str) -> None:
         try:
@@ -184,6 +195,7 @@ class AgentWay:
 
     def close(self) -> None:
         self._taker.close()
+        self._departure.close()  # this process may end here
         self._line.close()
 
 
@@ -264,6 +276,9 @@ class TorchWay:
         for one in old:
             if not self._setting.keep_every or one % self._setting.keep_every:
                 self._setting.folder.remove(one)
+
+    def prepare(self) -> None:
+        """Nothing is kept."""
 
     def note(self, step: int) -> None:
         pass

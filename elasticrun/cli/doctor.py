@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
@@ -19,7 +17,15 @@ from elasticrun import __version__
 from elasticrun.cli import health, trust, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.flags import Parser, add_flags
-from elasticrun.cli.status import ANSWER_LIMIT, NoStatus, Question, parse_endpoint, question
+from elasticrun.cli.status import (
+    ANSWER_LIMIT,
+    NoStatus,
+    Question,
+    parse_endpoint,
+    print_table,
+    question,
+    width,
+)
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
 from elasticrun.cli.whereabouts import look
@@ -32,6 +38,8 @@ from elasticrun.wire.route import names_this_host_only
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from elasticrun.wire.channel import LinkError
 
 ROWS: Final = ("nnodes", "nproc_per_node", "rdzv_endpoint", "log_dir", "accelerator")
 """The launcher's flags that say what the machine is to do."""
@@ -143,9 +151,7 @@ async def _asked(master: Question) -> list[Finding]:
             where, ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
         )
     except LinkError as wrong:
-        verb = "refuses to answer" if wrong.rejected else "does not answer"
-        todo = "check --rdzv-endpoint and the token, and that the job runs"
-        return [failed(MASTER, f"the master at {where} {verb}: {wrong}", todo)]
+        return [await _no_answer(master, wrong)]
     except tls.TlsError as wrong:
         raise UsageError(str(wrong)) from None
     except OSError as wrong:
@@ -158,22 +164,32 @@ async def _asked(master: Question) -> list[Finding]:
     ]
 
 
+async def _no_answer(master: Question, wrong: LinkError) -> Finding:
+    """The finding about a master that does not answer; one side without TLS is told apart."""
+    from elasticrun.agent.probe import Answer, probe
+
+    where = master.endpoint
+    if wrong.rejected:
+        todo = "check --rdzv-endpoint and the token"
+        return failed(MASTER, f"the master at {where} refuses to answer: {wrong}", todo)
+    answer, why = await probe(where, ANSWER_LIMIT, master.files)
+    if answer is Answer.INSECURE:
+        todo = "give the doctor the --tls-ca, --tls-cert and --tls-key of the job's nodes, or none"
+        return failed(MASTER, f"the master at {where} refuses to answer: {why}", todo)
+    todo = "check --rdzv-endpoint, and that the job runs"
+    return failed(MASTER, f"the master at {where} does not answer: {wrong}", todo)
+
+
 # ---------------------------------------------------------------- the table
 
 
 def _show(findings: Sequence[Finding]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _width())
-    console.print(_table(findings))
+    print_table(Console(highlight=False, width=width()), _table(findings))
     counts = [(state, sum(f.state is state for f in findings)) for state in State]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
-
-
-def _width() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
 
 
 def _table(findings: Sequence[Finding]) -> Table:

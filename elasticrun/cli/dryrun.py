@@ -11,6 +11,7 @@ from elasticrun.cli.asked import Asked
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
 from elasticrun.config import AgentConfig
+from elasticrun.core.wording import some
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.spawner import EntryKind
 
@@ -47,9 +48,11 @@ def describe(
     for flag in FLAGS:
         if flag.dest in ("dry_run", "version", "print_completion"):
             continue
-        value = asked.value(flag.dest)
+        value, source = asked.value(flag.dest), asked.source(flag.dest)
+        if (flag.dest, value, config.rendezvous.kind) == ("rdzv_backend", "static", "elastic"):
+            value, source = "c10d", "--nnodes=MIN:MAX with --rdzv-endpoint"
         shown = "" if value is None or value == [] else str(value)
-        lines.append(f"{flag.name[2:]:<28}{shown:<38}{asked.source(flag.dest)}")
+        lines.append(f"{flag.name[2:]:<28}{shown:<38}{source}")
     return "\n".join(lines) + "\n"
 
 
@@ -112,6 +115,8 @@ def _health(config: AgentConfig) -> str:
         words.append(f"performance test{floor}")
     if checks.exclude_stragglers:
         words.append(f"nodes slower than {checks.slow_ratio:g} times the median are excluded")
+    if checks.quarantine:
+        words.append(f"{some(checks.quarantine, 'excluded node')} at most stay parked")
     if config.precheck:
         words.append("a failed check of this machine ends the agent")
     return ", ".join(words)

@@ -10,7 +10,7 @@ from elasticrun import accelerators, config
 from elasticrun.cli import values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.values import UsageError
-from elasticrun.wire.messages import CheckSpec
+from elasticrun.wire.messages import MAX_NODES, CheckSpec
 
 TIMES: Final = {
     "probe_timeout": config.PROBE_LIMIT,
@@ -39,7 +39,15 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
         slow_for=times["straggler_time"],
         probe_limit=times["probe_timeout"],
         exclude_for=values.seconds(str(asked.value("exclude_for")), "--exclude-for"),
+        quarantine=_quarantine(asked),
     )
+
+
+def _quarantine(asked: Asked) -> int:
+    most = asked.number("quarantine")
+    if not 0 <= most <= MAX_NODES:
+        raise UsageError(f"--quarantine={most} is not a number of nodes", config.EXIT_USAGE)
+    return most
 
 
 def precheck(asked: Asked) -> int:
@@ -73,6 +81,11 @@ def notes(asked: Asked, found: CheckSpec) -> list[str]:
         )
     if found.perf_floor and not found.perf:
         told.append("--comm-perf-threshold has no effect without --comm-perf-test")
+    if found.quarantine and not (found.network or found.exclude_stragglers):
+        told.append(
+            "--quarantine has no effect without --network-check or --exclude-straggler: nothing "
+            "excludes a node"
+        )
     if found.network and not asked.switch("network_check") and not asked.number("precheck"):
         told.append(
             f"--auto-config: the network is checked before training, as there are at least "

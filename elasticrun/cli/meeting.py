@@ -13,6 +13,7 @@ from elasticrun.cli import values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.values import UsageError
 from elasticrun.config import Rendezvous
+from elasticrun.core.wording import some
 from elasticrun.wire.etcd_place import PlaceError, parse_place
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
@@ -95,7 +96,7 @@ def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"NODE_NUM={text} is not a number of nodes; set it right or use --nnodes")
     number, _ = values.nodes(text)
-    return number, number, [f"NODE_NUM={number}: this is a job of {number} node(s)"]
+    return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
 
 def _standalone(

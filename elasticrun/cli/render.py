@@ -45,7 +45,8 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return EXIT_OK
     if target not in render_flags.TARGETS:
         known = ", ".join(render_flags.TARGETS)
-        raise Invalid(f"render {target!r}: say what is to be rendered, one of {known}")
+        what = f"{target!r} cannot be rendered" if target else "nothing to render"
+        raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
     flags, program = _split(rest)
     ns = render_flags.parser(target).parse_args(flags)
     if not program or program[0].startswith("-"):
@@ -206,7 +207,12 @@ def _pod_notes(wanted: Pods) -> list[str]:
             f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
             "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
         )
-    if not wanted.token_secret and not _has_token(wanted.launch):
+    if _has(wanted.launch, "--quarantine") and wanted.replicas <= wanted.launch.max_nodes:
+        notes.append(
+            "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
+            f"--pods above {wanted.launch.max_nodes} has spares"
+        )
+    if not wanted.token_secret and not _has(wanted.launch, "--token-file"):
         notes.append(
             "without --token-secret NAME anyone in the cluster's network who reaches the job's "
             "master can join it and run code in its pods (docs/security.md)"
@@ -236,7 +242,12 @@ def _batch_notes(wanted: Batch) -> list[str]:
             "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
             "one core"
         )
-    if not _has_token(wanted.launch):
+    if wanted.requeues:
+        notes.append(
+            "a job whose first machine loses power runs on without its script (--no-kill), and "
+            "nothing requeues it: `scontrol requeue JOBID` does"
+        )
+    if not _has(wanted.launch, "--token-file"):
         notes.append(
             "without --token-file FILE (or ELASTICRUN_TOKEN in the environment of sbatch) anyone "
             "who reaches the job's master can join it (docs/security.md)"
@@ -244,5 +255,5 @@ def _batch_notes(wanted: Batch) -> list[str]:
     return notes
 
 
-def _has_token(launch: Launch) -> bool:
-    return any(word.startswith("--token-file=") for word in launch.flags)
+def _has(launch: Launch, flag: str) -> bool:
+    return any(word.startswith(f"{flag}=") for word in launch.flags)

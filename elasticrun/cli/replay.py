@@ -6,17 +6,17 @@ that is no trace.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from elasticrun.cli.flags import Parser
 from elasticrun.cli.values import UsageError
 from elasticrun.config import EXIT_USAGE
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The arguments of `elasticrun replay`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="elasticrun replay",
         description="Run the real brain over the trace of a job master, and print each decision: "
         "seconds since the trace began, what happened, what followed from it.",

@@ -18,6 +18,7 @@ from elasticrun.cli.flags import TORCHRUN
 from elasticrun.cli.meeting import Meeting, find_meeting
 from elasticrun.cli.values import NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
+from elasticrun.core.wording import some
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
@@ -136,7 +137,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
     if not 1 <= unit <= meeting.max_nodes:
         raise UsageError(
             f"--node-unit={unit}: rounds of a multiple of it cannot be made of at most "
-            f"{meeting.max_nodes} node(s)"
+            f"{some(meeting.max_nodes, 'node')}"
         )
     times = {key: values.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}",
                                  zero=key in ("last_call_timeout", "grow_cooldown"))

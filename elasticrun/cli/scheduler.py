@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import values
 from elasticrun.cli.whereabouts import NOWHERE, Filled, Whereabouts
+from elasticrun.core.wording import some
 from elasticrun.detection.detect import detect
 from elasticrun.detection.found import Facts, Found, Given, amount
 from elasticrun.detection.ports import port_of_name
@@ -80,14 +81,16 @@ def _of_some(asked: Asked, found: Found) -> Whereabouts:
     if found.host is not None:
         why = ""
         if found.nodes is not None and there < low:
-            why = f"there are {there} node(s) and --nnodes={asked.text('nnodes')} asks for more"
+            has = f"there {'is' if there == 1 else 'are'} {some(there, 'node')}"
+            why = f"{has} and --nnodes={asked.text('nnodes')} asks for more"
         elif found.crowd and high > there:
             why = f"--nnodes={asked.text('nnodes')} asks for more nodes than the {there} there are"
     if why or found.host is None:
-        use = "; --srun starts it on all nodes" if found.use == "--srun" else ""
-        where = "name the place by --rdzv-endpoint" if not use else ""
-        words = f"{found.seen}: {why or 'nobody says where the others are'}, so it is not used"
-        return Whereabouts(found, note=f"{words}{use or '; ' + where}")
+        use = "name the place by --rdzv-endpoint"
+        if found.use == "--srun":
+            use = "--srun starts this command on all nodes"
+        why = why or "nobody says where the others are"
+        return Whereabouts(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
     if found.second:
         return Whereabouts(
             found,
@@ -161,12 +164,12 @@ def _alone(found: Found) -> str:
     """What was seen and is not used, and which flag would use it."""
     if not found.why_alone:
         return _again(found)
-    use = ""
+    use = "--nnodes and --rdzv-endpoint make one job of several"
     if found.use:
-        use = f"; {found.use} makes one job of all nodes"
+        use = f"{found.use} makes one job of all nodes"
         if found.crowd:
             use += ", with one agent on each"
-    return f"{_seen(found)}: {found.why_alone}, so this is a job of one node{use}"
+    return f"{_seen(found)}: {found.why_alone}, so this is a job of one node; {use}"
 
 
 def _again(found: Found) -> str:

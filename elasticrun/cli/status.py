@@ -26,6 +26,7 @@ from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from elasticrun.wire.messages import JobStatus, NodeStatus
@@ -179,14 +180,29 @@ def _show(page: JobStatus) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=width())
     console.print(Text.assemble(("job ", "dim"), (page.job_id, "bold"), f"  {page.phase}"))
     for line in _lines(page):
         console.print(Text(line), soft_wrap=True)
     if page.nodes:
-        console.print(_table(page))
+        print_table(console, _table(page))
     for line in _excluded(page):
         console.print(Text(line), soft_wrap=True)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print it without the blanks that fill up its last column."""
+    with console.capture() as drawn:
+        console.print(table)
+    print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")
+
+
+def width() -> int | None:
+    """Columns of a table in a pipe or a file; None for a terminal, which knows its own."""
+    columns = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty():
+        return None
+    return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
 
 
 def _lines(page: JobStatus) -> list[str]:
@@ -217,9 +233,10 @@ def _lines(page: JobStatus) -> list[str]:
 
 def _excluded(page: JobStatus) -> list[str]:
     """The nodes that the job refuses, a sentence each."""
+    parked = {node.node for node in page.nodes if node.state == "parked"}
     return [
-        f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, for "
-        f"{one.remaining:.0f} s more): {one.reason}"
+        f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, "
+        f"{'parked, ' * (one.node in parked)}for {one.remaining:.0f} s more): {one.reason}"
         for one in page.excluded
     ]
 

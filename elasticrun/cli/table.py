@@ -282,7 +282,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     # ------------------------------------------------------------ node health
     Flag(
         "--network-check", "Probe every node and its links before its first round; a node that "
-        "fails is excluded and ends with exit code 81.", "health", origin=DLROVER,
+        "fails is excluded and ends with exit code 75.", "health", origin=DLROVER,
     ),
     Flag(
         "--comm-perf-test", "Measure one all_reduce over all good nodes before training.",
@@ -295,7 +295,7 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
     Flag(
         "--precheck", "1: --network-check, and what elasticrun doctor calls failed ends this node "
-        "with exit code 82; 2: --comm-perf-test as well.", "health", kind=int, wants=_WHOLE,
+        "with exit code 75; 2: --comm-perf-test as well.", "health", kind=int, wants=_WHOLE,
         default=0, metavar="{0,1,2}", origin=DLROVER,
     ),
     Flag(
@@ -310,6 +310,12 @@ FLAGS: Final[tuple[Flag, ...]] = (
     Flag(
         "--exclude-for", "How long an excluded node is refused; then it is probed anew.", "health",
         kind=seconds, wants=_SECONDS, default=config.EXCLUDE_FOR, metavar="SECONDS", origin=OURS,
+    ),
+    Flag(
+        "--quarantine", "So many excluded nodes at once stay parked, without ranks, so that the "
+        "scheduler cannot give their machines to replacements; they end with the job, or after "
+        "--exclude-for.", "health", kind=int, wants=_WHOLE, default=0, metavar="NODES",
+        origin=OURS,
     ),
     Flag(
         "--accelerator", "What probes use: nvidia, ascend or cpu (or dlrover-run's nvidia.com/gpu, "

@@ -123,7 +123,8 @@ def seconds(text: str, name: str, *, zero: bool = False) -> float:
     except ValueError:
         value = float("nan")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
-        raise UsageError(f"{name}={text} is not a positive number of seconds")
+        wanted = "neither 0 nor" if zero else "not"
+        raise UsageError(f"{name}={text} is {wanted} a positive number of seconds")
     if value > MAX_SECONDS:
         raise UsageError(f"{name}={text}: the longest time there is here is {MAX_SECONDS:g} s")
     return value

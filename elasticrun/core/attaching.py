@@ -8,10 +8,10 @@ a round of which this master has no record tells it of that round, and the round
 from __future__ import annotations
 
 from elasticrun import __version__
-from elasticrun.config import EXIT_REFUSED
 from elasticrun.core import effects as fx
 from elasticrun.core.checking import Checking
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
+from elasticrun.core.failures import Ending, code_of
 from elasticrun.core.membership import Health
 from elasticrun.core.roster import differences
 from elasticrun.core.rounds import adopt, adopted_seat
@@ -31,7 +31,7 @@ class Attaching(Checking):
             node=node, host=hello.host, incarnation=hello.incarnation, session=session, now=now
         )
         if admission.refusal:
-            self._tell(session, m.Refused(admission.refusal, EXIT_REFUSED))
+            self._tell(session, m.Refused(admission.refusal, code_of(Ending.REFUSED)))
             self._out.append(fx.Hangup(session))
             return
         if admission.old_session is not None:
@@ -82,6 +82,33 @@ class Attaching(Checking):
         if self._outcome is None:
             self._probe_again(session, node)
             self._saves_again(node)
+
+    def _refuse_excluded(self, session: int, hello: m.Hello, now: float) -> bool:
+        """Whether this stream is an excluded node's: it has been refused, or is parked."""
+        node, host, quarantine = hello.node, hello.host, self.spec.checks.quarantine
+        refusal = self._exclusions.refusal(node, host, now)
+        if not refusal:
+            return False
+        if quarantine and self._outcome is not None:
+            self._tell(session, self._welcome())
+            self._tell(session, self._outcome)
+        elif self._may_park(node):
+            admission = self._membership.attach(
+                node=node, host=host, incarnation=hello.incarnation, session=session, now=now
+            )
+            if admission.refusal:
+                self._tell(session, m.Refused(admission.refusal, code_of(Ending.REFUSED)))
+                self._out.append(fx.Hangup(session))
+                return True
+            if admission.old_session is not None:
+                self._out.append(fx.Hangup(admission.old_session))
+            self._roster.enter(hello)
+            self._tell(session, self._welcome())
+            self._park(session, node, refusal, self._exclusions.remaining(node, host, now))
+        else:
+            self._tell(session, m.Refused(refusal, code_of(Ending.EXCLUDED)))
+            self._out.append(fx.Hangup(session))
+        return True
 
     def _welcome(self) -> m.Welcome:
         return m.Welcome(
@@ -162,6 +189,9 @@ class Attaching(Checking):
             event.session, now, corroborated=seen, clean=event.clean, silent=event.silent
         )
         member = self._membership.member(node)
+        if member.health is Health.PARKED:
+            self._membership.left(node, "it is excluded, and was parked")
+            self._note(f"node {node} is parked no longer: its agent has gone")
         if member.health is Health.LEFT:
             self._rdzv.gone(node, member.reason, last_word=now)
             self._unprobed(node, member.reason, now)

@@ -14,6 +14,11 @@ that are bad: a shard did not have its hash, or (poison) MAX_REJECTED rounds tha
 failed by themselves before they had a whole step of their own. A node that died is no sign of
 poison.
 
+*A master that knows of no round* (a new one without a record, and no rank lives that could tell it
+of one) believes what agents have noted: the newest round that any of them names counts as the one
+before, with what that one had gone on from. Only rounds of masters of a lower term are believed:
+with a clock that was set back, newer snapshots would seem to be older. Decision 025.
+
 Ranks that have state of their own (`per_rank`) are given it back where that costs a step or two: of
 the whole steps, the newest at which every such rank is held comes before a newer one that lacks it.
 *Training is taken back* when a snapshot is given up as poison: a checkpoint of that step or a later
@@ -36,6 +41,9 @@ from elasticrun.core.facts import Rejected
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import RoundName
 
+MAX_WAITING = 65536
+"""Questions for a shard whose holder is on its way back."""
+
 MAX_REJECTED = 2
 """Rounds that failed by themselves before they got further than the snapshot they went on from."""
 
@@ -51,10 +59,17 @@ class Choice:
 class BreakpointChoice:
     """See the module's head."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int) -> None:
+        """`term`: of this master."""
+        self._term = term
+        self._began = False  # a round of this master, or one that it was told of as such
+        self._last: m.LastRound | None = None  # of another master, as agents have noted it
+        self._is_clock_told = False
         self._ledgers: list[Ledger] = []  # of the present round, and of the one before
         self._raw: dict[str, m.Holdings] = {}  # what each living node said last
         self._going: dict[str, None] = {}  # nodes that are to go
+        self._away: dict[str, None] = {}  # nodes that may come back with what they hold
+        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
         self._dropped: dict[Key, None] = {}  # not to be restored again
         self._rejected: dict[Key, int] = {}
@@ -66,6 +81,29 @@ class BreakpointChoice:
         self.news: list[tuple[str, str]] = []  # a sentence, and its level
 
     # ------------------------------------------------------------ what is known
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether all that is known of a round is what agents have noted of another master's."""
+        return self._last is not None and not self._began
+
+    def _look_back(self, last: m.LastRound | None) -> None:
+        """An agent names the newest round whose ranks lived on its node."""
+        if self._began or last is None:
+            return
+        if last.round.term >= self._term:
+            if not self._is_clock_told:
+                self._is_clock_told = True
+                why = f"it is of round {last.round}, and this master of term {self._term}"
+                self._say(f"what is in memory is not used: {why}; was a clock set back?", "warning")
+            return
+        known = self._last
+        if known is None or _order(known.round) < _order(last.round):
+            self._last = last
+            self.rewound_from = last.rewound_from
+            self._know(last.round, last.world_size, last.restore)
+        elif known.round == last.round and last.rewound_from < 0:
+            self.rewound_from = -1  # a checkpoint that was committed since says so
 
     def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
         """These are the rounds from here on."""
@@ -81,8 +119,36 @@ class BreakpointChoice:
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
         self._named.clear()
+        self._waiting.clear()
         for node in self._raw:
             self._count(node)
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        """Nodes that have yet to say what they hold."""
+        self._away.update(dict.fromkeys(nodes))
+
+    def has_said_all(self, node: str) -> None:
+        """It has told of other things by now: what it holds, if anything, was said before."""
+        if node in self._away:
+            del self._away[node]
+            self._answer()
+
+    def _take_in(self, node: str, report: m.Holdings) -> None:
+        """This is what a living node holds."""
+        self._raw[node] = report
+        self._away.pop(node, None)
+        self._look_back(report.last)
+        self._count(node)
+
+    def _lose_sight(self, node: str, *, for_good: bool) -> None:
+        """What this node holds cannot be had, for a moment or `for_good`."""
+        self._raw.pop(node, None)
+        self._away[node] = None
+        self._count(node)
+        if for_good:
+            del self._away[node]
+            self._waiting = {one: None for one in self._waiting if one[0] != node}
+            self._answer()
 
     def _count(self, node: str) -> None:
         """Enter what a node said into the books."""
@@ -103,6 +169,9 @@ class BreakpointChoice:
     def _raise_watermark(self) -> None:
         for ledger in self._ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
+            if self.looks_back:  # nobody has to be told
+                self.watermark = max([self.watermark, *whole])
+                continue
             newest = next((step for step in whole if self._replicas.counts(ledger, step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
@@ -131,6 +200,8 @@ class BreakpointChoice:
             steps = [step for step in sorted({*ledger.steps(), known}, reverse=True) if step >= 0]
             usable = [step for step in steps if (ledger.name, step) not in self._dropped]
             whole = [step for step in usable if ledger.is_whole(step)]
+            if self.looks_back and known < 0 and usable and not whole:
+                known = usable[0]
             if (
                 known in usable
                 and known not in whole
@@ -200,18 +271,37 @@ class BreakpointChoice:
         mine = self._restored
         return mine is not None and (mine.round, mine.step) == key
 
-    def where(self, node: str, asked: m.WhereIs) -> m.Holder:
-        """Who has a shard that `node` does not."""
+    def where(self, node: str, asked: m.WhereIs) -> None:
+        """Tell `node` who has a shard that it does not: at once, or when it is known that no node
+        comes back with it, or has its saver ready (who asks does not wait for ever)."""
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting[node, asked] = None
+            self._answer()
+        else:
+            self._tell(node, self._look_for(node, asked)[0])
+
+    def _answer(self) -> None:
+        """Those who asked for a shard, as far as that is known now."""
+        for node, asked in tuple(self._waiting):
+            answer, may_come = self._look_for(node, asked)
+            if answer.saver is not None or not may_come:
+                del self._waiting[node, asked]
+                self._tell(node, answer)
+
+    def _look_for(self, node: str, asked: m.WhereIs) -> tuple[m.Holder, bool]:
+        """The answer as it is now, and whether a better one may come."""
         key = (asked.round, asked.step)
         ledger = self._ledger(asked.round)
         places = ledger.find(asked.step, asked.rank) if ledger is not None else []
-        for holder, rank in places:
+        others = [place for place in places if place[0] != node]
+        for holder, rank in others:
             report = self._raw.get(holder)
-            if holder != node and report is not None and report.saver is not None:
+            if report is not None and report.saver is not None:
                 self._named[node, key, asked.rank] = (holder, rank)
-                return m.Holder(*key, asked.rank, rank, report.saver, "")
+                return m.Holder(*key, asked.rank, rank, report.saver, ""), True
         why = "no node holds it any more" if not places else "its holder cannot serve it just now"
-        return m.Holder(*key, asked.rank, -1, None, why)
+        may_come = ledger is not None and bool(others or self._away)
+        return m.Holder(*key, asked.rank, -1, None, why), may_come
 
     # ------------------------------------------------------------ the record
 
@@ -230,3 +320,8 @@ class BreakpointChoice:
 
     def _say(self, text: str, level: str = "info") -> None:
         self.news.append((text, level))
+
+
+def _order(name: RoundName) -> tuple[int, int]:
+    """Rounds in the order of time."""
+    return (name.term, name.number)

@@ -30,6 +30,9 @@ from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import RoundName
 
+MOST_ENDED = 3
+"""Attempts whose ends a node is told again when it attaches; more do not end while it is away."""
+
 WAIT_FOR_ALL = 5.0
 """Seconds for which a whole step that is to be written waits for ranks that may hold it soon: their
 own items would be missing."""
@@ -38,9 +41,9 @@ own items would be missing."""
 class BreakpointSave(BreakpointChoice):
     """See the module's head."""
 
-    def __init__(self, saves: m.SaveSpec, mint: Callable[[], str]) -> None:
-        """`mint` gives a name for every attempt."""
-        super().__init__()
+    def __init__(self, saves: m.SaveSpec, mint: Callable[[], str], term: int = 1) -> None:
+        """`mint` gives a name for every attempt; `term`: of this master."""
+        super().__init__(term)
         self._spec = saves
         self._mint = mint
         self._attempt: Attempt | None = None  # at what is planned
@@ -48,7 +51,7 @@ class BreakpointSave(BreakpointChoice):
         self._storage = Storage()
         self._begun: Key | None = None  # the newest that was planned: older ones are passed over
         self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
-        self._missed: dict[str, m.PersistOver] = {}  # nodes that were away when it was told
+        self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
         self._no_saver = False
         self.asked: Key | None = None  # this step, and later ones, are saved since a node leaves
         self.written: m.Restore | None = None  # the newest checkpoint that was committed
@@ -69,6 +72,7 @@ class BreakpointSave(BreakpointChoice):
             kept = restore and order_of(plan.key) <= order_of((restore.round, restore.step))
             if not kept:
                 self.abandon("the job goes on from another step")
+        self._began = True
         self._know(name, world_size, restore)
         self._replicas.begin_round(seats)
         self._since.clear()
@@ -79,21 +83,20 @@ class BreakpointSave(BreakpointChoice):
 
     def heard(self, node: str, report: m.Holdings, now: float) -> None:
         """All that a living node holds."""
-        self._raw[node] = report
-        self._count(node)
+        self._take_in(node, report)
         self._replicas.heard(node, report)
         for one in report.held:
             if one.wanted and self._is_passed((one.round, one.step)):
                 self._tell_released(node, one.round, one.step, "")
+        self._answer()
         self.proceed(now)
 
     def forget(self, node: str, now: float, *, gone: str = "") -> None:
         """Its stream broke: it will say again what it holds. `gone`: it will not, and why."""
-        self._raw.pop(node, None)
-        self._count(node)
+        self._lose_sight(node, for_good=bool(gone))
         if gone:
             self._going.pop(node, None)
-            self._missed.pop(node, None)
+            self._ended.pop(node, None)
             if self._attempt is not None and self._attempt.needs(node):
                 self._fail(f"node {node} {gone}", now, blameless=True)
 
@@ -116,9 +119,9 @@ class BreakpointSave(BreakpointChoice):
         """A stream of a node stands: what it may not have been told. `member`: of the round."""
         self._going.pop(node, None)
         self._replicas.attached(node)
-        missed = self._missed.pop(node, None)
-        if missed is not None:
-            self.orders.append(((node,), missed))
+        for ended in self._ended.get(node, ()):  # which may have gone with the last stream
+            if not ended.ok or ended.step >= self.rewound_from:
+                self.orders.append(((node,), ended))
         attempt = self._attempt
         if attempt is not None and attempt.needs(node):
             if node not in attempt.written:
@@ -382,7 +385,8 @@ class BreakpointSave(BreakpointChoice):
         order = m.PersistOver(attempt.name, *attempt.plan.key, ok=ok, reason=reason)
         self._attempt = None
         here = tuple(node for node in attempt.parts if node in self._raw)
-        self._missed.update((node, order) for node in attempt.parts if node not in self._raw)
+        for node in attempt.parts:
+            self._ended[node] = [*self._ended.get(node, ()), order][-MOST_ENDED:]
         if here:
             self.orders.append((here, order))
         for node in here:

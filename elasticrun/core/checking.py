@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticrun.config import EXIT_EXCLUDED
-from elasticrun.core import effects as fx
 from elasticrun.core.crew import Phase
 from elasticrun.core.exclusion import FAILED, SLOW
+from elasticrun.core.failures import Ending, code_of
 from elasticrun.core.netcheck import Group, NetCheck, Standing, Verdict
 from elasticrun.core.placement import lay_out, store_host
 from elasticrun.core.rendezvous import Decision, Verb
@@ -305,7 +304,7 @@ class Checking(Saving):
             self._exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
             self._note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
         self._are_going(node for node, _, _ in sentences)
-        told = [(self._membership.session_of(node), reason) for node, _, reason in sentences]
+        told = [(node, self._membership.session_of(node), why) for node, _, why in sentences]
         for node, _, reason in sentences:
             self._membership.left(node, f"it is excluded: {reason}")
             self._stays.over(node)
@@ -313,18 +312,31 @@ class Checking(Saving):
             self._unprobed(node, "it is excluded", now)
             self._doubt(node)
         self._record()
-        for session, reason in told:
+        for node, session, reason in told:
             if session is not None:
                 sentence = f"this node is excluded for {seconds:g} s: {reason}"
-                self._tell(session, m.Refused(sentence, EXIT_EXCLUDED))
+                if self._may_park(node):
+                    self._park(session, node, sentence, seconds)
+                else:
+                    self._tell(session, m.Refused(sentence, code_of(Ending.EXCLUDED)))
 
-    def _refuse_excluded(self, session: int, hello: m.Hello, now: float) -> bool:
-        """Whether this stream is an excluded node's, which has been refused."""
-        refusal = self._exclusions.refusal(hello.node, hello.host, now)
-        if refusal:
-            self._tell(session, m.Refused(refusal, EXIT_EXCLUDED))
-            self._out.append(fx.Hangup(session))
-        return bool(refusal)
+    # ------------------------------------------------------------ quarantine by occupation
+
+    def _may_park(self, node: str) -> bool:
+        """Whether an excluded node is to stay, so that nobody is given its machine."""
+        most = self.spec.checks.quarantine
+        free = self._membership.parked(but=node) < most
+        if most and not free:
+            parked = f"{some(most, 'node')} {'is' if most == 1 else 'are'} parked already"
+            self._note(f"node {node} is not parked: {parked} (--quarantine)", "warning")
+        return free
+
+    def _park(self, session: int, node: str, sentence: str, seconds: float) -> None:
+        """It stays without ranks, for so many seconds at most. It has its place for as long as its
+        stream stands; when it dials again it is parked again, if there is room."""
+        self._membership.park(node, f"parked: {sentence}")
+        self._note(f"node {node} stays parked until the job ends, for {seconds:.0f} s at most")
+        self._tell(session, m.Park(sentence, seconds))
 
     def _perf_failure(self) -> str:
         """Why the job must not start; empty if it may."""

@@ -12,11 +12,13 @@ begun to write it: from then on HOLDING sees to it.
 
 from __future__ import annotations
 
-from elasticrun.config import EXIT_FAILED
+from dataclasses import replace
+
 from elasticrun.core import effects as fx
-from elasticrun.core.ending_rules import EndingRules
+from elasticrun.core.failures import Ending, code_for
 from elasticrun.core.group_states import State
 from elasticrun.core.holding_rules import HoldingRules
+from elasticrun.core.parking_rules import ParkingRules
 from elasticrun.wire import messages as m
 
 RESCUE = "rescue"
@@ -31,12 +33,14 @@ WAIT_FOR_SAVED = 6.0
 more than `breakpoint_save.WAIT_FOR_ALL`."""
 
 
-class DepartingRules(EndingRules, HoldingRules):
+class DepartingRules(ParkingRules, HoldingRules):
     """The rules of signals and departures; the table in `worker_group` says when each applies."""
 
     def _signalled(self, event: fx.Signalled, now: float) -> None:
-        """Any state but HOLDING and OVER."""
+        """Any state but HOLDING, PARKED and OVER."""
         self._ranks.signalled(event.signum, now)
+        if event.death and self.is_parked:
+            self._park_ends(f"received {event.name}", event.signum)
         if not event.death or self._state in (State.ENDING, State.CLEARING):
             if self._ranks.live:
                 self._signal(event.signum)
@@ -59,9 +63,11 @@ class DepartingRules(EndingRules, HoldingRules):
 
     def _leave(self, event: fx.Signalled, now: float) -> None:
         reason = f"received {event.name}"
-        self._note(f"{reason}: the ranks are told, and this node leaves", "warning")
+        why = f"step {self._written} is saved" if self._has_saved() else reason
+        self._note(f"{why}: the ranks are told, and this node leaves", "warning")
         self._say(m.Leaving(reason, event.signum))
-        self._conclude(fx.Exit(EXIT_FAILED, reason, (), event.signum), now, event.signum)
+        code = code_for(self._failures(), Ending.SAVED if self._has_saved() else Ending.LEFT)
+        self._conclude(fx.Exit(code, reason, (), event.signum), now, event.signum)
 
     # ------------------------------------------------------------ while it departs
 
@@ -70,9 +76,18 @@ class DepartingRules(EndingRules, HoldingRules):
             self._asked = order.step
             self._obey(order, now)
 
+    def _has_saved(self) -> bool:
+        """Whether the step that the ranks were to save before they leave is in storage."""
+        return 0 <= self._asked <= self._written
+
     def _persist_over(self, order: m.PersistOver, now: float) -> None:
+        event, start, outcome = self._departing, self._start, self._outcome
+        if order.ok and start is not None and order.round == start.round:
+            self._written = max(self._written, order.step)
+            if outcome is not None and outcome.signum and self._has_saved():
+                code = code_for(self._failures(), Ending.SAVED)
+                self._outcome = replace(outcome, code=code)
         super()._persist_over(order, now)
-        event, start = self._departing, self._start
         if event is None or start is None or self._state is not State.RUNNING:
             return
         settled = order.ok or not order.attempt  # else another attempt may follow

@@ -30,6 +30,7 @@ class Departures:
         self._margin = 0
         self._tries = 0
         self._is_saved = False
+        self._is_written = False
         self.orders: list[m.SaveAt | m.PersistOver] = []
         """For every node of the round."""
         self.news: list[tuple[str, str]] = []  # a sentence, and its level
@@ -41,7 +42,7 @@ class Departures:
             self._nodes.clear()
             self._step = -1
             self._tries = 0
-            self._is_saved = False
+            self._is_saved = self._is_written = False
 
     def departing(self, node: str, report: m.Departing) -> None:
         """A node is to leave; said again to a new master, or when its stream broke."""
@@ -77,7 +78,11 @@ class Departures:
     def saved(self, restore: m.Restore | None) -> None:
         """This is the newest checkpoint."""
         if restore is not None and restore.round == self._round and 0 <= self._step <= restore.step:
-            self._is_saved = True
+            self._is_saved = self._is_written = True
+
+    def has_saved(self, name: RoundName) -> bool:
+        """Whether the step that nodes asked for before they left this round is in storage."""
+        return self._is_written and name == self._round
 
     def gone(self, nodes: Iterable[str]) -> bool | None:
         """These nodes go; whether what their ranks have is still to be saved. None: they were not
@@ -103,6 +108,7 @@ class Departures:
 
     def _name(self, step: int, why: str = "") -> None:
         self._step = step
+        self._is_written = False
         assert self._round is not None
         what = f"every rank is asked to save step {step}"
         self.news.append((f"{what}: {why or self._reason()}", "info"))

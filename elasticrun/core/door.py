@@ -1,10 +1,10 @@
 """When newcomers are let into a round that runs: a restart for all, against a wait for some.
 
-* A round younger than GROW_YOUNG has little to lose: a newcomer is let in when no other has
-  appeared for LAST_CALL_QUIET (or twice the largest gap between newcomers). Last call counts from
-  the moment an agent appears, since its join comes only when its torch is imported, and waits for
-  those who have appeared and not joined; but one that comes and goes counts when it joins. It is
-  spent before ranks are stopped, not after.
+* A round younger than GROW_YOUNG (one that is adopted counts from then) has little to lose: a
+  newcomer is let in when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
+  between newcomers). Last call counts from the moment an agent appears, since its join comes only
+  when its torch is imported, and waits for those who have appeared and not joined; but one that
+  comes and goes counts when it joins. It is spent before ranks are stopped, not after.
 * While the job is still *being started* newcomers are let in together, when `burst` takes the start
   for over: one larger round, and not one for each of eight nodes that start over forty seconds. It
   is, in its first round, if the nodes of that round came apart, or if with the first newcomer not

@@ -63,6 +63,7 @@ class EndingRules(ProbingRules):
         self._call_off_probe()
         self._departing = None
         self._deadlines.disarm("departing")
+        self._deadlines.disarm("exit-barrier")  # it must not end a node that is HOLDING
         self._outcome = outcome
         self._reason = outcome.reason
         if self._state is State.SWEEPING:

@@ -4,16 +4,24 @@ When one rank dies, the others die of it: their collectives break, or they are s
 first kind of death is a cause; the rest are its echo. `classify` tells them apart by exit code,
 signal and the text of the error, from a table whose most specific row stands first. `Window`
 collects the failures of one round, in the order in which the master heard of them, and says what
-the next round costs.
+the next round costs. `CONTRACT` is what schedulers are told: which end has which exit code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elasticrun.config import (
+    EXIT_BAD_NODE,
+    EXIT_FAILED,
+    EXIT_FINAL,
+    EXIT_OK,
+    EXIT_SAVED,
+    EXIT_USAGE,
+)
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
 SIGKILL = 9
@@ -84,6 +92,7 @@ _DEATHS_BY_STOP_SIGNAL = frozenset(-s for s in STOP_SIGNALS) | frozenset(
 TABLE: tuple[Row, ...] = (
     Row(FailureKind.OOM, codes=frozenset({-SIGKILL, 128 + SIGKILL}), oom=True),
     Row(FailureKind.STOPPED, codes=_DEATHS_BY_STOP_SIGNAL | {0}, stopping=True),
+    Row(FailureKind.FINAL, codes=frozenset({EXIT_FINAL}), stopping=False),
     # NCCL's watchdog ends a process by SIGABRT because a peer has gone
     Row(FailureKind.PEER_LOST, codes=frozenset({-6, 128 + 6}), pattern=_PEER_LOST),
     Row(FailureKind.SIGNAL, by_signal=True),
@@ -121,7 +130,64 @@ def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 def in_words(failure: Failure) -> str:
     """One clause about a failure, for sentences to the operator."""
     end = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"code {failure.exitcode}"
-    return f"rank {failure.rank} on {failure.host} ended ({end}, {failure.kind.value})"
+    kind = "" if failure.kind is FailureKind.SIGNAL else f", {failure.kind.value}"
+    return f"rank {failure.rank} on {failure.host} ended ({end}{kind})"
+
+
+class Ending(StrEnum):
+    """Why a node's launcher ends."""
+
+    DONE = "done"
+    USAGE = "usage"  # the command line
+    RANK = "rank"  # a rank failed, and no restart was left
+    FINAL = "final"  # a rank failed, and its script said that trying again cannot help
+    BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
+    TOO_FEW = "too few"  # nodes: a lost one was not replaced, or not enough came in time
+    LEFT = "left"  # told to leave by a signal, and nothing was saved for it
+    SAVED = "saved"  # the same, and the step that all ranks saved before is in storage
+    REFUSED = "refused"  # by the master: another version, another job, a node id that is taken
+    NO_MASTER = "no master"  # ranks had failed or could not finish, and none answered
+    STUCK = "stuck"  # the kernel does not let a process of this node die
+    EXCLUDED = "excluded"  # from the job: the network check convicted it, or it is too slow
+    UNFIT = "unfit"  # --precheck found something on this machine
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A line of the contract: the exit code of such an end, and why it is this one."""
+
+    code: int
+    why: str
+
+
+CONTRACT: Mapping[Ending, Clause] = {
+    Ending.DONE: Clause(EXIT_OK, "nothing is left to do"),
+    Ending.USAGE: Clause(EXIT_USAGE, "the same words are wrong on every node and on every try"),
+    Ending.RANK: Clause(EXIT_FAILED, "whether another try helps only the script could tell"),
+    Ending.FINAL: Clause(EXIT_FINAL, "the script has told"),
+    Ending.BELOW_FLOOR: Clause(EXIT_FAILED, "other nodes may be faster"),
+    Ending.TOO_FEW: Clause(EXIT_FAILED, "the nodes may be there another time"),
+    Ending.LEFT: Clause(EXIT_FAILED, "whoever told it knows, and torchrun ends so"),
+    Ending.SAVED: Clause(EXIT_SAVED, "another run goes on there, and nothing is lost"),
+    # one node with an old image must not end the whole job
+    Ending.REFUSED: Clause(EXIT_FAILED, "what is amiss may be mended by then"),
+    Ending.NO_MASTER: Clause(EXIT_FAILED, "the master may be there another time"),
+    Ending.STUCK: Clause(EXIT_BAD_NODE, "its devices stay taken until the machine starts anew"),
+    Ending.EXCLUDED: Clause(EXIT_BAD_NODE, "the others go on; here it would be excluded again"),
+    Ending.UNFIT: Clause(EXIT_BAD_NODE, "no rank was started, and here none would be"),
+}
+"""What a scheduler sees of an end; each code says what it should do, and nothing else."""
+
+
+def code_of(ending: Ending) -> int:
+    """The exit code of a launcher that ends so."""
+    return CONTRACT[ending].code
+
+
+def code_for(failures: Iterable[Failure], otherwise: Ending = Ending.RANK) -> int:
+    """The exit code of an end at which ranks have failed, or none has."""
+    final = any(failure.kind is FailureKind.FINAL for failure in failures)
+    return code_of(Ending.FINAL if final else otherwise)
 
 
 class Bill(StrEnum):
@@ -131,6 +197,7 @@ class Bill(StrEnum):
     CHARGE = "charge"  # one restart
     DOUBT = "doubt"  # they all look like the loss of a peer whose death is not known yet
     HOPELESS = "hopeless"  # a cause, and no restart left
+    FINAL = "final"  # the script has said that trying again cannot help
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +225,7 @@ class Window:
         self._excuse = ""
         self._failures: dict[int, Failure] = {}
         self._cause: Failure | None = None
+        self._final: Failure | None = None
         self._reporters: set[str] = set()
         self._by_themselves: set[str] = set()  # nodes on which a rank died that nobody had stopped
         self._cause_node = ""
@@ -202,6 +270,8 @@ class Window:
         stopped, so that whatever they died of proves nothing."""
         before = len(self._failures)
         for failure in failures:
+            if failure.kind is FailureKind.FINAL:
+                self._final = self._final or failure
             cause = root_cause([one for one in (self._cause, failure) if one])
             full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
             if not full and failure.rank not in self._failures:
@@ -224,6 +294,9 @@ class Window:
     def verdict(self, *, membership: str, restarts_left: int) -> Verdict:
         """The bill. `membership` says which member has gone or is suspect, empty if none."""
         cause = self._cause
+        if self._final is not None:
+            told = "the script says that trying again cannot help"
+            return Verdict(Bill.FINAL, f"{in_words(self._final)}: {told}")
         if cause is None:
             return Verdict(Bill.NOTHING, membership or self._excuse)
         if self._excuse or membership:

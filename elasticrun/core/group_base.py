@@ -70,6 +70,8 @@ class GroupBase:
         self._persists: dict[str, float] = {}  # attempts to persist -> when they are given up
         self._departing: Signalled | None = None  # the signal that came, until this node leaves
         self._asked = -1  # the step that the ranks are to save
+        self._written = -1  # the newest step of the present round that is in storage
+        self._parked_until: float | None = None  # it is to stay until then, or is there already
         self._cut_short = False  # a rank of this life has ended before its time
         self._deadlines: Deadlines[str] = Deadlines()
         self._begun = False
@@ -105,11 +107,16 @@ class GroupBase:
         """Seconds for which ranks go on with no master to be heard, as the last one told."""
         return self._master_lost_timeout
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether this node is excluded and stays, or is about to."""
+        return self._parked_until is not None
+
     def attached(self) -> RoundReport | None:
         """The last round this node had a place in, for Hello; what became of it follows on
-        LinkBack. None if it never had one."""
+        LinkBack. None if it never had one, or will have none any more."""
         start = self._start
-        if start is None:
+        if start is None or self.is_parked:
             return None
         return RoundReport(
             round=start.round,
@@ -163,12 +170,25 @@ class GroupBase:
         self._note(self._reason)
 
     def _over(self, outcome: Exit) -> None:
-        self._state = State.OVER
+        lost = self._deadlines.when("master-lost")
         self._deadlines.clear()
-        self._out.append(outcome)
+        if self._parked_until is None:
+            self._state = State.OVER
+            self._out.append(outcome)
+            return
+        self._deadlines.arm("parked", self._parked_until)
+        if lost is not None:
+            self._deadlines.arm("master-lost", lost)
+        self._outcome = outcome
+        if self._state is not State.PARKED:
+            self._state = State.PARKED
+            self._out += self._stores.clear()
+            self._note(f"{outcome.reason}; it stays parked until the job ends", "warning")
+        self._reason = f"parked: {outcome.reason}"
 
     def _give_up(self, code: int, sentence: str) -> None:
         """End at once, whatever lives here: nothing more can be done about it."""
+        self._parked_until = None
         self._say(Leaving(sentence, 0))
         self._over(Exit(code, sentence, cause_first(self._failures()), 0))
 
@@ -182,7 +202,9 @@ class GroupBase:
 
     def _say_all(self, now: float) -> None:
         """All that a master must know that may have heard none of it."""
-        if self._state in ENDINGS and self._outcome is not None:
+        if self._state is State.PARKED:
+            return
+        if self._state in ENDINGS and self._outcome is not None and not self.is_parked:
             self._say(Leaving(self._outcome.reason, self._outcome.signum))
         self._say_failures()
         if self._state is State.RUNNING:

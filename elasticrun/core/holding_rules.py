@@ -48,6 +48,7 @@ class HoldingRules(GroupBase):
     def _signalled_holding(self, event: fx.Signalled, now: float) -> None:
         if event.death:
             self._note(f"received {event.name}: this node does not wait any longer", "warning")
+            self._parked_until = None
             self._persists.clear()
             self._leave_if_free()
 

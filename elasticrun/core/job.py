@@ -9,12 +9,12 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 
 from __future__ import annotations
 
-from elasticrun.config import EXIT_FAILED, EXIT_OK
+from elasticrun.config import EXIT_OK
 from elasticrun.core import effects as fx
 from elasticrun.core.attaching import Attaching
 from elasticrun.core.blame import Cause
 from elasticrun.core.crew import Phase
-from elasticrun.core.failures import Bill
+from elasticrun.core.failures import Bill, Ending, code_of
 from elasticrun.core.membership import Health
 from elasticrun.core.rendezvous import Decision, Verb
 from elasticrun.core.rounds import begin
@@ -82,7 +82,12 @@ class Job(Attaching):
 
     def _heard(self, node: str, report: m.Report, now: float) -> None:
         rdzv = self._rdzv
-        if self._membership.member(node).health is Health.LEFT and isinstance(
+        if isinstance(report, m.Join | m.Running | m.Stopped | m.Finished):
+            self._saves.has_said_all(node)
+        health = self._membership.member(node).health
+        if health is Health.PARKED and isinstance(report, m.Leaving):
+            return  # told when its stream ends
+        if health in (Health.LEFT, Health.PARKED) and isinstance(
             report, m.Join | m.Probed | m.Steps
         ):
             return  # an excluded node that has not read it yet
@@ -134,7 +139,7 @@ class Job(Attaching):
                 # who is to blame is open until all have dialled again; what has failed is known
                 reason = self._settlement.verdict("", now).reason
             self._last_failure = reason
-            if verdict.bill is not Bill.HOPELESS:
+            if verdict.bill not in (Bill.HOPELESS, Bill.FINAL):
                 self._reopen(reason, now)
 
     # ------------------------------------------------------------ decisions
@@ -146,15 +151,15 @@ class Job(Attaching):
                 self._conclude(*self._sentence, now)
                 return
             if self._all_left and self._membership.present() == 0 and not self._rdzv.succeeded:
-                self._conclude(EXIT_FAILED, "every node has left", now)
+                self._conclude(self._code_of_loss(), "every node has left", now)
                 return
             unfit = self._perf_failure()
             if unfit:
-                self._conclude(EXIT_FAILED, unfit, now)
+                self._conclude(code_of(Ending.BELOW_FLOOR), unfit, now)
                 return
             gate = self._settlement.judge(self._trouble(), self._rdzv.formed_at, now)
             if gate is not None and gate.end:
-                self._conclude(EXIT_FAILED, gate.end, now)
+                self._conclude(gate.code, gate.end, now)
                 return
             if self._bad_snapshot and self._rdzv.phase is Phase.RUNNING:
                 self._settlement.window.excuse(self._bad_snapshot)
@@ -178,9 +183,16 @@ class Job(Attaching):
                 self._settlement.window.excuse(decision.reason)
                 self._reopen(decision.reason, now)
             else:
-                self._conclude(decision.exit_code, decision.reason, now)
+                done = decision.verb is Verb.SUCCEED
+                code = EXIT_OK if done else self._code_of_loss()
+                self._conclude(code, decision.reason, now)
                 return
         raise RuntimeError("the rendezvous does not come to rest")
+
+    def _code_of_loss(self) -> int:
+        """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
+        saved = self._round is not None and self._departures.has_saved(self._round.name)
+        return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _trouble(self) -> str:
         """Which member has gone or may have gone, in words; empty if all are well."""
@@ -265,6 +277,7 @@ class Job(Attaching):
         """Settle what the last round costs, and give every member its place in the next."""
         trouble = self._trouble()
         failed = self._settlement.window.opened_at is not None or bool(trouble)
+        failed = failed or self._saves.looks_back  # nobody was there to hear of it
         snapshot = self._choose_snapshot(trouble)
         note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
         if note:

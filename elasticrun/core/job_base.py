@@ -163,7 +163,7 @@ class JobBase:
         self._membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
         self._rdzv = Rendezvous(spec, now)
         self._settlement = Settlement(spec)
-        self._saves = BreakpointSave(spec.saves, self._mint)
+        self._saves = BreakpointSave(spec.saves, self._mint, self._term)
         facts, self._facts = self._facts, None
         if facts is not None:
             self._number = facts.number

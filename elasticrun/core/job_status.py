@@ -110,7 +110,7 @@ def _node(
         host=entry.hello.host if entry else "",
         address=entry.hello.address if entry else "",
         state=member.health.value,
-        activity=rdzv.activity(member.node),
+        activity="none" if member.health is Health.PARKED else rdzv.activity(member.node),
         reason=reason,
         group_rank=seat.group_rank if seat else -1,
         first_rank=seat.first_rank if seat else -1,

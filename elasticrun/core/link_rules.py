@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from elasticrun.core import effects as fx
 from elasticrun.core.group_base import GroupBase
-from elasticrun.core.group_states import ENDINGS
+from elasticrun.core.group_states import ENDINGS, State
 from elasticrun.wire import messages as m
+
+CONFIRM = 10.0
+"""Seconds in which a new master says that this node is to stay parked; it does so at once."""
 
 
 class LinkRules(GroupBase):
@@ -18,6 +21,8 @@ class LinkRules(GroupBase):
             self._note(f"{reason}: it is not obeyed", "warning")
             self._link_gone(reason, now)
             return
+        if self._state is State.PARKED and order.term > self._term:
+            self._deadlines.arm("confirm", now + CONFIRM)
         self._term = order.term
         self._obeying = True
         if self._link_lost:
@@ -39,7 +44,8 @@ class LinkRules(GroupBase):
         self._say_all(now)
 
     def _link_gone(self, reason: str, now: float) -> None:
-        ending = self._state in ENDINGS  # then it needs no master any more
+        # then it needs no master any more
+        ending = self._state in ENDINGS and not self.is_parked
         if not self._link_lost and not ending:
             self._note(
                 f"no master answers ({reason}); this node goes on for "

@@ -44,6 +44,7 @@ class Health(StrEnum):
     SUSPECT = "suspect"
     DEAD = "dead"
     LEFT = "left"
+    PARKED = "parked"  # it left because it is excluded, and stays attached without ranks
 
 
 @dataclass(slots=True)
@@ -270,6 +271,16 @@ class Membership:
         self._present.pop(node, None)
         self._deadlines.disarm(node)
         self._mass_silence.settled(node)
+
+    def park(self, node: str, reason: str) -> None:
+        """It has left, and its agent stays for as long as its stream stands."""
+        self.left(node, reason)
+        self._members[node].health = Health.PARKED
+
+    def parked(self, but: str = "") -> int:
+        """How many nodes are parked, not counting `but`."""
+        health = (one.health for node, one in self._members.items() if node != but)
+        return sum(one is Health.PARKED for one in health)
 
     def overslept(self, by: float, beat: float) -> None:
         """The listener was away for `by` seconds: no silence counts before one beat more."""

@@ -150,4 +150,5 @@ def load(
     rdzv.restore_wait(facts.starved, now)
     round_ = restore(was)
     saves.begin_round(was.name, was.world_size, was.restore, round_.seats)
+    saves.expect(node for node in round_.seats if node not in gone)
     return round_

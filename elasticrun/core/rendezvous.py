@@ -65,7 +65,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elasticrun.config import EXIT_BELOW_MIN, EXIT_FAILED, STORM_NODES
+from elasticrun.config import STORM_NODES
 from elasticrun.core.crew import Phase, Stage
 from elasticrun.core.pace import beat_interval
 from elasticrun.core.succession import Succession
@@ -94,7 +94,6 @@ class Decision:
     until: float | None = None
     wake: float | None = None  # WAIT: to be asked again by then for another reason
     nodes: int = 0  # FORM: how many at most
-    exit_code: int = 0  # GIVE_UP
 
 
 class Rendezvous(Succession):
@@ -116,7 +115,7 @@ class Rendezvous(Succession):
         if decision is None and self._recount and self._lost and self._impatient and settled:
             self._recount = False
             if self._within_reach() < self._spec.min_nodes:
-                return Decision(Verb.GIVE_UP, self.loss, exit_code=EXIT_FAILED)
+                return Decision(Verb.GIVE_UP, self.loss)
         if decision is None:
             running = self.phase is Phase.RUNNING
             decision = self._running(now) if running else self._gathering(now)
@@ -292,9 +291,10 @@ class Rendezvous(Succession):
         needed = self._needed()
         why = self.loss or self._shortage or next(iter(self._kept.values()), "")
         if now >= until:
-            reason = f"fewer than {some(needed, 'node')} for {self._spec.join_timeout:g} s"
+            limit = f"{self._spec.join_timeout:g} s, the join_timeout"
+            reason = f"fewer than {some(needed, 'node')} for {limit}"
             reason += f" ({why})" if why else ""
-            return Decision(Verb.GIVE_UP, reason, exit_code=EXIT_BELOW_MIN)
+            return Decision(Verb.GIVE_UP, reason)
         reason = f"waiting for nodes: {needed} must join"
         reason += f", because {why}" if why else ""
         return Decision(Verb.WAIT, reason, until)

@@ -37,7 +37,7 @@ class Saving(JobBase):
         if isinstance(report, m.Holdings):
             saves.heard(node, report, now)
         elif isinstance(report, m.WhereIs):
-            saves.orders.append(((node,), saves.where(node, report)))
+            saves.where(node, report)
         elif isinstance(report, m.Persisted):
             before = saves.written
             saves.persisted(node, report, now)
@@ -101,7 +101,8 @@ class Saving(JobBase):
         if choice.restore is not None:
             step, newest = choice.restore.step, self._newest_step
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
-            self._note(f"ranks go on from step {step} in memory{told}")
+            left = ", as agents before these have left it" if saves.looks_back else ""
+            self._note(f"ranks go on from step {step} in memory{left}{told}")
         elif self._round is not None and (saves.watermark >= 0 or self._round.restore is not None):
             self._note(
                 "nothing in memory can be restored: ranks load the newest checkpoint", "warning"

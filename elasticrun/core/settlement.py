@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elasticrun.core.blame import Blame, Cause
 from elasticrun.core.budget import Budget
-from elasticrun.core.failures import Bill, Verdict, Window, in_words
+from elasticrun.core.failures import Bill, Ending, Verdict, Window, code_of, in_words
 from elasticrun.wire.messages import Failure, JobSpec
 
 LEAST_DOUBT = 1.0
@@ -21,9 +21,11 @@ LEAST_DOUBT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Either the job ends (`end`), or the next round waits `until` because of `reason`."""
+    """Either the job ends (`end`, with `code`), or the next round waits `until` because of
+    `reason`."""
 
     end: str = ""
+    code: int = code_of(Ending.RANK)
     reason: str = ""
     until: float = 0.0
 
@@ -87,6 +89,8 @@ class Settlement:
         if opened is None:
             return None
         verdict = self.verdict(membership, now)
+        if verdict.bill is Bill.FINAL:
+            return Judgement(end=verdict.reason, code=code_of(Ending.FINAL))
         late = verdict.until is not None and now >= verdict.until
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.cause()

@@ -123,6 +123,9 @@ class Succession(Crew):
     def adopt(self, world_size: int, now: float) -> None:
         """A round that another master formed runs; this one learns of it from its nodes."""
         self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
+        # But for the door it is: a record is lost with its host only, whose node is then about to
+        # come back, and the round may have been formed because it went.
+        self._door.formed(now, announced=bool(self._announced))
         self._unseen_ranks = self._adopted_ranks = world_size
         self._taken_over_at = now
         self._grace_until = now + REATTACH_GRACE

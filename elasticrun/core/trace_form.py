@@ -21,6 +21,7 @@ from elasticrun.core.effects import (
     Tell,
 )
 from elasticrun.core.facts import Facts
+from elasticrun.core.wording import some
 from elasticrun.wire import messages as m
 
 TRACE_VERSION: Final = 1
@@ -100,6 +101,8 @@ def order_in_words(order: m.Order) -> str:
             return f"Refused {order.exit_code}: {order.reason}"
         case m.Wait():
             return f"Wait: {order.reason}"
+        case m.Park():
+            return f"Park for {order.seconds:g} s: {order.reason}"
         case m.Welcome():
             return f"Welcome: term {order.term}, a beat every {order.beat_interval:g} s"
         case m.Echo():
@@ -224,7 +227,7 @@ def facts_in_words(facts: Facts) -> str:
     else:
         last = facts.round
         over = " (over)" if last.over else ""
-        ranks = f"{last.world_size} ranks on {len(last.seats)} nodes"
+        ranks = f"{some(last.world_size, 'rank')} on {some(len(last.seats), 'node')}"
         words.insert(0, f"round {last.name}{over}, {ranks}")
     if facts.left_out:
         words.append(f"{len(facts.left_out)} left out")

@@ -10,7 +10,7 @@ What it promises
 * No rank of a round is asked for before every process of the round before has been swept, and the
   master hears `Stopped` only then: this is the fence on which the next round rests.
 * Ranks get SIGTERM first, always, and SIGKILL when their grace is over. A rank that outlives that
-  by STUCK_AFTER is reported, and the agent ends with EXIT_STUCK.
+  by STUCK_AFTER is reported, and the agent ends with EXIT_BAD_NODE.
 * The store for the next round is asked for as soon as the present one has begun, so no restart
   waits for it. At most one store is ready and unused.
 * A fork server that does not start the ranks within SPAWN_TIMEOUT ends the agent.
@@ -18,6 +18,7 @@ What it promises
   half of a fence: a master that hears nobody waits a little longer before it begins a new round.
 * The agent does not end while a snapshot of this node is being written out (HOLDING), for as long
   as the order gave it; a further death signal ends it at once. Its ranks get no second more.
+* A node that is excluded and told to stay (PARKED) has no ranks, and ends with its job at least.
 * Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master takes every report twice.
 
@@ -30,16 +31,14 @@ from __future__ import annotations
 
 from elasticrun.config import (
     EXIT_FAILED,
-    EXIT_MASTER_LOST,
     EXIT_OK,
-    EXIT_STUCK,
     SPAWN_TIMEOUT,
     STUCK_AFTER,
 )
 from elasticrun.core import effects as fx
 from elasticrun.core.departing_rules import DepartingRules
 from elasticrun.core.ending_rules import SIGTERM
-from elasticrun.core.failures import cause_first
+from elasticrun.core.failures import Ending, cause_first, code_for, code_of
 from elasticrun.core.group_base import newer
 from elasticrun.core.group_states import State, UnexpectedEvent
 from elasticrun.core.group_table import Rules, draw_table, tabulate
@@ -114,7 +113,7 @@ class WorkerGroup(LinkRules, DepartingRules):
         self._stores.use(host=order.host_store)
         self._ranks.begin(order.first_rank)
         self._cut_short = False
-        self._asked = -1
+        self._asked = self._written = -1
         self._reason = ""
         self._state = State.STARTING
         self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)
@@ -139,15 +138,24 @@ class WorkerGroup(LinkRules, DepartingRules):
 
     def _stop_finished(self, order: m.Stop, now: float) -> None:
         if self._start is not None and order.round == self._start.round:
+            if self._departing is not None:
+                self._leave_unsaved(self._departing, now)
+                return
             self._deadlines.disarm("exit-barrier")
             self._reason = order.reason
             self._sweep(State.SWEEPING, now)
 
     def _end(self, order: m.End, now: float) -> None:
-        self._conclude(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
+        self._told_to_end(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
-        self._conclude(fx.Exit(order.exit_code, order.reason, (), 0), now)
+        self._told_to_end(fx.Exit(order.exit_code, order.reason, (), 0), now)
+
+    def _told_to_end(self, outcome: fx.Exit, now: float) -> None:
+        if self.is_parked:
+            self._unpark(outcome)
+        else:
+            self._conclude(outcome, now)
 
     # ------------------------------------------------------------ ranks
 
@@ -200,7 +208,7 @@ class WorkerGroup(LinkRules, DepartingRules):
         if event.stuck:
             pids = ", ".join(map(str, event.stuck))
             left = f"processes that the kernel will not let die are left here: {pids}"
-            self._give_up(EXIT_STUCK, left)
+            self._give_up(code_of(Ending.STUCK), left)
             return
         self._say_stopped()
         self._after_sweep()
@@ -243,7 +251,8 @@ class WorkerGroup(LinkRules, DepartingRules):
                 self._deadlines.arm("stuck", now + STUCK_AFTER)
             elif key == "stuck":
                 pids = self._ranks.in_words("descendants of ranks")
-                self._give_up(EXIT_STUCK, f"killed {STUCK_AFTER:g} s ago and still there: {pids}")
+                late = f"killed {STUCK_AFTER:g} s ago and still there: {pids}"
+                self._give_up(code_of(Ending.STUCK), late)
             elif key == "exit-barrier":
                 self._say(m.Leaving("its ranks are done and its exit barrier is over", 0))
                 self._exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
@@ -255,15 +264,22 @@ class WorkerGroup(LinkRules, DepartingRules):
                 self._departure_due(now)
             elif key == "holding":
                 self._held_long_enough(now)
+            elif key == "parked":
+                self._park_ends("it has been parked for long enough")
+            elif key == "confirm":
+                self._park_ends("the new master does not know that it is excluded")
 
     def _master_lost(self, now: float) -> None:
         waited = f"no master answered for {self._master_lost_timeout:g} s"
-        if self._state is State.FINISHED:
+        if self.is_parked:
+            self._park_ends(waited)
+        elif self._state is State.FINISHED:
             reason = f"{waited}; the ranks of this node are done, the others' result is unknown"
             self._conclude(fx.Exit(EXIT_OK, reason, (), 0), now)
         else:
             failures = cause_first(self._failures())
-            outcome = fx.Exit(EXIT_MASTER_LOST, waited, failures, 0)
+            code = code_for(failures, Ending.NO_MASTER)
+            outcome = fx.Exit(code, waited, failures, 0)
             # the master counts on this grace: it is part of the fence (core.rendezvous)
             self._conclude(outcome, now, grace=self._restart_grace)
 
@@ -280,25 +296,30 @@ _CALM = (*_IDLE, State.PROBING)
 _LIVE = (State.STARTING, State.RUNNING)
 _DYING = (State.STOPPING, State.ENDING)
 _SWEPT = (State.SWEEPING, State.CLEARING)
-_HERE = tuple(state for state in State if state not in (State.HOLDING, State.OVER))
-_ALIVE = (*_HERE, State.HOLDING)
+_STAYING = (State.HOLDING, State.PARKED)
+_HERE = tuple(state for state in State if state not in (*_STAYING, State.OVER))
+_ALIVE = (*_HERE, *_STAYING)
 _BUSY = tuple(state for state in _ALIVE if state not in _CALM)
 
 G = WorkerGroup
 _BEFORE: Rules = (
-    (_ALIVE, (fx.StoreReady,), G._store_ready),
-    (_ALIVE, (fx.StoreLost,), G._store_lost),
+    ((*_HERE, State.HOLDING), (fx.StoreReady,), G._store_ready),
+    ((*_HERE, State.HOLDING), (fx.StoreLost,), G._store_lost),
     (_HERE, (fx.SpawnerLost,), G._spawner_lost),
     (_HERE, (fx.Signalled,), G._signalled),
     (_ALIVE, (fx.LinkLost,), G._link_lost_event),
     (_ALIVE, (fx.LinkBack,), G._link_back),
     (_ALIVE, (m.Welcome,), G._welcome),
-    (_HERE, (m.End,), G._end),
-    (_HERE, (m.Refused,), G._refused),
+    (_ALIVE, (m.End,), G._end),
+    (_ALIVE, (m.Refused,), G._refused),
+    (_ALIVE, (m.Park,), G._park),
     (_HERE, (m.Wait,), G._wait),
-    ((State.HOLDING,), (fx.SpawnerLost,), G._saver_lost),
+    (_STAYING, (fx.SpawnerLost,), G._saver_lost),
     ((State.HOLDING,), (fx.Signalled,), G._signalled_holding),
-    ((State.HOLDING,), (m.End, m.Refused, m.Wait, m.Start, m.Stop), G._ignore),
+    (_STAYING, (m.Wait, m.Start, m.Stop), G._ignore),
+    ((State.PARKED,), (fx.Signalled,), G._signalled_parked),
+    ((State.PARKED,), (fx.StoreReady,), G._store_parked),
+    ((State.PARKED,), (fx.StoreLost,), G._ignore),
     (_ALIVE, (m.Persist,), G._persist),
     (_ALIVE, (m.PersistOver,), G._persist_over),
     (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), G._obey),

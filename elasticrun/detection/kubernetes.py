@@ -17,7 +17,7 @@ from elasticrun.detection.found import TERMINAL, Facts, Found, Given, amount, nu
 from elasticrun.detection.operators import POD, node_level
 from elasticrun.detection.ports import port_of_name
 
-NO_SUBDOMAIN: Final = "the pod has no subdomain, so pod 0 has no name (a headless Service gives it)"
+NO_SUBDOMAIN: Final = "the pod has no subdomain, by which pod 0 has a name (a headless Service)"
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,6})\Z")
 _HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS\Z")
@@ -45,7 +45,7 @@ def volcano(environ: Mapping[str, str], facts: Facts) -> Found | None:
         return counted
     tasks = sorted(name for name in environ if _HOSTS.match(name))
     if len(tasks) != 1:
-        why = "the plugin svc is not on, so nobody says where the others are"
+        why = "the plugin svc is not on, and nobody says where the others are"
         if tasks:
             why = f"the job has {len(tasks)} kinds of tasks, and nobody says which belong together"
         return Found("Volcano", seen, why_alone=why)
@@ -76,7 +76,7 @@ def indexed_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
     if own != amount(index):
         # In the host's network a pod has the host's name.
         seen = f"pod {index.value} of an Indexed Job"
-        why = f"its host name {facts.hostname} is not the pod's, so pod 0 has no known name"
+        why = f"its host name {facts.hostname} is not the pod's, and pod 0's is not known"
         return replace(found, family="Indexed Job", seen=seen, why_alone=why)
     if family == "JobSet" and job:
         # How many pods the jobs before this one have, nobody says.

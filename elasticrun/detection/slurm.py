@@ -49,7 +49,9 @@ def _outside(environ: Mapping[str, str], job: Given) -> Found:
         where = "an interactive step"
     found = _first(environ, job, f"{where} of Slurm job {job.value}")
     if amount(nodes) > 1:
-        why = f"nothing has been started on the other {amount(nodes) - 1} node(s)"
+        others = amount(nodes) - 1
+        rest = "node" if others == 1 else f"{others} nodes"
+        why = f"nothing has been started on the other {rest}"
         return replace(found, nodes=nodes, why_alone=why, use="--srun")
     return replace(found, nodes=nodes)
 

@@ -18,6 +18,9 @@ CHECK: Final = "kernel log"
 SINCE: Final = 24 * 3600.0
 """Seconds; what is older is no news."""
 
+HOUR: Final = 3600.0
+"""Seconds; a process that was killed before is no news to an agent that starts now."""
+
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Most that is read of a log; the kernel's own default is a quarter of a megabyte."""
 
@@ -41,14 +44,17 @@ class Record:
     text: str
 
 
-def examine(root: Path = Path("/"), now: float | None = None) -> list[Finding]:
-    """What stands in the log of the last day. `now`: seconds since boot."""
+def examine(
+    root: Path = Path("/"), now: float | None = None, killed_within: float = SINCE
+) -> list[Finding]:
+    """What stands in the log of the last day; of killed processes only those of the last
+    `killed_within` seconds, SINCE or HOUR. `now`: seconds since boot."""
     try:
         records = list(read(root / "dev/kmsg", time.monotonic() if now is None else now))
     except OSError as wrong:
         return [ok(CHECK, f"it cannot be read here: {(wrong.strerror or str(wrong)).lower()}")]
     recent = [record for record in records if record.age <= SINCE]
-    found = [*_killed(recent), *_xids(recent), *_machine_checks(recent)]
+    found = [*_killed(recent, killed_within), *_xids(recent), *_machine_checks(recent)]
     return found or [ok(CHECK, "no process killed for memory and no Xid in the last 24 hours")]
 
 
@@ -80,13 +86,18 @@ def _pieces(fd: int) -> Iterator[bytes]:
         yield piece
 
 
-def _killed(records: list[Record]) -> Iterator[Finding]:
-    kills = [(record.age, m[1], m[2]) for record in records if (m := _OOM.search(record.text))]
+def _killed(records: list[Record], within: float) -> Iterator[Finding]:
+    kills = [
+        (record.age, m[1], m[2])
+        for record in records
+        if record.age <= within and (m := _OOM.search(record.text))
+    ]
     if kills:
         age, pid, name = min(kills)
+        lately = "hour" if within == HOUR else "24 hours"
         yield warning(
             CHECK,
-            f"{_times(len(kills))} in the last 24 hours a process was killed for want of memory, "
+            f"{_times(len(kills))} in the last {lately} a process was killed for want of memory, "
             f"the last one {_ago(age)} ({name}, pid {pid})",
             "give the job more memory, or use less: fewer data loader workers, smaller batches",
         )

@@ -177,6 +177,8 @@ def _send_snapshot(link: Link, get: bulk.Get, ask: Ask) -> str:
     opened = served.opened
     try:
         snapshot = opened.snapshot(served.slot, served.sequence)
+        if (snapshot.round.hex(), snapshot.step) != (get.round, get.step):
+            raise Gone(f"step {get.step} was withdrawn, and its slot was used again")
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
     except Gone as gone:  # it was needed no more: no news here

@@ -35,7 +35,7 @@ EXIT_CONFUSED = 2
 EXIT_DEFECT = 70
 """Exit code after an exception of our own that nobody expected (sysexits' EX_SOFTWARE)."""
 EXIT_STUCK = 75
-"""Exit code where the kernel would not let a process die (`config.EXIT_STUCK`)."""
+"""Exit code where the kernel would not let a process die (`config.EXIT_BAD_NODE`)."""
 
 END_LIMIT = 30.0
 """Seconds until processes that survive SIGKILL are left to the kernel."""

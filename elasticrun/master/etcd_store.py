@@ -30,11 +30,13 @@ from typing import Any, Final
 from elasticrun.config import (
     ETCD_CALL_LIMIT,
     EXIT_NOT_LEADING,
+    EXIT_SAVED,
     LEADER_CALL_LIMIT,
     LEADER_RENEW,
     LEADER_TTL,
     OUTCOME_KEPT,
     RECORD_KEPT,
+    SAVED_KEPT,
     MasterConfig,
     Tls,
 )
@@ -314,7 +316,9 @@ class EtcdStore:
         assert facts is not None
         data = await asyncio.to_thread(etcd_record.encode, facts)
         if facts.outcome is not None and not self._outcome_lease:
-            self._outcome_lease = await self._persist(lambda: self._etcd.grant(OUTCOME_KEPT))
+            saved = facts.outcome.exit_code == EXIT_SAVED
+            kept = SAVED_KEPT if saved else OUTCOME_KEPT
+            self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
         lease = self._record_lease if facts.outcome is None else self._outcome_lease
         then = [etcd.put(self._keys.record, data, lease)]
         if facts.outcome is not None:

@@ -15,8 +15,9 @@ import select
 from collections.abc import Callable
 from typing import Final
 
-from elasticrun.config import EXIT_MASTER_LOST, EXIT_OK, REATTACH_GRACE
+from elasticrun.config import EXIT_OK, REATTACH_GRACE
 from elasticrun.core.effects import JobOver
+from elasticrun.core.failures import Ending, code_of
 
 OWNER_GONE: Final = 0.5
 """Seconds without an agent after the owner's death: its own stream breaks at that moment."""
@@ -119,7 +120,8 @@ class Lifetime:
             wait = REATTACH_GRACE if self._several() else OWNER_GONE
             self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
         else:
-            self._arm(self._lost, EXIT_MASTER_LOST, f"no agent for {self._lost:g} s")
+            code = code_of(Ending.TOO_FEW)
+            self._arm(self._lost, code, f"no agent for {self._lost:g} s")
 
     def _arm(self, after: float | None, code: int = 0, reason: str = "") -> None:
         if self._timer is not None:

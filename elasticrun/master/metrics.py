@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
 
-STATES = ("alive", "suspect", "dead", "left")
+STATES = ("alive", "suspect", "dead", "left", "parked")
 PHASES = ("gathering", "running", "stopping", "ended")
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elasticrun import __version__
-from elasticrun.config import EXIT_REFUSED, MAX_SESSIONS
+from elasticrun.config import MAX_SESSIONS
 from elasticrun.core.effects import Attached, Detached, Heard
+from elasticrun.core.failures import Ending, code_of
 from elasticrun.master.doorstep import MAX_UNPROVED, PROVE_LIMIT, Doorstep, Late, Refusals
 from elasticrun.master.listening import Listening
 from elasticrun.master.loop import Loop
@@ -166,7 +167,7 @@ class Ear:
             await serve(context, keeper)
         except Denied as denied:
             self._refusals.add(denied.word)
-            order = Refused(reason=str(denied), exit_code=EXIT_REFUSED)
+            order = Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(context.write(encode(order)), FLUSH_LIMIT)
         except Wrong as wrong:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from elasticrun.config import EXIT_EXCLUDED, EXIT_STUCK, EXIT_UNFIT, EXIT_USAGE
+from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 
 CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
 
-EXIT_FINAL: Final = 93
-"""Trying again cannot help."""
-
 HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
 """Codes that end the whole job: with another pod the command line is still wrong."""
 
-BAD_NODE: Final = (EXIT_STUCK, EXIT_EXCLUDED, EXIT_UNFIT)
-"""Codes by which a node says that it is the node's fault: replaced free of charge."""
+BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
+"""Codes by which a node says that it is the node's fault, or nobody's: replaced free of charge."""
 
 
 def failure_rules() -> list[dict[str, Any]]:
@@ -35,7 +32,7 @@ def failure_rules() -> list[dict[str, Any]]:
         {
             "action": "Ignore",
             "onExitCodes": {
-                "containerName": CONTAINER, "operator": "In", "values": sorted(BAD_NODE)
+                "containerName": CONTAINER, "operator": "In", "values": sorted(BLAMELESS)
             },
         },
     ]  # fmt: skip

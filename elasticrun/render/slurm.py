@@ -6,8 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.render.batch import Batch
-from elasticrun.render.policy import EXIT_FINAL
+from elasticrun.render.policy import HOPELESS
 
 FIRST_PORT = 20000
 PORTS = 12000
@@ -85,11 +86,14 @@ def _step(wanted: Batch) -> Iterator[str]:
 def _end(wanted: Batch) -> Iterator[str]:
     if wanted.requeues:
         late = wanted.time_seconds - wanted.lead - 60  # Slurm may send the signal a minute early
-        yield "# the time was over: go on in another run, from what was saved"
-        yield (
-            f'if [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_FINAL} ] && [ "$SECONDS" -ge {late} ] && '
-            f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {wanted.requeues} ]; then'
-        )
+        yield "again=0"
+        yield 'case "$code" in'
+        yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
+        yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
+        yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
+        yield "esac"
+        often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {wanted.requeues} ]'
+        yield f'if [ "$again" = 1 ] && {often}; then'
         yield '    scontrol requeue "$SLURM_JOB_ID" && exit 0'
         yield "fi"
     yield 'exit "$code"'

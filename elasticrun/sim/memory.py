@@ -15,6 +15,7 @@ What must hold, else it is a fault of the world:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticrun.sim.replicas import Replicas
@@ -25,6 +26,7 @@ from elasticrun.wire.messages import (
     Holder,
     Holding,
     Holdings,
+    LastRound,
     Missed,
     Order,
     Persist,
@@ -54,13 +56,22 @@ BYTES = 1 << 20
 class Memory:
     """See the module's head."""
 
-    def __init__(self, world: World, node: Node) -> None:
+    def __init__(self, world: World, node: Node, before: Memory | None = None) -> None:
+        """`before`: of a killed agent of this node, whose memory this one takes over."""
         self._world = world
         self._node = node
         self._shelves = world.shelves
         self.kept: list[Kept] = []  # the oldest first
         self.replicas = Replicas(world, node)
+        self.last: LastRound | None = None
+        self.is_lost = False  # it went with its machine, or was given back
+        if before is not None:
+            self.kept, self.replicas.copies = before.kept, before.replicas.copies
+            self.last = before.last
+            for one in self._all():
+                one.unpin()
         self.skipped = 0
+        self._said: dict[str, list[Persisted]] = {}  # of attempts under way
         self.current = -1  # the step that ranks of this life are at
         self._asked: SaveAt | None = None
         self._watermark: Key | None = None
@@ -75,6 +86,7 @@ class Memory:
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
+        self.last = LastRound(start.round, start.world_size, want, start.rewound_from)
         self.current, self._asked = -1, None
         shelves.sizes[start.round] = start.world_size
         if shelves.restores.setdefault(start.round, key) != key:
@@ -85,7 +97,7 @@ class Memory:
         self.replicas.begin()
         for shelf in (self.kept, self.replicas.copies):
             for one in [one for one in shelf if key is None or one.is_later(key)]:
-                if one.attempts:
+                if self._node.group.term in one.attempts.values():
                     self._fault(f"{self._node.name} drops step {one.step}, which is being written")
                 shelf.remove(one)
             for one in shelf:
@@ -152,7 +164,7 @@ class Memory:
         """Report what is held, if there ever was anything."""
         if self.kept or self._watermark or (self._start and self._shelves.replicas):
             held = [self._told(one) for one in self.kept] + self.replicas.told()
-            self._node.say(Holdings(self._saver, tuple(held), self._shelves.replicas))
+            self._node.say(Holdings(self._saver, tuple(held), self._shelves.replicas, self.last))
 
     def obey(self, order: Order) -> None:
         """An order about snapshots."""
@@ -196,10 +208,15 @@ class Memory:
         return self.kept + self.replicas.copies
 
     def _persist(self, order: Persist) -> None:
+        if order.attempt in self._said:
+            self._say_again(order.attempt)
+            return
         disk = self._shelves.disks.get(self._node.name, "")
         mine = self.of((order.round, order.step))
+        self._said[order.attempt] = []
+        self._world.clock.after(order.limit, lambda: self._end(order.attempt))
         for one in mine:
-            one.attempts.add(order.attempt)
+            one.attempts[order.attempt] = self._node.group.term
         if disk == "stuck":
             return
         held = mine and not disk and not mine[0].bad
@@ -212,13 +229,16 @@ class Memory:
                 contents = {self._shelves.content(rank) for rank in order.shared}
                 self._shelves.parts.setdefault(order.attempt, set()).update(contents)
             size = BYTES * len(order.ranks) if held else 0
-            self._node.say(Persisted(order.attempt, bool(held), False, reason, size, WRITING))
+            self._tell(Persisted(order.attempt, bool(held), False, reason, size, WRITING))
 
         self._world.clock.after(WRITING, written)
         self._shelves.parts.setdefault(order.attempt, set())
 
     def _commit_checkpoint(self, attempt: str) -> None:
         if not self._node.alive:
+            return
+        if any(report.committed for report in self._said.get(attempt, ())):
+            self._say_again(attempt)
             return
         mine = [one for one in self._all() if attempt in one.attempts]
         ok = bool(mine)
@@ -228,13 +248,30 @@ class Memory:
                 self._fault(f"the checkpoint of {key} lacks parts")
             self._shelves.checkpoints.append(key)
         reason = "" if ok else "the snapshot is not here"
-        self._node.say(Persisted(attempt, ok, True, reason, 0, MARKING))
+        self._tell(Persisted(attempt, ok, True, reason, 0, MARKING))
+
+    def _tell(self, report: Persisted) -> None:
+        if report.attempt in self._said:
+            self._said[report.attempt].append(report)
+        self._node.say(report)
+
+    def _say_again(self, attempt: str) -> None:
+        for report in self._said[attempt]:
+            self._node.say(report)
+
+    def _end(self, attempt: str) -> None:
+        """It is over, or its time is."""
+        self._said.pop(attempt, None)
+        for one in self._all():
+            one.attempts.pop(attempt, None)
 
     def _over(self, order: PersistOver) -> None:
+        self._end(order.attempt)
         for one in self.of((order.round, order.step)):
-            one.attempts.discard(order.attempt)
             if order.ok or not order.attempt:
                 one.wanted = False
+        if order.ok and self.last is not None and order.step < self.last.rewound_from:
+            self.last = replace(self.last, rewound_from=-1)
         self.say()
 
     def _told_who(self, order: Holder) -> None:
@@ -254,10 +291,11 @@ class Memory:
 
     # ------------------------------------------------------------ small change
 
-    def link_lost(self) -> None:
-        """Another master may answer next: attempts of this one end by themselves."""
-        for one in self._all():
-            one.attempts.clear()
+    def attached(self) -> None:
+        """A master is there that may have heard nothing."""
+        self.say()
+        for attempt in self._said:
+            self._say_again(attempt)
 
     def _contents(self, one: Kept) -> set[int]:
         ranks = range(one.first_rank, one.first_rank + one.ranks)

@@ -67,7 +67,9 @@ DEATH = 0.002
 class Node:
     """One life of one agent."""
 
-    def __init__(self, world: World, setup: NodeSetup, incarnation: str) -> None:
+    def __init__(
+        self, world: World, setup: NodeSetup, incarnation: str, before: Memory | None = None
+    ) -> None:
         self.world = world
         self.setup = setup
         self.name = setup.name
@@ -87,7 +89,7 @@ class Node:
         self._dialling = False
         self._last_wait = ""
         self._probe = ProbeShell(world, self)
-        self.memory = Memory(world, self)
+        self.memory = Memory(world, self, before)
         self.group = WorkerGroup(
             nproc=setup.nproc,
             restart_grace=setup.spec.restart_grace,
@@ -167,7 +169,8 @@ class Node:
             return
         self.stream = self.world.new_stream(self, master)
         self.stream.hello(self.hello())
-        self.memory.say()
+        if not self.group.is_parked:
+            self.memory.attached()
         self.feed(LinkBack())
         self._beat(self.stream)
 
@@ -216,7 +219,6 @@ class Node:
             return
         if self.alive and stream is self.stream:
             self.stream = None
-            self.memory.link_lost()
             self.feed(LinkLost(reason))
             self._dial_again()
 
@@ -357,6 +359,7 @@ class Node:
     def vanish(self) -> None:
         """The host loses its power: nobody is told; only unanswered pings tell the master."""
         self.alive = False
+        self.memory.is_lost = True
         self._kill_ranks()
         if self.stream is not None:
             self.world.cut_stream(self.stream, self)
@@ -386,6 +389,7 @@ class Node:
     def _exit(self, effect: Exit) -> None:
         self.exited = effect
         self.alive = False
+        self.memory.is_lost = True
         self.world.trace(self.name, f"exits {effect.code}: {effect.reason}")
         self._kill_ranks()
         if self.stream is not None:

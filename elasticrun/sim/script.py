@@ -3,7 +3,8 @@
     # why this case exists, in a line or two
     job 2:4 max_restarts=1          the job's numbers; `world` and `job` lines come first
     0 node a b nproc=2              at second 0 two agents start
-    5 fail b 1 ValueError: boom     at second 5 local rank 1 of b ends with code 1
+    5 fail b 1 ValueError: boom     at second 5 local rank 1 of b ends with code 1 (`fail b 1
+                                    SIGKILL`: by that signal, `fail b 1 FINAL`: with 93)
     20 end
     ---
     the trace, line by line
@@ -19,7 +20,8 @@ knows; `world steps=1` has nodes report their steps.
 Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
 step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `world
 state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
-many snapshots, and `replicas=1` wants each part on two nodes; `disk a full` (or stuck, ok) and
+many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1` starts an agent
+that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
 `spoil a 120` plant what `sim.memory` knows.
 
 `python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrun.config import (
+    EXIT_FINAL,
     GROW_COOLDOWN,
     HEARTBEAT_TIMEOUT,
     JOIN_TIMEOUT,
@@ -128,7 +131,7 @@ def _read_line(script: Script, words: list[str], line: str) -> None:
 
 
 def _like(old: Any, value: str) -> Any:
-    return value == "1" if isinstance(old, bool) else float(value)
+    return value == "1" if isinstance(old, bool) else type(old)(value)
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
@@ -217,14 +220,14 @@ def _node(world: World, spec: JobSpec, words: list[str]) -> None:
             setup.exit_barrier = float(options["exit_barrier"])
         if "term_code" in options:
             setup.term_code = int(options["term_code"])
-        world.start_node(setup)
+        world.start_node(setup, memory=options.get("memory") == "1")
 
 
 def _fail(world: World, spec: JobSpec, words: list[str]) -> None:
     node = world.nodes[words[0]]
     message = " ".join(words[2:])
-    code = -9 if message == "SIGKILL" else 1
-    node.end_rank(node.ranks[int(words[1])], code, "" if code < 0 else message)
+    code = {"SIGKILL": -9, "FINAL": EXIT_FINAL}.get(message, 1)
+    node.end_rank(node.ranks[int(words[1])], code, message if code == 1 else "")
 
 
 def _done(world: World, spec: JobSpec, words: list[str]) -> None:

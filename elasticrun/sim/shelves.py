@@ -37,7 +37,9 @@ class Shelves:
     members: dict[RoundName, dict[str, Memory]] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)  # nodes that have said so
     spoilt: bool = False
+    told: dict[RoundName, int] = field(default_factory=dict)  # watermarks
     judged: int = 0  # rounds of which `settle` had something to say
+    judged_blind: int = 0  # of these, the first ones of a new master
 
     def content(self, rank: int) -> int:
         """What this rank holds."""
@@ -51,35 +53,43 @@ class Shelves:
 
     def marked(self, key: Key) -> None:
         """A node was told that this is the watermark."""
-        if self.replicas and len(self.members[key[0]]) > 1 and key not in self.excused:
+        self.told[key[0]] = max(key[1], self.told.get(key[0], -1))
+        if key in self.excused:  # older ones may be overwritten that were on two nodes
+            self.marks.pop(key[0], None)
+        elif self.replicas and len(self.members[key[0]]) > 1:
             if all(len(nodes) > 1 for nodes in self.homes[key].values()):
                 self.marks[key[0]] = key[1]
             elif not self.leaving & self.members[key[0]].keys():  # who leaves copies nothing
                 self.faults.append(f"the watermark is {key}, which is not on two nodes")
 
     def settle(self) -> None:
-        """At the end: no round went back behind the watermark of the one before, if at most one
-        node was lost between them (and not the master too, who knew what its ranks had), no byte
-        flipped and no snapshot was given up as poison."""
+        """At the end: no round went back behind the watermark of the one before, if the memory of
+        all of its nodes was there, or with replicas of all but one (and the master too, who knew
+        what its ranks had); if no byte flipped and no snapshot was given up as poison."""
         rounds = sorted(self.restores, key=lambda name: (name.term, name.number))
         chosen = [self.restores[name] for name in rounds]
         for before, name in pairwise(rounds):
-            mark, key = self.marks.get(before, -1), self.restores[name]
-            lost = [
+            key, origin, there = self.restores[name], self.restores[before], self.members[name]
+            had = [*self.members[before].items()]
+            if origin is not None and self.told.get(before, -1) < 0:
+                had += self.members[origin[0]].items()
+            lost = {
                 node
-                for node, memory in self.members[before].items()
-                if self.members[name].get(node) is not memory
-            ]
-            origin = self.restores[before]
+                for node, memory in had
+                if node not in there or there[node].kept is not memory.kept
+            }
+            mark = (self.marks if lost else self.told).get(before, -1)
+            floor = (before, mark) if mark >= 0 or lost else origin
             poison = origin is not None and chosen.count(origin) >= MAX_REJECTED
-            excused = self.spoilt or poison
-            if name.term != before.term and lost:
+            if floor is None or floor[1] < 0 or self.spoilt or poison:
                 continue
-            if mark < 0 or len(lost) > 1 or excused:
+            if len(lost) > 1 or (lost and name.term != before.term):
                 continue
             self.judged += 1
-            if key is None or age(key) < age((before, mark)):
-                self.faults.append(f"round {name} restores {key}, and {lost} were lost of {before}")
+            self.judged_blind += not lost and name.term != before.term
+            if key is None or age(key) < age(floor):
+                gone = sorted(lost)
+                self.faults.append(f"round {name} restores {key}, and {gone} were lost of {before}")
 
     def was_whole(self, key: Key) -> bool:
         """Whether every content of the round was committed at this step."""
@@ -99,12 +109,17 @@ class Kept:
     wanted: bool = False
     restored: bool = False  # pinned, since the present round goes on from it
     bad: bool = False
-    attempts: set[str] = field(default_factory=set)
+    attempts: dict[str, int] = field(default_factory=dict)  # under way, by masters of these terms
     replica: bool = False
 
     @property
     def key(self) -> Key:
         return (self.round, self.step)
+
+    def unpin(self) -> None:
+        """The agent that knew what it is needed for is gone."""
+        self.wanted = self.restored = False
+        self.attempts.clear()
 
     @property
     def pinned(self) -> bool:

@@ -59,9 +59,15 @@ class TrainingChaos(Chaos):
                 world.trace("*", f"a rank dies in the middle of step {step}")
                 self._rank_fails(self.rng.choice(nodes))
 
+    def _memory_survives(self) -> bool:
+        return self.rng.random() < 0.85
+
     def _strike(self) -> None:
         if self.rng.random() > 0.2:
             super()._strike()
+            return
+        if self.rng.random() < 0.3:
+            self._strike_all()
             return
         node = self.rng.choice(list(self.world.nodes.values()))
         disk = self.rng.choice(["full", "stuck", "", "", "spoil"])
@@ -72,6 +78,20 @@ class TrainingChaos(Chaos):
                 one.bad = True
         else:
             self.world.shelves.disks[node.name] = disk
+
+    def _strike_all(self) -> None:
+        """Every agent is killed at one moment, and the master with them, whose record goes too: a
+        job of one node, or one that a scheduler ends by SIGKILL and starts again."""
+        world = self.world
+        if world.over is not None or world.master is None or world.master.stalled:
+            return
+        world.trace("*", "all agents and the master are killed")
+        for node in world.nodes.values():
+            if node.alive:
+                node.kill()
+                self._schedule_start(node.name, self.rng.choice([0.1, 0.1, 2.0]))
+        self.record = "none"
+        world.kill_master()
 
     def _make_peace(self) -> None:
         self.world.shelves.disks.clear()

@@ -16,6 +16,7 @@ from elasticrun.wire.messages import (
     Missed,
     NotReplicated,
     Order,
+    Park,
     Persist,
     Persisted,
     PersistOver,
@@ -89,7 +90,7 @@ def in_short(message: Report | Order) -> str:
         return "Probed: ok" if message.ok else f"Probed: failed ({said})"
     if isinstance(message, Steps):
         return f"Steps {message.round.number}: {message.own:g} of {message.seconds:g} s"
-    if isinstance(message, Wait | Refused | Leaving):
+    if isinstance(message, Wait | Refused | Leaving | Park):
         return f"{type(message).__name__}: {message.reason}"
     if isinstance(message, Hello | Welcome | Beat):
         return type(message).__name__

@@ -189,9 +189,12 @@ class World:
             master.stalled = True
             self.clock.after(seconds, lambda: master.wake(seconds))
 
-    def start_node(self, setup: NodeSetup) -> Node:
-        """An agent starts; a node id may be used again by a new life."""
-        node = Node(self, setup, f"life{next(self._lives)}")
+    def start_node(self, setup: NodeSetup, *, memory: bool = False) -> Node:
+        """An agent starts; a node id may be used again by a new life. `memory`: what a killed agent
+        of this node had in memory is there yet."""
+        old = self.nodes.get(setup.name)
+        before = old.memory if memory and old is not None and not old.memory.is_lost else None
+        node = Node(self, setup, f"life{next(self._lives)}", before)
         self.nodes[setup.name] = node
         self.lives.append(node)
         return node

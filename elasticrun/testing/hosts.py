@@ -3,6 +3,7 @@
 A `Lab` is a switch (a bridge in a namespace of its own) and hosts with the addresses 192.0.2.1,
 192.0.2.2, ... of a range that is reserved for documentation: nothing can leave. A command runs on
 a host by `prefix`, with the host's own network, name and /etc/hosts, where all hosts stand by name.
+Of a name with dots the host's own is the first part, as with pods.
 
 A pulled cable is a link that is down. All else (a pair that cannot see each other, one that hears
 but is not heard, loss, delay, little bandwidth, flapping) is done by `line.py`, put between cable
@@ -115,6 +116,11 @@ class Host:
         self.on_line = False
 
     @property
+    def names(self) -> list[str]:
+        """By which others find it; the last one is what it calls itself."""
+        return list(dict.fromkeys((self.name, self.name.partition(".")[0])))
+
+    @property
     def netns(self) -> str:
         """The file that stands for its network."""
         return str(NETNS / self.namespace)
@@ -142,6 +148,7 @@ class Lab:
             start_new_session=True,  # a Ctrl-C is for us
         )
         self._table = scratch / "hosts"
+        self._numbers = itertools.count(1)
         self.hosts: dict[str, Host] = {}
         try:
             _ip("netns", "add", self._switch)
@@ -154,7 +161,7 @@ class Lab:
 
     def add(self, name: str) -> Host:
         """One more host, at the next address."""
-        number = len(self.hosts) + 1
+        number = next(self._numbers)
         if number > MOST_HOSTS:
             raise LabError(f"a lab has {MOST_HOSTS} hosts at most")
         host = Host(name, number, f"{self._prefix}{number}")
@@ -166,9 +173,21 @@ class Lab:
         _ip("-n", host.namespace, "link", "set", "lo", "up")
         _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
         _ip("-n", host.namespace, "link", "set", "eth0", "up")
-        rows = [f"{h.address} {h.name}" for h in self.hosts.values()]
-        self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
+        self._name_all()
         return host
+
+    def remove(self, name: str) -> None:
+        """A host goes without a word, with its address and its name, and what runs there; `add`
+        makes another of that name, at another address."""
+        host = self.hosts.pop(name)
+        self._sw("link", "set", f"v{host.number}", "down")
+        _remove([host.namespace])
+        self._name_all()
+
+    def _name_all(self) -> None:
+        """Written in place: what runs on hosts has this very file mounted."""
+        rows = [f"{h.address} {' '.join(h.names)}" for h in self.hosts.values()]
+        self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
 
     @property
     def keeper(self) -> int:
@@ -179,7 +198,7 @@ class Lab:
         """The words before a command that make it run on this host, as the process it then is."""
         host = self.hosts[name]
         enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
-        return [*enter, "sh", "-c", ENTER, "sh", str(self._table), name]
+        return [*enter, "sh", "-c", ENTER, "sh", str(self._table), host.names[-1]]
 
     # ------------------------------------------------------------ what befalls cables
 

@@ -70,6 +70,7 @@ _ORDERS: Final[dict[str, type[Any]]] = {
     "welcome": m.Welcome,
     "refused": m.Refused,
     "wait": m.Wait,
+    "park": m.Park,
     "start": m.Start,
     "stop": m.Stop,
     "end": m.End,

@@ -156,14 +156,13 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     },
     m.SaveSpec: {"at_breakpoint": Flag(), "limit": Seconds(zero=False)},
     m.CheckSpec: {
-        "network": Flag(),
-        "perf": Flag(),
+        **dict.fromkeys(("network", "perf", "exclude_stragglers"), Flag()),
         "perf_floor": Amount(),
-        "exclude_stragglers": Flag(),
         "slow_ratio": Ratio(),
         "slow_for": _SECONDS,
         "probe_limit": Seconds(zero=False),
         "exclude_for": _SECONDS,
+        "quarantine": Int(0, m.MAX_NODES),
     },
     m.RoundReport: {**_PLACE, **_RESTORE},
     m.Knock: {
@@ -242,6 +241,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
     },
     m.Refused: {"reason": _TEXT, "exit_code": _EXIT},
     m.Wait: {"reason": _TEXT},
+    m.Park: {"reason": _TEXT, "seconds": _SECONDS},
     m.Start: {
         **_PLACE,
         "role_first_rank": _RANK,
@@ -307,8 +307,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "last_failure": _TEXT,
         "outcome": _TEXT,
         "excluded": _Many(m.MAX_EXCLUDED, m.ExcludedNode),
-        "check": _TEXT,
-        "snapshot": _TEXT,
+        **dict.fromkeys(("check", "snapshot"), _TEXT),
     },
     m.Holding: {
         **_SNAPSHOT,
@@ -321,7 +320,9 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "saver": _MAYBE_ENDPOINT,
         "held": _Many(m.MAX_HOLDINGS, m.Holding),
         "replicas": Flag(),
+        "last": _Part(m.LastRound, optional=True),
     },
+    m.LastRound: {"round": _ROUND, "world_size": _WORLD, **_RESTORE},
     m.NotReplicated: {**_SNAPSHOT, "reason": _TEXT},
     m.Replicate: {
         **_SNAPSHOT,

@@ -30,6 +30,7 @@ class CheckSpec:
     slow_for: float = 30.0  # and while training: for so many seconds
     probe_limit: float = 60.0  # seconds for one probe, after which it is ended
     exclude_for: float = 3600.0  # seconds for which an excluded node is refused
+    quarantine: int = 0  # --quarantine: so many excluded nodes at once stay parked
 
 
 class ProbePhase(StrEnum):
@@ -96,6 +97,14 @@ class Probe:
     world_size: int  # ranks in the group
     store: Endpoint  # offered in a Join by the group's first node
     limit: float  # seconds, after which the probe is ended and has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """This node is excluded and is to stay, without ranks, so that nobody is given its machine."""
+
+    reason: str
+    seconds: float  # after which it ends, if the job has not ended before
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from elasticrun.wire.health import (
     MAX_TRANSFERS as MAX_TRANSFERS,
     CheckSpec as CheckSpec,
     ExcludedNode as ExcludedNode,
+    Park as Park,
     Probe as Probe,
     Probed as Probed,
     ProbePhase as ProbePhase,
@@ -36,6 +37,7 @@ from elasticrun.wire.saving import (
     Holder as Holder,
     Holding as Holding,
     Holdings as Holdings,
+    LastRound as LastRound,
     Missed as Missed,
     NotReplicated as NotReplicated,
     Persist as Persist,
@@ -52,7 +54,7 @@ from elasticrun.wire.saving import (
     WhereIs as WhereIs,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -93,6 +95,7 @@ class FailureKind(StrEnum):
     """What a failed rank died of, as `core/failures.py` classifies it."""
 
     SCRIPT = "script"  # an exception or a non-zero exit of its own
+    FINAL = "final"  # ended with EXIT_FINAL: the script's own word for "do not try again"
     SIGNAL = "signal"  # killed by a signal nobody in the job sent
     OOM = "oom"  # SIGKILL together with the kernel's or cgroup's word for it
     PEER_LOST = "peer-lost"  # a collective broke because another rank had gone
@@ -373,7 +376,7 @@ class Echo:
     beat_interval: float = 0.0  # how often to beat from now on; 0: as before
 
 
-Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe | SaveOrder
+Order = Challenge | Welcome | Refused | Wait | Start | Stop | End | Echo | Probe | Park | SaveOrder
 
 
 # ---------------------------------------------------------------- Status

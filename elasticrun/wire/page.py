@@ -18,7 +18,7 @@ class NodeStatus:
     node: str
     host: str
     address: str
-    state: str  # the membership word: alive, suspect, dead, left
+    state: str  # the membership word: alive, suspect, dead, left, parked
     activity: str  # joining, at-the-door, starting, running, stopping, finished, spare
     reason: str  # why it waits, empty if it does not
     group_rank: int  # -1: has no place in the current round

@@ -47,23 +47,35 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
-    where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
-    the state in the memory of two nodes."""
-
-    saver: Endpoint | None
-    held: tuple[Holding, ...]
-    replicas: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Restore:
     """What the ranks of a round go on from; part of Start."""
 
     round: RoundName
     step: int
     world_size: int  # of that round
+
+
+@dataclass(frozen=True, slots=True)
+class LastRound:
+    """The newest round whose ranks lived on a node, as an agent before this one may have noted it;
+    told to a master that may know of no round."""
+
+    round: RoundName
+    world_size: int
+    restore: Restore | None = None  # as in Start
+    rewound_from: int = -1  # as in Start, until a checkpoint that was committed since says it
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
+    where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
+    the state in the memory of two nodes. `last`: None if no rank ever lived here."""
+
+    saver: Endpoint | None
+    held: tuple[Holding, ...]
+    replicas: bool = False
+    last: LastRound | None = None
 
 
 @dataclass(frozen=True, slots=True)

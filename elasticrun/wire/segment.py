@@ -236,6 +236,8 @@ class Segment:
             return None
         if not sequence or self.committed(slot) != sequence or values > self._slot_bytes:
             return None
+        if step < 0:  # no report could say it
+            return None
         return Snapshot(slot, term, number, key, sequence, step, layout, values)
 
     def snapshots(self) -> list[Snapshot]:

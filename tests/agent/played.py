@@ -90,7 +90,7 @@ class Client:
 class Rank(Client):
     """A rank with a Checkpointer."""
 
-    def __init__(self, place: str, start: Start, nproc: int = 2) -> None:
+    def __init__(self, place: str, start: Start, folder: str = "/runs/a") -> None:
         name, self.local_rank = read_place(place)
         super().__init__(name)
         self.start = start
@@ -98,7 +98,7 @@ class Rank(Client):
         self.fresh = False
         here = s.RankHere(
             *(VERSION, self.local_rank, start.first_rank + self.local_rank, start.world_size),
-            *("/runs/a", 3, 0),
+            *(folder, 3, 0),
         )
         self.resume = self.ask(here, s.Resume)
 
@@ -199,13 +199,16 @@ class Spawners:
 
 
 class Node:
-    """The agent's part, of a node with two ranks. `several`: of a job of several nodes."""
+    """The agent's part, of a node with two ranks, or `nproc`. `several`: of a job of several
+    nodes."""
 
-    def __init__(self, shm: Path, *, several: bool = False, limit: float = 100.0) -> None:
+    def __init__(
+        self, shm: Path, *, several: bool = False, limit: float = 100.0, nproc: int = 2
+    ) -> None:
         self.master, self.spawners = Master(), Spawners()
         self.clients: list[Client] = []
         spec = {"max_nodes": 3 if several else 1, "saves": SaveSpec(True, limit)}
-        self.config = agent_config(spec, token="secret")
+        self.config = agent_config(spec, token="secret", nproc_per_node=nproc)
         self.several = several
         self.snapshots = Snapshots(
             self.config,

@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
-from elasticrun.config import EXIT_UNFIT, Rendezvous
+from elasticrun.config import EXIT_BAD_NODE, Rendezvous
 from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Check
 from elasticrun.doctor.verdict import failed, ok, warning
@@ -53,7 +53,7 @@ def test_with_precheck_no_rank_is_started(world: World, nnodes: int) -> None:
     if nnodes > 1:
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
     code, err, ran = with_few_files(world, *words)
-    assert (code, ran) == (EXIT_UNFIT, False), err
+    assert (code, ran) == (EXIT_BAD_NODE, False), err
     assert "--precheck found this machine unfit: open files: ulimit -n is 100" in err
     assert "Traceback" not in err
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrun.agent.departing import LEAST_MARGIN, Departing
+from elasticrun.agent.departing import LEAST_MARGIN, MOST_MISSED, Departing
 from elasticrun.agent.held import Held, Sizes
 from elasticrun.config import AgentConfig
 from elasticrun.wire import messages as m, snapshots as s
@@ -61,6 +61,25 @@ def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert departing.margin() == 100  # half a second of 200 steps each
 
 
+def test_the_pace_is_known_before_the_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a life that goes on from an older one; of two steps more, ranks would be past them."""
+    departing, current, _ = made()
+    now = [100.0]
+    monkeypatch.setattr("elasticrun.agent.departing.time.monotonic", lambda: now[0])
+    departing.began(1000)
+    now[0] += 2.0
+    departing.began(1000)  # another rank, later
+    current[0].segment.current = 1400
+    assert departing.margin() == 100
+    now[0] += 1.0
+    departing.committed(1500)
+    now[0] += 1.0
+    current[0].segment.current = 1600
+    assert departing.margin() == 50  # warming up does not count any more
+    departing.begin(START)
+    assert departing.margin() == LEAST_MARGIN
+
+
 def test_every_segment_is_told_and_later_ones_too() -> None:
     departing, current, _ = made()
     departing.ask(m.SaveAt(OTHER, 9, "node a is to leave"))
@@ -82,6 +101,40 @@ def test_that_a_step_was_missed_is_told_once() -> None:
     departing.missed(s.Missed(13, 14))
     departing.missed(s.Missed(NONE, 15))
     assert said == [m.Missed(ROUND, 9, 10), m.Missed(ROUND, 13, 14)]
+
+
+def test_an_order_that_comes_again_is_answered_again() -> None:
+    """The master has died meanwhile, or the word was lost with its stream."""
+    departing, _, said = made()
+    order = m.SaveAt(ROUND, 9, "node a is to leave")
+    departing.ask(order)
+    departing.missed(s.Missed(9, 10))
+    departing.ask(m.SaveAt(ROUND, 12, "node a is to leave"))
+    departing.ask(order)
+    assert said == [m.Missed(ROUND, 9, 10)] * 2
+
+
+def test_a_rank_may_not_miss_steps_for_ever() -> None:
+    departing, _, said = made()
+    for step in range(1000):
+        departing.missed(s.Missed(step, 1000))
+    assert len(said) == MOST_MISSED
+
+
+def test_ranks_that_speak_no_more_are_not_waited_for() -> None:
+    """Their training is over: no step comes."""
+    departing, current, _ = made()
+    departing.committed(3)
+    current[0].segment.current = 5
+    departing.lost(0)
+    assert departing.step() == 3
+    departing.lost(1)
+    assert departing.signalled(15, death=True).step == NONE
+    departing.show(current[0])
+    assert departing.step() == 5
+    departing.lost(0)
+    departing.begin(START)
+    assert departing.step() == 5
 
 
 def test_who_puts_a_signal_off() -> None:

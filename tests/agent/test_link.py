@@ -18,8 +18,9 @@ from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.link import Link
 from elasticrun.agent.probe import Answer, probe
 from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Refused, Start, Welcome
+from elasticrun.operator_log import logger
+from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refused, Start, Welcome
 from tests.agent.configs import agent_config
 from tests.aio import run
 from tests.harness import LIMIT
@@ -108,6 +109,28 @@ def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
     run(main())
 
 
+def test_what_cannot_be_said_is_left_out(
+    master: tuple[MasterProcess, Endpoint],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new session would meet it again at once, and so on for ever."""
+    monkeypatch.setattr(logger, "propagate", True)
+
+    async def body() -> None:
+        async with linked(master[1]) as (link, heard):
+            await heard.until(lambda _: heard.count(LinkBack) == 1)
+            for _ in range(3):
+                link.say(Missed(RoundName(1, 1, "a"), 5, -1))
+            link.say(Join(Endpoint("127.0.0.1", 1)))
+            await heard.until(lambda _: bool(heard.orders(Start)))
+            assert not heard.count(LinkLost)
+
+    run(body())
+    (said,) = [one.message for one in caplog.records if "not sent to the master" in one.message]
+    assert "missed.step is -1" in said
+
+
 def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint]) -> None:
     async def main() -> None:
         other = hello(spec=replace(CONFIG.spec, job_id="another"))
@@ -165,6 +188,12 @@ class Relay:
         """Nothing passes any more on the connections there are; new ones work."""
         self._frozen |= self._writers
 
+    def cut(self) -> None:
+        """End the connections there are; new ones work."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
     async def stop(self) -> None:
         self._server.close()
         for task in self._tasks:
@@ -202,6 +231,24 @@ def test_without_an_echo_a_fresh_connection_takes_over(
             await heard.until(lambda _: heard.count(LinkBack) == 2)
             # The old connection was never lost, as far as anybody could tell.
             assert heard.count(LinkLost) == 0
+        await relay.stop()
+
+    run(main())
+
+
+def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without_a_rest(
+    master: tuple[MasterProcess, Endpoint],
+) -> None:
+    async def main() -> None:
+        relay = Relay(master[1])
+        endpoint = await relay.start()
+        began = asyncio.get_running_loop().time()
+        async with linked(endpoint) as (_, heard):
+            for number in range(1, 7):
+                await heard.until(lambda _, number=number: heard.count(LinkBack) >= number)
+                relay.cut()
+            # rests of 0.05, 0.1, 0.2, 0.4 and 0.5 s at least; a few milliseconds each without
+            assert asyncio.get_running_loop().time() - began > 0.5
         await relay.stop()
 
     run(main())

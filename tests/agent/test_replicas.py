@@ -30,6 +30,7 @@ class Saver:
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.layout = LAYOUT  # of what it copies
         self.slots: list[int] = []
         self.stash: list[Any] = []  # what it has heard and not looked at
         self.memory: dict[int, int] = {}  # by the key of a FetchInto: a descriptor
@@ -56,9 +57,9 @@ class Saver:
     async def gives_size(self, **changes: int) -> s.Fetch:
         fetch = await self.hears(s.Fetch)
         assert fetch.replica
-        sizes = {"slot_bytes": LAYOUT.slot_bytes, **changes}
-        length = len(LAYOUT.encode())
-        self.client.say(s.FetchSize(fetch.key, True, "", length, layout=LAYOUT.key, **sizes))
+        sizes = {"slot_bytes": self.layout.slot_bytes, **changes}
+        length = len(self.layout.encode())
+        self.client.say(s.FetchSize(fetch.key, True, "", length, layout=self.layout.key, **sizes))
         return fetch
 
     async def copies(self) -> s.Fetch:
@@ -67,17 +68,17 @@ class Saver:
 
     async def fills(self, fetch: s.Fetch) -> s.Fetch:
         into = await self.hears(s.FetchInto)
-        assert (into.key, into.layout) == (fetch.key, LAYOUT.key)
+        assert (into.key, into.layout) == (fetch.key, self.layout.key)
         self.slots.append(into.slot)
         fd = self.memory.pop(into.key)
         with mmap.mmap(fd, 0) as mapped:
-            encoded = LAYOUT.encode()
+            encoded = self.layout.encode()
             mapped[PAGE : PAGE + len(encoded)] = encoded
             segment = Segment(memoryview(mapped))
             segment.payload(into.slot)[:] = bytes([fetch.step]) * segment.slot_bytes
             name = RoundName(fetch.round.term, fetch.round.number, fetch.round.nonce)
-            how = {"sequence": fetch.step, "step": fetch.step, "layout": LAYOUT.key, "values": 0}
-            segment.commit(into.slot, round=name, **how)
+            how = {"sequence": fetch.step, "step": fetch.step, "layout": self.layout.key}
+            segment.commit(into.slot, round=name, values=0, **how)
             segment.close()
         os.close(fd)
         self.client.say(s.Fetched(fetch.key, True, ""))
@@ -264,5 +265,26 @@ def test_what_no_order_names_any_more_goes() -> None:
         node.snapshots.obey(m.Watermark(two, 6))
         (held,) = node.snapshots._segments.held
         assert held.replica == 1
+
+    play(body, several=True)
+
+
+def test_what_a_rank_had_before_its_state_grew_goes() -> None:
+    """Else each change would leave two slots of the state behind."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0, 1)
+        await told(node, 5)
+        node.snapshots.obey(m.Watermark(ONE, 5))
+        assert len(node.snapshots._segments.held) == 2
+        saver.layout = layout_of(5000)
+        await copied(node, saver, 6, 0)
+        await told(node, 5, 6)
+        assert len(node.snapshots._segments.held) == 3  # until the step counts
+        node.snapshots.obey(m.Watermark(ONE, 6))
+        (held,) = node.snapshots._segments.held
+        assert (held.replica, held.sizes.layout) == (0, saver.layout.key)
 
     play(body, several=True)

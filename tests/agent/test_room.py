@@ -20,6 +20,7 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.mapping import LARGE
 from elasticrun.wire.segment import NONE
 from tests.agent.played import Node, layout_of, play
+from tests.harness import LIMIT
 
 LAYOUT = layout_of()
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 3)
@@ -66,6 +67,46 @@ def test_a_rank_that_waits_is_told_when_a_step_is_whole() -> None:
         await asyncio.to_thread(ranks[0].hear, s.RoomThere)
 
     play(body, several=True)
+
+
+def test_a_rank_that_waits_is_told_when_another_step_is_named() -> None:
+    """It ends by a signal once all have saved the first one, which one of them could not."""
+
+    async def body(node: Node) -> None:
+        start = node.begin(1)
+        ranks = await node.ranks()
+        node.snapshots.obey(m.SaveAt(start.round, 2, "node a is to leave"))
+        await node.both(ranks, 2, persist=True)
+        ranks[0].say(s.AwaitRoom(2))
+        await node.heard(ranks)
+        node.snapshots.obey(m.SaveAt(start.round, 4, "node a is to leave"))
+        node.snapshots.obey(m.PersistOver("", start.round, 2, ok=False, reason="one was past it"))
+        await asyncio.to_thread(ranks[0].hear, s.RoomThere)
+
+    play(body, several=True)
+
+
+def test_one_that_is_closed_is_not_asked_for_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 2)
+        departing = node.snapshots.departing
+        assert departing.step() == 2
+        gone = asyncio.Event()
+        lost = departing.lost
+
+        def lose(local_rank: int) -> None:
+            lost(local_rank)
+            if departing.step() == NONE:
+                gone.set()
+
+        monkeypatch.setattr(departing, "lost", lose)
+        for rank in ranks:
+            rank.close()
+        await asyncio.wait_for(gone.wait(), LIMIT)
+
+    play(body)
 
 
 def test_a_rank_that_waits_is_told_when_steps_are_given_up() -> None:

@@ -337,6 +337,54 @@ def test_without_a_saver_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     play(body)
 
 
+def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only one that keeps dying before it has written anything is of no use."""
+    monkeypatch.setattr(savers_module, "STARTS_MOST", 2)
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        for number in range(4):
+            saver = await node.saver()
+            attempt = f"a{number}"
+            node.snapshots.obey(persist(1, attempt=attempt))
+            await checked(saver, 2)
+            await asyncio.to_thread(saver.hear, s.PersistParts)
+            saver.say(s.PartsDone(attempt, True, "", 1, 0.1))
+            await node.master.until(lambda p: p.ok, m.Persisted)
+            node.snapshots.obey(m.PersistOver(attempt, ONE, 1, False, "tried again"))
+            await node.saver_dies(saver)
+        for _ in range(2):
+            await node.saver_dies(await node.saver())
+        assert node.spawners.orders.empty()
+        with pytest.raises(savers_module.SaverGone, match="not started again for a while"):
+            await node.snapshots.savers.there()
+
+    play(body)
+
+
+def test_a_saver_that_went_with_its_fork_server_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        await node.ranks()
+        for _ in range(3):
+            await node.saver()
+            monkeypatch.setattr(node.spawners, "owner", lambda key: None)
+            node.snapshots.savers.all_lost()
+            monkeypatch.undo()
+            monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
+        await node.saver()
+
+    play(body)
+
+
 def test_a_saver_that_stands_still_does_not_hold_up_a_restore(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

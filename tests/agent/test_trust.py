@@ -16,7 +16,7 @@ import pytest
 from elasticrun.agent import probe as p
 from elasticrun.agent.link import Link
 from elasticrun.agent.trust import Trust, trust_of, unusable, with_trust
-from elasticrun.config import EXIT_REFUSED, AgentConfig, Rendezvous, Tls
+from elasticrun.config import EXIT_FAILED, AgentConfig, Rendezvous, Tls
 from elasticrun.core.effects import LinkBack, LinkLost
 from elasticrun.wire import channel as c, codec, messages as m
 from elasticrun.wire.ids import Endpoint
@@ -77,7 +77,7 @@ def test_at_first_contact_it_is_one_sentence(masters: str, ours: str, said: str)
     async def run() -> None:
         async with serving(token=masters) as served:
             refused = await refusal(served.endpoint, Trust(ours))
-            assert refused.exit_code == EXIT_REFUSED
+            assert refused.exit_code == EXIT_FAILED
             assert said in refused.reason
             assert TOKEN not in refused.reason
             assert not served.brain.events
@@ -213,7 +213,7 @@ def test_tls_that_does_not_fit_is_one_sentence(
             mine = files[ours] if ours else None
             refused = await refusal(served.endpoint, Trust(files=mine))
             assert said in refused.reason
-            assert refused.exit_code == EXIT_REFUSED
+            assert refused.exit_code == EXIT_FAILED
             found, why = await p.probe(served.endpoint, LIMIT, mine)
             assert found is p.Answer.INSECURE
             assert said in why

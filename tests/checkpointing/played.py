@@ -182,7 +182,8 @@ class PlayedAgent:
         """Answer who waits for what has come."""
         for local_rank, (peer, whole) in list(self._waiting.items()):
             segment = self.current[local_rank].segment
-            if segment.watermark >= whole >= 0 or (whole < 0 and segment.free_slot() is not None):
+            come = segment.watermark >= whole or segment.save_at > whole
+            if (come and whole >= 0) or (whole < 0 and segment.free_slot() is not None):
                 del self._waiting[local_rank]
                 peer.sock.sendall(encode(RoomThere()))
 

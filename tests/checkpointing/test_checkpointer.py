@@ -333,6 +333,17 @@ def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, tmp_path
     one.ckpt.close()
 
 
+@pytest.mark.parametrize("number", [-1, 1.5, 2**53, None])
+def test_what_is_no_step_is_refused(agent: PlayedAgent, tmp_path: Path, number: Any) -> None:
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None)
+    for call in (ckpt.step, ckpt.save_now):
+        with pytest.raises(ValueError, match=r"steps are counted from 0, in whole numbers"):
+            call(number)
+    ckpt.step(torch.tensor(3))  # type: ignore[arg-type]
+    assert agent.until(Committed)[0].step == 3
+    ckpt.close()
+
+
 def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Module):
         pass

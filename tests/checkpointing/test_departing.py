@@ -60,7 +60,7 @@ def test_a_rank_that_is_past_it_says_so_and_is_given_another() -> None:
 def test_what_could_not_be_saved_counts_as_missed() -> None:
     one, said = rank(0)
     assert one.is_asked(1, 1)
-    one.answer(1, 1, saved=False)
+    one.answer(1, saved=False)
     assert said == [Missed(1, 1)]
     assert not one.is_asked(1, 2)
 
@@ -104,7 +104,7 @@ def test_a_signal_waits_for_the_step_that_is_asked_for() -> None:
     body = """
 os.kill(me, signal.SIGTERM)
 assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
-rank.answer(3, 3, saved=True)
+rank.answer(3, saved=True)
 assert rank.is_ending
 print("saved", flush=True)
 rank.end()
@@ -115,7 +115,7 @@ rank.end()
 def test_a_signal_that_comes_after_that_ends_the_next_step() -> None:
     body = """
 assert step(1, 1)
-rank.answer(1, 1, saved=True)
+rank.answer(1, saved=True)
 assert not rank.is_ending
 os.kill(me, signal.SIGUSR1)
 step(2, 1)
@@ -130,7 +130,7 @@ assert not step(1)
 import threading
 threading.Event().wait(0.3)
 assert step(2)
-rank.answer(-1, 2, saved=True)
+rank.answer(2, saved=True)
 rank.end()
 """
     assert ended(body) == (-15, [PUTS_OFF])
@@ -173,6 +173,170 @@ os.kill(me, signal.SIGHUP)
 assert caught == [1]
 """
     assert ended(body) == (0, [PUTS_OFF, "went on"])
+
+
+def test_a_handler_that_the_script_installs_later_is_its_own() -> None:
+    """The agent is told, and gives it its time when it ends this rank."""
+    body = """
+step(1)
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+step(2)
+step(3)
+os.kill(me, signal.SIGTERM)
+"""
+    assert ended(body) == (0, [PUTS_OFF, "PutsOff(signals=(10,))", "mine", "went on"])
+
+
+def test_a_signal_that_came_before_such_a_handler_is_given_to_it_once() -> None:
+    body = """
+assert step(1, 1)
+rank.answer(1, saved=True)
+os.kill(me, signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+step(2, 1)
+step(3, 1)
+assert not rank.is_ending
+"""
+    assert ended(body) == (0, [PUTS_OFF, "PutsOff(signals=(10,))", "mine", "went on"])
+
+
+def test_a_signal_is_obeyed_from_any_thread() -> None:
+    body = """
+import threading
+os.kill(me, signal.SIGTERM)
+other = threading.Thread(target=rank.end)
+other.start()
+other.join()
+threading.Event().wait(60)
+"""
+    assert ended(body) == (-15, [PUTS_OFF])
+
+
+def test_a_handler_that_python_does_not_know_of_is_left_alone() -> None:
+    body = """
+import faulthandler
+faulthandler.register(signal.SIGHUP, file=sys.stdout)
+assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+assert PutOff().install([signal.SIGHUP]) == ()
+os.kill(me, signal.SIGHUP)
+"""
+    code, lines = ended(body)
+    assert (code, lines[0], lines[-1]) == (0, PUTS_OFF, "went on")
+    assert any("most recent call first" in line for line in lines)
+
+
+def test_a_rank_that_has_saved_goes_on_to_another_step_that_is_named() -> None:
+    """Another rank could not save the first one, and cannot get to the next without this one."""
+    body = """
+assert step(3, 3)
+rank.answer(3, saved=True)
+os.kill(me, signal.SIGTERM)
+assert [step(4, 5), step(5, 5)] == [False, True]
+rank.answer(5, saved=True)
+print("saved", flush=True)
+step(6, 5)
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "saved"])
+
+
+def test_a_rank_that_could_not_save_waits_for_another_step_to_be_named() -> None:
+    body = """
+os.kill(me, signal.SIGTERM)
+assert step(3, 3)
+rank.answer(3, saved=False)
+assert not rank.is_ending
+assert [step(4, 3), step(5, 6), step(6, 6)] == [False, False, True]
+rank.answer(6, saved=True)
+assert rank.is_ending
+rank.end()
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "Missed(asked=3, step=3)"])
+
+
+def test_a_rank_that_nobody_asks_ends_also_where_it_cannot_save() -> None:
+    body = """
+assert step(1, 1)
+rank.answer(1, saved=False)
+os.kill(me, signal.SIGTERM)
+import threading
+threading.Event().wait(0.3)
+assert step(2, 1)
+rank.answer(2, saved=False)
+assert rank.is_ending
+rank.end()
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "Missed(asked=1, step=1)"])
+
+
+def test_what_is_closed_puts_nothing_off() -> None:
+    body = """
+rank.close()
+rank.close()
+os.kill(me, signal.SIGTERM)
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "PutsOff(signals=())"])
+
+
+def test_what_was_put_off_is_obeyed_when_training_is_over() -> None:
+    body = """
+os.kill(me, signal.SIGTERM)
+step(1)
+rank.close()
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "PutsOff(signals=())"])
+
+
+def test_an_older_one_takes_nothing_back() -> None:
+    body = """
+put_off = PutOff()
+older = Departure(Line(), (1,), put_off)
+newer = Departure(Line(), (1,), put_off)
+older.close()
+os.kill(me, signal.SIGHUP)
+assert put_off.waits is not None
+newer.close()
+"""
+    said = "PutsOff(signals=(1,))"
+    assert ended(body) == (-1, [PUTS_OFF, said, said, "PutsOff(signals=())"])
+
+
+WITH_AN_AGENT = """
+import os, signal, threading
+from dataclasses import replace
+from elasticrun.training import Checkpointer
+from elasticrun.wire.snapshots import AwaitRoom
+from tests.checkpointing.played import NOTHING, playing
+
+with playing() as agent:
+    agent.resume, agent.watermark = replace(NOTHING, put_off=(15,)), False
+    os.environ["ELASTICRUN_SNAPSHOTS"] = agent.place(0)
+    ckpt = Checkpointer("/nowhere", n={"x": 1}, every=100, persist_every=None, slots=3)
+    ckpt.save_now(1)
+    segment = agent.current[0].segment
+    segment.save_at = 3
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    def name_another():
+        agent.until(AwaitRoom)
+        agent.watermark, segment.save_at = True, 5
+        agent.look()
+
+    threading.Thread(target=name_another, daemon=True).start()
+    for number in range(2, 7):
+        ckpt.step(number)
+        print(number, flush=True)
+"""
+
+
+def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_AN_AGENT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (-15, ["2", "3", "4"]), done.stderr
 
 
 def test_only_a_main_thread_has_signals() -> None:

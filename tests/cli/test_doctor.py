@@ -250,6 +250,11 @@ def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
             code, out, err = await beside("--json", where, *flags, environ=environ)
             assert (code, err) == (0, "")
             assert one(findings(out), "ports").state is State.OK
+            code, out, err = await beside("--json", where, environ=environ)
+            assert (code, err) == (1, "")
+            master = one(findings(out), "master")
+            assert "speaks TLS and this node does not" in master.seen
+            assert "--tls-ca" in master.todo
 
     aio.run(run())
 

@@ -213,6 +213,12 @@ def test_dry_run_shows_what_happens_after_a_failure(
     assert shown.split(maxsplit=3)[3] == summary
 
 
+def test_dry_run_shows_the_backend_that_counts(tmp_path: Path) -> None:
+    done = command("--dry-run", "--nnodes=2:4", "--rdzv-endpoint=h:29400", "s.py", cwd=tmp_path)
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("rdzv-backend")]
+    assert row.split(maxsplit=2)[1:] == ["c10d", "--nnodes=MIN:MAX with --rdzv-endpoint"]
+
+
 def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
     done = command("--dry-run", "missing.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

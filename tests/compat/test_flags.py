@@ -25,7 +25,7 @@ torch_run = pytest.importorskip("torch.distributed.run")
 SAMPLES = ["", "0", "1", "3", "7.5", "-1", "abc", "a,b", "a,,b", "2:4", "true", "spawn", "node"]
 
 DELIBERATE = {
-    # dest: texts that torch refuses and we take (README, table of differences)
+    # dest: texts that torch refuses and we take (docs/torchrun.md)
     "shutdown_timeout": {"7.5"},
     "exit_barrier_timeout": {"7.5"},
 }

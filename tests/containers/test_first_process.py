@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.config import EXIT_SAVED
 from elasticrun.testing import processes
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
@@ -56,7 +57,7 @@ def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
     )
     container.launched.until_text("snapshots take")
     container.signal(signal.SIGTERM)
-    assert container.launched.wait() == 1
+    assert container.launched.wait() == EXIT_SAVED
     (step,) = re.findall(r"every rank is asked to save step (\d+)", container.launched.stderr)
     assert [marker.parent.name for marker in ckpt.glob("step-*/.metadata")] == [
         f"step-{int(step):09d}"

@@ -26,6 +26,17 @@ def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
     assert OOM in said
 
 
+def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:
+    """/dev/shm would have it, the cgroup has not: nobody is killed for snapshots, and one sentence
+    says that they are not taken."""
+    holds = (str(SCRIPTS / "holds.py"), str(world.scratch / "ckpt"), "250", "3", "9")
+    container = box("--standalone", *holds, memory=900 * MIB, shm=2048 * MIB)
+    assert container.launched.wait() == 0, container.launched.stderr
+    said = container.launched.stderr
+    assert "training goes on without snapshots: 500 MiB are needed, and the cgroup" in said
+    assert OOM not in said
+
+
 def test_a_share_of_the_cores(box: Box, world: World) -> None:
     """One core's worth of time: as many ranks as that where the cores are to be counted, and a word
     about threads that are more."""

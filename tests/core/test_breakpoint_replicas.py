@@ -11,6 +11,7 @@ from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.breakpoint_writing import divide
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, RoundName
+from tests.core.test_breakpoint_save import answer
 
 R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
 SAVER = {node: Endpoint(node, 7000) for node in "abc"}
@@ -162,7 +163,7 @@ def test_a_lost_node_loses_nothing() -> None:
     saves.forget("b", 1.0, gone="is dead")
     restore = saves.choose().restore
     assert restore == m.Restore(R1, 10, 6)
-    asked = saves.where("d", m.WhereIs(R1, 10, 3))
+    asked = answer(saves, "d", m.WhereIs(R1, 10, 3))
     assert (asked.saver, asked.holds) == (SAVER["c"], 3)
 
 

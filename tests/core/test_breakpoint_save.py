@@ -71,6 +71,16 @@ def holding(name: RoundName, step: int, rank: int = 1) -> m.Holding:
     return m.Holding(name, step, rank, 2, (rank + 1,), wanted=False)
 
 
+def answer(saves: BreakpointSave, node: str, asked: m.WhereIs) -> m.Holder:
+    """What a node that asks is told at once."""
+    saves.orders.clear()
+    saves.where(node, asked)
+    ((nodes, order),) = saves.orders
+    assert nodes == (node,)
+    assert isinstance(order, m.Holder)
+    return order
+
+
 def step_of(saves: BreakpointSave) -> int | None:
     restore = saves.choose().restore
     return None if restore is None else restore.step
@@ -225,14 +235,43 @@ def test_a_node_that_serves_badly_is_not_named_again() -> None:
     saves.both(100, content=7)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
     asked = m.WhereIs(R1, 100, 1)
-    assert saves.where("a", asked).saver == SAVER["b"]
+    assert answer(saves, "a", asked).saver == SAVER["b"]
     saves.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
     assert step_of(saves) == 100, "a has the same"
-    holder = saves.where("c", asked)
+    holder = answer(saves, "c", asked)
     assert (holder.saver, holder.holds) == (SAVER["a"], 0)
-    nobody = saves.where("a", asked)
+    nobody = answer(saves, "a", asked)
     assert (nobody.saver, nobody.holds) == (None, -1)
     assert nobody.reason
+
+
+def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
+    """b's stream breaks, or it has no saver yet, while a asks for what only b has: a step that is
+    whole must not count as lost for that."""
+    saves = Saves()
+    saves.both(100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    asked = m.WhereIs(R1, 100, 1)
+    saves.forget("b", 1.0)
+    saves.taken()
+    saves.where("a", asked)
+    assert saves.taken() == [], "b has not gone"
+    saves.holds("b", 100, saver=False)
+    assert saves.taken() == [], "its saver is not ready"
+    saves.holds("b", 100)
+    assert saves.taken() == [("a", "Holder")]
+    saves.forget("b", 2.0)
+    saves.where("a", asked)
+    saves.forget("b", 3.0, gone="is dead")
+    order = saves.last()
+    assert isinstance(order, m.Holder)
+    assert (order.saver, order.reason) == (None, "no node holds it any more")
+    saves.holds("b", 100, saver=False)
+    saves.where("a", asked)
+    saves.forget("a", 4.0, gone="is dead")
+    saves.taken()
+    saves.holds("b", 100)
+    assert saves.taken() == [], "nobody asks any more"
 
 
 # ---------------------------------------------------------------- what is written
@@ -398,6 +437,35 @@ def test_a_stream_that_breaks_does_not_end_an_attempt() -> None:
     saves.taken()
     saves.attached("b", 7.0, member=False)
     assert saves.taken() == [("b", "PersistOver")], "it was away when that was told"
+
+
+def test_the_end_of_an_attempt_is_told_again_on_a_new_stream() -> None:
+    """It may have gone with the stream on which it was told."""
+    saves = Saves()
+    saves.both(100, wanted=100)
+    saves.does("try1")
+    saves.taken()
+    for _ in range(2):
+        saves.forget("b", 2.0)
+        saves.attached("b", 3.0, member=False)
+        assert saves.last() == m.PersistOver("try1", R1, 100, ok=True, reason="")
+    saves.both(100, 105, wanted=105)
+    saves.does("try2", ok=False)
+    saves.forget("b", 2.0)
+    saves.taken()
+    saves.attached("b", 3.0, member=False)
+    told = [order.attempt for _, order in saves.orders if isinstance(order, m.PersistOver)]
+    assert told == ["try1", "try2"]
+    saves.rewound_from = 110  # since then
+    saves.taken()
+    saves.attached("b", 4.0, member=False)
+    told = [order.attempt for _, order in saves.orders if isinstance(order, m.PersistOver)]
+    assert told == ["try2"], "or b would think that storage tells of that"
+    saves.rewound_from = -1
+    saves.forget("b", 5.0, gone="is dead")
+    saves.taken()
+    saves.attached("b", 6.0, member=False)
+    assert saves.taken() == [], "its next agent knows nothing of it"
 
 
 def test_without_a_saver_an_attempt_waits_for_one() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrun.config import EXIT_EXCLUDED, PROBE_ANSWER_SLACK
+from elasticrun.config import EXIT_BAD_NODE, PROBE_ANSWER_SLACK
 from elasticrun.core import effects as fx
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -218,7 +218,7 @@ def test_who_is_excluded_is_recorded_before_it_is_told() -> None:
     assert kinds.index("Record") < kinds.index("Refused")
     (refused,) = master.orders(2)
     assert isinstance(refused, m.Refused)
-    assert refused.exit_code == EXIT_EXCLUDED
+    assert refused.exit_code == EXIT_BAD_NODE
     assert "a wrong result" in refused.reason
     assert master.facts is not None
     (fact,) = master.facts.excluded
@@ -238,7 +238,7 @@ def test_an_excluded_node_is_refused_on_its_host_and_probed_on_another() -> None
     attach(master, 12, "b", incarnation="life-2")
     (refused,) = master.orders(12)
     assert isinstance(refused, m.Refused)
-    assert refused.exit_code == EXIT_EXCLUDED
+    assert refused.exit_code == EXIT_BAD_NODE
     assert "for 40 s more" in refused.reason
     assert fx.Hangup(12) in master.effects
     master.feed(fx.Detached(2, clean=True))

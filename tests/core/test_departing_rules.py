@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED
+from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import effects as fx
 from elasticrun.core.departing_rules import RESCUE_WITHIN, WAIT_FOR_SAVED
 from elasticrun.core.group_states import State
 from elasticrun.core.local_ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.wire import messages as m
+from elasticrun.wire.ids import RoundName
 from tests.core.test_holding_rules import PERSIST
 from tests.core.test_worker_group import ROUND, Agent
 
@@ -39,6 +42,49 @@ def test_its_ranks_are_told_when_the_step_is_written() -> None:
     assert agent.order(ASK) == [fx.Obey(ASK)]
     assert agent.order(SAVED) == [fx.Obey(SAVED), *TOLD]
     assert agent.state is State.ENDING
+
+
+@pytest.mark.parametrize(
+    ("over", "code"),
+    [
+        (SAVED, EXIT_SAVED),
+        (replace(SAVED, step=9), EXIT_SAVED),  # a later one has it all
+        (replace(SAVED, step=7), EXIT_FAILED),
+        (replace(SAVED, round=RoundName(1, 0, "old")), EXIT_FAILED),
+        (GIVEN_UP, EXIT_FAILED),
+    ],
+)
+def test_only_what_is_in_storage_ends_as_saved(over: m.PersistOver, code: int) -> None:
+    agent = departing()
+    agent.order(ASK)
+    agent.order(over)
+    agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))  # the second is obeyed at once
+    agent.feed(fx.RankExited(0, -15, None))
+    agent.feed(fx.RankExited(1, -15, None))
+    (*_, last) = [*agent.feed(fx.RanksSwept(())), *(agent.wait() if agent.alive else [])]
+    assert last == replace(END, code=code)
+
+
+def test_what_is_written_while_the_node_holds_counts() -> None:
+    agent = departing()
+    agent.order(ASK)
+    agent.order(PERSIST)
+    agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))
+    agent.feed(fx.RankExited(0, -15, None))
+    agent.feed(fx.RankExited(1, -15, None))
+    agent.feed(fx.RanksSwept(()))
+    assert agent.state is State.HOLDING
+    over = m.PersistOver("a1", ROUND, 8, True, "")
+    assert agent.order(over)[-1] == replace(END, code=EXIT_SAVED)
+
+
+def test_a_script_that_says_its_final_word_meanwhile_is_heard() -> None:
+    agent = departing()
+    agent.feed(fx.RankExited(0, EXIT_FINAL, None))
+    agent.feed(fx.RankExited(1, -15, None))
+    agent.feed(fx.RanksSwept(()))
+    (last,) = agent.wait()
+    assert last == replace(END, code=EXIT_FINAL)
 
 
 def test_it_waits_no_longer_than_its_grace() -> None:

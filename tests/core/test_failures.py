@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.failures import Bill, Window, cause_first, classify, root_cause
+from elasticrun.core.failures import (
+    CONTRACT,
+    Bill,
+    Ending,
+    Window,
+    cause_first,
+    classify,
+    code_for,
+    code_of,
+    root_cause,
+)
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
 
@@ -26,6 +36,9 @@ def failure(rank: int, kind: FailureKind, code: int = 1) -> Failure:
         (143, "", True, False, "stopped"),
         (0, "", True, False, "stopped"),
         (1, "KeyError: 'x'", True, False, "script"),
+        (93, "", False, False, "final"),
+        (93, "Connection closed by peer", False, False, "final"),
+        (93, "", True, False, "script"),  # while it is stopped it has no say
         (-6, "", False, False, "signal"),
         # what torch 2.13 prints
         (1, "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
@@ -55,6 +68,56 @@ def failure(rank: int, kind: FailureKind, code: int = 1) -> Failure:
 )  # fmt: skip
 def test_table(code: int, message: str, stopping: bool, oom: bool, kind: str) -> None:
     assert classify(code, message, stopping=stopping, oom=oom) == kind
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("done", 0),
+        ("rank", 1),
+        ("below the floor", 1),
+        ("too few", 1),
+        ("left", 1),
+        ("refused", 1),
+        ("no master", 1),
+        ("usage", 2),
+        ("stuck", 75),
+        ("excluded", 75),
+        ("unfit", 75),
+        ("final", 93),
+        ("saved", 99),
+    ],
+)
+def test_the_contract(ending: str, code: int) -> None:
+    """What schedulers act on: README, "Exit codes". A code is never given another meaning."""
+    assert code_of(Ending(ending)) == code
+    assert CONTRACT[Ending(ending)].why
+
+
+def test_the_contract_is_whole() -> None:
+    assert set(CONTRACT) == set(Ending)
+    assert {clause.code for clause in CONTRACT.values()} == {0, 1, 2, 75, 93, 99}
+
+
+def test_the_code_of_failed_ranks() -> None:
+    first, final = failure(0, FailureKind.SCRIPT), failure(1, FailureKind.FINAL, 93)
+    assert code_for([first]) == code_for([]) == 1
+    assert code_for([first, final]) == 93
+    assert code_for([], Ending.SAVED) == 99
+    assert code_for([final], Ending.SAVED) == 93
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+@pytest.mark.parametrize("excuse", ["", "the round was closed"])
+def test_a_final_word_ends_the_job_whatever_else_failed(restarts: int, excuse: str) -> None:
+    window = Window(doubt=5.0)
+    window.excuse(excuse)
+    window.add("a", [failure(0, FailureKind.PEER_LOST)], 10.0)
+    window.add("b", [failure(1, FailureKind.FINAL, 93)], 11.0)
+    for membership in ("", "node c is dead"):
+        verdict = window.verdict(membership=membership, restarts_left=restarts)
+        assert verdict.bill is Bill.FINAL
+        assert "rank 1 on host ended (code 93, final)" in verdict.reason
 
 
 def test_root_cause_is_the_first_that_is_no_echo() -> None:

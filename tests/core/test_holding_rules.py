@@ -126,13 +126,13 @@ def test_ranks_get_no_second_more_than_without() -> None:
 def test_an_excluded_node_stays_too() -> None:
     agent = Agent().joined()
     agent.order(PERSIST)
-    assert agent.order(m.Refused("this node is excluded", 81)) == []
-    assert agent.order(OVER)[1:] == [fx.Exit(81, "this node is excluded", (), 0)]
+    assert agent.order(m.Refused("this node is excluded", 75)) == []
+    assert agent.order(OVER)[1:] == [fx.Exit(75, "this node is excluded", (), 0)]
 
 
 def test_while_it_is_held_nothing_begins_and_the_master_is_told_why() -> None:
     agent = holding()
-    for order in (END, m.Refused("x", 81), m.Wait("y"), m.Stop(ROUND, "z")):
+    for order in (END, m.Refused("x", 75), m.Wait("y"), m.Stop(ROUND, "z")):
         assert agent.order(order) == []
     agent.feed(fx.LinkLost("gone"))
     assert agent.group.next_deadline() == 30.0  # no master is waited for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrun.config import EXIT_REFUSED
+from elasticrun.config import EXIT_FAILED
 from elasticrun.core import effects as fx
 from elasticrun.core.last_call import LastCall
 from elasticrun.wire import messages as m
@@ -149,7 +149,7 @@ def test_a_refused_stream_is_told_why_and_closed() -> None:
     master.feed(fx.Attached(5, hello("a", incarnation="another")))
     (refused,) = master.orders(5)
     assert isinstance(refused, m.Refused)
-    assert refused.exit_code == EXIT_REFUSED
+    assert refused.exit_code == EXIT_FAILED
     assert fx.Hangup(5) in master.effects
     master.hear(5, m.Join(Endpoint("10.0.0.9", 1)))
     assert master.effects == []

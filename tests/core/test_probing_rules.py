@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrun.config import EXIT_EXCLUDED, MASTER_LOST_TIMEOUT
+from elasticrun.config import EXIT_BAD_NODE, MASTER_LOST_TIMEOUT
 from elasticrun.core import effects as fx
 from elasticrun.core.group_states import State
 from elasticrun.wire import messages as m
@@ -89,7 +89,7 @@ def test_a_place_in_a_round_calls_it_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [m.End(0, "done", ()), m.Refused("this node is excluded: slow", EXIT_EXCLUDED)]
+    "order", [m.End(0, "done", ()), m.Refused("this node is excluded: slow", EXIT_BAD_NODE)]
 )
 def test_the_end_and_a_refusal_call_it_off(order: m.End | m.Refused) -> None:
     agent = probing()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import (
+    EXIT_BAD_NODE,
     EXIT_FAILED,
-    EXIT_MASTER_LOST,
+    EXIT_FINAL,
     EXIT_OK,
-    EXIT_STUCK,
     SPAWN_TIMEOUT,
     STUCK_AFTER,
 )
@@ -66,6 +66,10 @@ class Agent:
         return self.feed(fx.Tick())
 
     @property
+    def alive(self) -> bool:
+        return self.state is not State.OVER
+
+    @property
     def state(self) -> State:
         return self.group.status().state
 
@@ -91,7 +95,7 @@ class Agent:
 
 def test_every_pair_is_listed_or_raises() -> None:
     kinds = {kind for _, kind in TABLE}
-    assert len(kinds) == 24
+    assert len(kinds) == 25
     missing = [(s, k) for s, k in itertools.product(State, kinds) if (s, k) not in TABLE]
     impossible = {fx.RankSpawned, fx.RankExited, fx.RanksSwept}
     assert {kind for _, kind in missing} == impossible, "all else can happen at any time"
@@ -144,7 +148,7 @@ def test_sigterm_first_then_sigkill_then_stuck() -> None:
     assert isinstance(said, fx.Say)
     assert isinstance(said.report, m.Leaving)
     assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_STUCK
+    assert ended.code == EXIT_BAD_NODE
     assert "50, 51" in ended.reason
 
 
@@ -308,7 +312,7 @@ def test_a_process_that_cannot_be_killed_is_never_exit_0() -> None:
     said, ended = agent.feed(fx.RanksSwept((4711,)))
     assert isinstance(said, fx.Say)
     assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_STUCK
+    assert ended.code == EXIT_BAD_NODE
     assert "4711" in ended.reason
 
 
@@ -322,7 +326,18 @@ def test_no_master_for_too_long() -> None:
     agent.feed(fx.RankExited(1, -15, failed(1, -15)))
     ended = agent.feed(fx.RanksSwept(()))[-1]
     assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_MASTER_LOST
+    assert ended.code == EXIT_FAILED
+
+
+def test_the_final_word_of_a_script_that_no_master_heard() -> None:
+    agent = Agent().running()
+    agent.feed(fx.LinkLost("refused"))
+    agent.feed(fx.RankExited(0, 93, failed(0, 93, "final")))
+    agent.feed(fx.RankExited(1, -15, failed(1, -15)))
+    agent.feed(fx.RanksSwept(()))
+    (ended,) = agent.wait()
+    assert isinstance(ended, fx.Exit)
+    assert ended.code == EXIT_FINAL
 
 
 def test_no_master_for_too_long_after_success() -> None:

@@ -113,7 +113,7 @@ SLURM = [
           "it has 4 tasks on 2 nodes, so this is a job of one node; --nnodes=2 makes one job of "
           "all nodes, with one agent on each"),
     alone("a batch script", BATCH, "the batch script or salloc of Slurm job 3: nothing has been "
-          "started on the other 1 node(s), so this is a job of one node; --srun makes"),
+          "started on the other node, so this is a job of one node; --srun makes"),
     alone("salloc", SALLOC, "of Slurm job 7: nothing has been started", TERMINAL),
     alone("an interactive step", INTERACTIVE, "an interactive step of Slurm job 7", TERMINAL),
     alone("srun --pty", PTY, "standard input is a terminal, so this is a job of one node; "
@@ -139,12 +139,13 @@ SLURM = [
     alone("noise for numbers", SRUN | {"SLURM_STEP_NUM_NODES": "two"}, ""),
     # flags decide
     Case("more nodes are said than there are", SRUN, "--nnodes=3", NOT_A_POD, (3, 3), 0,
-         Rendezvous("static", "127.0.0.1", 29500), "none", "there are 2 node(s) and --nnodes=3 "
-         "asks for more, so it is not used; name the place by --rdzv-endpoint"),
+         Rendezvous("static", "127.0.0.1", 29500), "none", "there are 2 nodes and --nnodes=3 "
+         "asks for more, so none of it is used; name the place by --rdzv-endpoint"),
     Case("fewer", SRUN, "--nnodes=2:2 --node-rank=0", NOT_A_POD, (2, 2), 0,
          Rendezvous("static", "127.0.0.1", 29500), "none", ""),
     Case("nodes are said in a batch script", BATCH, "--nnodes=2", NOT_A_POD, (2, 2), 0,
-         Rendezvous("static", "127.0.0.1", 29500), "none", "--srun starts it on all nodes"),
+         Rendezvous("static", "127.0.0.1", 29500), "none",
+         "--srun starts this command on all nodes"),
     Case("an endpoint", SRUN, "--nnodes=2:4 --rdzv-endpoint=h:7", NOT_A_POD, (2, 4), -1,
          at("h", 7), "none", ""),
     Case("an endpoint and c10d: the node's number is a wish", SRUN,

@@ -28,7 +28,7 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>', name=<unknown>, GPU has 
 
 def plant(root: Path, *lines: tuple[int, str]) -> Path:
     """A root folder with this /dev/kmsg."""
-    (root / "dev").mkdir()
+    (root / "dev").mkdir(parents=True)
     text = "".join(f"3,{n},{when},-;{said}\n KEY=value\n" for n, (when, said) in enumerate(lines))
     (root / "dev/kmsg").write_text(text)
     return root
@@ -46,6 +46,16 @@ def test_processes_that_were_killed(tmp_path: Path) -> None:
     assert only.state is State.WARNING
     assert only.seen.startswith("2 times in the last 24 hours a process was killed")
     assert "0 s ago (train, pid 4712)" in only.seen
+
+
+def test_an_agent_hears_of_the_last_hour_alone(tmp_path: Path) -> None:
+    earlier = int((NOW - 3700) * 1e6)
+    root = plant(tmp_path, (earlier, OOM), (earlier, XID.format(79)))
+    (only,) = kernel.examine(root, NOW, kernel.HOUR)
+    assert "Xid 79" in only.seen
+    plant(tmp_path / "later", (earlier, OOM), (HOUR_AGO + 1, GLOBAL_OOM))
+    (only,) = kernel.examine(tmp_path / "later", NOW, kernel.HOUR)
+    assert only.seen.startswith("once in the last hour a process was killed")
 
 
 def test_xids(tmp_path: Path) -> None:

@@ -44,13 +44,23 @@ def test_a_node_that_is_there_twice(world: World) -> None:
     peers = world.hub.ranks(2)
     (twin,) = agents(world, ELASTICRUN, 1, "2", port, first=1, static=True)
     jobs += agents(world, ELASTICRUN, 1, "2", port, "--node-id=pod-2", first=1, static=True)
-    assert twin.wait() == 78
+    assert twin.wait() == 1
     assert "node rank-1 is held by another agent" in twin.stderr
     assert "Traceback" not in twin.stderr
     jobs[-1].until_text("spare")
     assert allreduce(world, peers) == [2, 2]
     finish(peers)
     assert [j.wait() for j in jobs] == [0, 0, 0]
+    assert len(world.hub.peers) == 2  # no other round
+
+
+def test_a_script_that_says_do_not_try_again(world: World) -> None:
+    """A rank of one of two nodes ends with 93: no restart is spent, and both nodes end with it."""
+    jobs = agents(world, ELASTICRUN, 2, "2", free_port(), "--max-restarts=3")
+    peers = world.hub.ranks(2)
+    peers[1].order("exit", code=93)
+    assert [j.wait() for j in jobs] == [93, 93]
+    assert all("the script says that trying again cannot help" in j.stderr for j in jobs)
     assert len(world.hub.peers) == 2  # no other round
 
 

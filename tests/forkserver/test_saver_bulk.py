@@ -148,6 +148,17 @@ def test_what_rotted_on_the_other_node_is_found(server: Driver, holder: Agent) -
             assert mapped(fd).read(0) is None
 
 
+def test_a_slot_that_was_used_again_is_not_taken_for_what_it_held(
+    server: Driver, holder: Agent
+) -> None:
+    """A later life may give the same number to another step."""
+    holder.serve(state().segment(step=8), step=7)
+    with saver(server, secret=SECRET) as agent:
+        size = ask(agent, holder.here.port)
+        assert not size.ok
+        assert "step 7 was withdrawn" in size.reason
+
+
 def test_memory_that_is_too_small_is_refused(server: Driver, holder: Agent) -> None:
     holder.serve(state().segment())
     with saver(server, secret=SECRET) as agent:

@@ -8,19 +8,20 @@ ever did a step.
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.worlds import World
 from elasticrun.wire.messages import ExcludedNode
-from tests.harness import LIMIT, SCRIPTS, await_exit, shm_entries, shm_since
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, SCRIPTS, await_exit, shm_entries, shm_since
 
 COUNTS = "counts.py"
 PACES = "paces.py"
 
 CHECK = "--network-check"
-EXCLUDED = 81
+EXCLUDED = 75
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Of every probe and rank: agents share the cores here, and threads that wait for each other in a
@@ -78,6 +79,20 @@ class Health:
         assert self.job is not None
         (found,) = self.job.status().excluded
         return found
+
+    def shown(self) -> str:
+        """What `elasticrun status` prints of this job."""
+        assert self.job is not None
+        endpoint = next(w for w in self.job.nodes[0].command if w.startswith("--rdzv-endpoint="))
+        done = subprocess.run(
+            [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def measured(self) -> str:
         """What the last probes of each node have measured; for the message of a failure."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import urllib.request
 from typing import Any
 
 import pytest
 
-from elasticrun.testing.job import ElasticJob
-from tests.harness import COMMANDS, ELASTICRUN
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
@@ -22,7 +19,7 @@ BAD = "probe-fail=compute@node1"
 
 def test_the_list_is_served_to_schedulers(health: Health) -> None:
     """/status, /metrics and `elasticrun status` name the node, its host and the verdict."""
-    job = health.start("1:2", CHECK, fault=BAD)
+    health.start("1:2", CHECK, fault=BAD)
     health.excluded(1)
     health.world_of(0)
     url = _page(health.said(0))
@@ -34,9 +31,9 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     assert 3000 < listed["remaining"] <= 3600
     with urllib.request.urlopen(f"{url}metrics", timeout=10) as answer:
         assert re.search(r"^elasticrun_\w*excluded\w* 1\.0$", answer.read().decode(), re.M)
-    shown = _shown(job)
+    shown = health.shown()
     assert re.search(r"excluded.*node1|node1.*excluded", shown, re.S), shown
-    health.finish(0, 81)
+    health.finish(0, 75)
 
 
 def test_an_excluded_node_is_refused(health: Health) -> None:
@@ -50,7 +47,7 @@ def test_an_excluded_node_is_refused(health: Health) -> None:
         assert re.search(r"excluded .*\d+ s\b", health.excluded(1)), health.said(1)
     health.goes_on(world)
     assert len(job.worlds()) == 1
-    health.finish(0, 81)
+    health.finish(0, 75)
 
 
 def test_a_node_that_gets_well(health: Health) -> None:
@@ -78,7 +75,7 @@ def test_a_node_that_is_still_bad(health: Health) -> None:
     assert "compute" in health.said(1)[before:]
     health.goes_on(world)
     assert len(job.worlds()) == 1
-    health.finish(0, 81)
+    health.finish(0, 75)
 
 
 def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
@@ -89,7 +86,7 @@ def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     health.excluded(2)
     health.goes_on(world)
     assert len(job.worlds()) == 1
-    health.finish(0, 0, 81)
+    health.finish(0, 0, 75)
 
 
 def test_a_good_newcomer_is_let_in(health: Health) -> None:
@@ -111,7 +108,7 @@ def test_an_exclusion_below_min(health: Health) -> None:
     assert health.trained() == set()
     job.add_node(env={"ELASTICRUN_FAULT": ""})
     health.world_of(0, 2)
-    health.finish(0, 81, 0)
+    health.finish(0, 75, 0)
 
 
 def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
@@ -139,17 +136,3 @@ def _json(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=10) as answer:
         page: dict[str, Any] = json.loads(answer.read())
     return page
-
-
-def _shown(job: ElasticJob) -> str:
-    """What `elasticrun status` prints of this job."""
-    endpoint = next(w for w in job.nodes[0].command if w.startswith("--rdzv-endpoint="))
-    done = subprocess.run(
-        [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

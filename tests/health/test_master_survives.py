@@ -20,7 +20,7 @@ def test_killed_in_the_middle_of_a_check(health: Health) -> None:
     job.kill_master()
     assert re.search(r"in comm with .*hung", health.excluded(2))
     health.world_of(0, 1)
-    health.finish(0, 0, 81)
+    health.finish(0, 0, 75)
 
 
 def test_killed_after_a_verdict(health: Health) -> None:
@@ -41,7 +41,7 @@ def test_killed_after_a_verdict(health: Health) -> None:
     assert re.search(r"excluded .*\d+ s\b", health.excluded(1)), health.said(1)
     health.goes_on(world)
     assert len(job.worlds()) == 1
-    health.finish(0, 81)
+    health.finish(0, 75)
 
 
 def test_killed_while_checked_nodes_train(health: Health) -> None:

@@ -44,7 +44,7 @@ def test_a_node_that_cannot_talk(health: Health, nodes: int) -> None:
     listed = health.listed()
     assert (listed.node, listed.kind) == (f"node{bad}", "failed")
     assert f"node{bad}" in job.status().check
-    health.finish(*[0] * bad, 81)
+    health.finish(*[0] * bad, 75)
     assert health.trained() == set(range(bad))
 
 
@@ -56,7 +56,7 @@ def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
     why = health.excluded(bad)
     assert re.search(rf"node{bad}\b.*compute", why), why
     health.world_of(*range(bad))
-    health.finish(*[0] * bad, 81)
+    health.finish(*[0] * bad, 75)
     assert health.trained() == set(range(bad))
 
 
@@ -65,7 +65,7 @@ def test_a_node_that_computes_wrong(health: Health) -> None:
     health.start("1:2", CHECK, fault="probe-fail=wrong@node1")
     assert "wrong result" in health.excluded(1)
     health.world_of(0)
-    health.finish(0, 81)
+    health.finish(0, 75)
 
 
 def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> None:
@@ -80,7 +80,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
     why = health.excluded(1)
     assert re.search(r"node1\b.* with node0 .*node2|node1\b.* with node2", why), why
     health.world_of(0, 2)
-    health.finish(0, 81, 0)
+    health.finish(0, 75, 0)
     assert health.trained() == {0, 2}
 
 
@@ -88,7 +88,7 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
     job = health.start("2", CHECK, "--rdzv-conf=join_timeout=12", fault="probe-fail=comm@node1")
     result = job.result()
-    assert result.exit_codes == (76, 76), health.said()
+    assert result.exit_codes == (1, 1), health.said()
     assert PAIR.search(health.said(0)), health.said(0)
     assert health.trained() == set()
 
@@ -100,7 +100,7 @@ def test_a_probe_that_hangs(health: Health, phase: str) -> None:
     why = health.excluded(2)
     assert re.search(rf"node2\b.* in {phase}\b.*hung.*8 s", why), why
     health.world_of(0, 1)
-    health.finish(0, 0, 81)
+    health.finish(0, 0, 75)
 
 
 def test_a_job_of_one_bad_node(health: Health) -> None:

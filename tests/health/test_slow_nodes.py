@@ -35,7 +35,7 @@ def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health) -> None:
     assert re.search(EVIDENCE, health.excluded(2)), health.measured()
     assert health.listed().kind == "slow"
     health.world_of(0, 1)
-    health.finish(0, 0, 81)
+    health.finish(0, 0, 75)
     assert health.trained() == {0, 1}
 
 

@@ -43,7 +43,7 @@ def test_a_straggler_is_swapped_for_a_spare(health: Health, waiting: bool) -> No
     second = health.world_of(0, 1, 3, since=first.began)
     assert second.restarts == 0
     health.goes_on(second)
-    health.finish(0, 0, 81, 0)
+    health.finish(0, 0, 75, 0)
 
 
 def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None:
@@ -53,7 +53,7 @@ def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None
     second = health.world_of(0, 1, since=first.began)
     assert second.restarts == 0
     assert job.status().excluded[0].node == "node2"
-    health.finish(0, 0, 81)
+    health.finish(0, 0, 75)
 
 
 def test_a_straggler_that_is_needed_stays(health: Health) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.config import EXIT_MASTER_LOST, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
+from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
 from elasticrun.wire import messages as m, published
 from elasticrun.wire.channel import attend, get_status, open_channel
 from elasticrun.wire.ids import Endpoint
@@ -133,7 +133,7 @@ def test_it_ends_when_no_agent_comes(home: Path) -> None:
     lost = dataclasses.replace(SPEC, master_lost_timeout=0.2)
     with started(spec=lost) as master:
         code, said = master.ended()
-        assert code == EXIT_MASTER_LOST
+        assert code == EXIT_FAILED
         assert said == ""
 
 

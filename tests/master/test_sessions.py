@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticrun import __version__
-from elasticrun.config import EXIT_REFUSED
+from elasticrun.config import EXIT_FAILED
 from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Tell
 from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
@@ -150,7 +150,7 @@ def test_a_stranger_is_refused_by_name(foreign: str) -> None:
                 await stream._call.write(data)
                 refused = await hear(stream)
                 assert isinstance(refused, m.Refused)
-                assert refused.exit_code == EXIT_REFUSED
+                assert refused.exit_code == EXIT_FAILED
                 for name in names:
                     assert name in refused.reason
                 assert await hear(stream) is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.config import EXIT_REFUSED
+from elasticrun.config import EXIT_FAILED
 from elasticrun.master.doorstep import TELL_EVERY, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import (
@@ -61,7 +61,7 @@ def test_one_side_with_a_token_and_one_without(
         async with serving(token=ours) as served:
             async with served.stream() as stream:
                 refused = await enter(stream, hello(), theirs)
-                assert refused == m.Refused(reason, EXIT_REFUSED)
+                assert refused == m.Refused(reason, EXIT_FAILED)
                 assert not stream.proved
                 assert await hear(stream) is None
             with pytest.raises(LinkError) as told:
@@ -97,7 +97,7 @@ def test_another_job_with_a_token_is_not_named() -> None:
         async with serving(token=TOKEN) as served, served.stream() as stream:
             spec = dataclasses.replace(SPEC, job_id="mine")
             refused = await enter(stream, hello(spec=spec), TOKEN)
-            assert refused == m.Refused(OTHER_JOB, EXIT_REFUSED)
+            assert refused == m.Refused(OTHER_JOB, EXIT_FAILED)
 
     aio.run(run())
 

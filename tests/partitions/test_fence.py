@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config import EXIT_MASTER_LOST
+from elasticrun.config import EXIT_FAILED
 from elasticrun.testing.job import ElasticJob
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
@@ -57,7 +57,7 @@ def heal(job: ElasticJob, *given_up: int, whole: int) -> None:
     """These agents have ended with the code for it; started again, they make the job whole."""
     at = job.mend()
     for number in given_up:
-        assert job.nodes[number].exit_code == EXIT_MASTER_LOST
+        assert job.nodes[number].exit_code == EXIT_FAILED
         assert f"no master answered for {LOST:g} s" in job.output(number)
         job.restart_node(number)
     whole_again(job, whole, at)

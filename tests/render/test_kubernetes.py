@@ -7,7 +7,7 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.values import UsageError
 from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
-from elasticrun.render.policy import BAD_NODE, HOPELESS
+from elasticrun.render.policy import BLAMELESS, HOPELESS
 from elasticrun.render.wanted import GRACE_MARGIN
 from tests.render.rendered import check, expanded, render
 
@@ -76,7 +76,15 @@ def test_the_exit_codes_are_the_contract() -> None:
     assert [rule["action"] for rule in rules] == ["FailJob", "Ignore", "Ignore"]
     assert rules[0]["onExitCodes"]["values"] == sorted(HOPELESS) == [2, 93]
     assert rules[1]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert rules[2]["onExitCodes"]["values"] == sorted(BAD_NODE) == [75, 81, 82]
+    assert rules[2]["onExitCodes"]["values"] == sorted(BLAMELESS) == [75, 99]
+
+
+def test_a_parked_pod_needs_a_spare() -> None:
+    words = (*LEAST, "--nnodes", "4", "--network-check", "--quarantine", "1")
+    printed = render(*words, *RUN)
+    assert "--quarantine=1" in printed.container["args"]
+    assert any("--pods above 4 has spares" in note for note in printed.notes)
+    assert not any("spares" in note for note in render(*words, "--pods", "5", *RUN).notes)
 
 
 def test_a_pod_has_the_time_that_its_node_needs_to_leave() -> None:

@@ -146,12 +146,16 @@ def test_with_etcd_each_run_has_a_name_of_its_own(tmp_path: Path) -> None:
         (1, "3430", "", True),  # the signal came, the nodes have left
         (1, "3430", "4", True),
         (1, "3430", "5", False),  # often enough
+        (137, "3430", "", True),  # one node was too slow to leave
+        (99, "30", "", True),  # all saved, whenever that is
+        (99, "30", "5", False),
         (1, "30", "", False),  # a failure is a failure
         (0, "3430", "", False),  # done
-        (93, "3430", "", False),  # trying again cannot help
+        (2, "3430", "", False),  # trying again cannot help
+        (93, "3430", "", False),
     ],
 )
-def test_who_has_no_time_left_goes_back_into_the_queue(
+def test_who_has_saved_or_has_no_time_left_goes_back_into_the_queue(
     code: int, seconds: str, restarts: str, back: bool, tmp_path: Path
 ) -> None:
     script = render(*LEAST, "--time=1:00:00", "--requeue=5", "--", "t.py").out
@@ -159,6 +163,12 @@ def test_who_has_no_time_left_goes_back_into_the_queue(
     ran = run(script, tmp_path, code=code, SECONDS=seconds, **counted)
     assert (ran.controls[-2:] == ["requeue", "70123"]) is back
     assert ran.code == (0 if back else code)
+
+
+def test_what_no_kill_costs_a_job_that_is_to_be_requeued_is_told() -> None:
+    notes = render(*LEAST, "--time=1:00:00", "--requeue=5", "--", "t.py").notes
+    assert any("scontrol requeue JOBID" in note for note in notes)
+    assert not any("requeue" in note for note in render(*LEAST, "--", "t.py").notes)
 
 
 @pytest.mark.parametrize(
@@ -170,4 +180,4 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
     script = render(*LEAST, f"--time={text}", "--requeue=1", "--signal=INT@60", "--", "t.py").out
     assert f"#SBATCH --time={text}\n" in script
     assert "#SBATCH --signal=INT@60\n" in script
-    assert f'"$SECONDS" -ge {seconds - 60 - 60} ' in script
+    assert f'"$SECONDS" -lt {seconds - 60 - 60} ' in script

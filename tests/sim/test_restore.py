@@ -75,7 +75,7 @@ SCENARIOS = {
         "job 1:2\n0 node a b\n40 signal SIGTERM b\n99 end", 1, exits=(1,), rounds=2
     ),
     "too few are left": Scenario(
-        "job 2:3 join_timeout=20 max_restarts=2\n0 node a b\n40 kill b\n149 end", 0, exits=(76,)
+        "job 2:3 join_timeout=20 max_restarts=2\n0 node a b\n40 kill b\n149 end", 0, exits=(1,)
     ),
 }  # fmt: skip
 

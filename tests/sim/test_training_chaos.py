@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elasticrun.core import breakpoint_held, breakpoint_save
 from elasticrun.core.breakpoint_replicas import Replicas
+from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.breakpoint_writing import Part, divide
 from elasticrun.sim.script import read, run
 from elasticrun.sim.training import TrainingChaos
@@ -15,6 +18,7 @@ from elasticrun.wire.messages import Start
 SEEDS = 30
 MANY_SEEDS = 2000
 BATCH = 10
+SCRIPTS = Path(__file__).parents[1] / "core" / "scripts"
 ROUND = RoundName(1, 2, "other")
 
 
@@ -70,6 +74,17 @@ def test_a_step_that_is_lost_with_one_node_is_found() -> None:
     shelves.restores[last] = None
     shelves.settle()
     assert any("were lost of" in fault for fault in shelves.faults)
+
+
+def test_memory_that_a_blind_master_does_not_use_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (SCRIPTS / "snapshots_all_are_killed.txt").read_text()
+    shelves = run(read(text)).shelves
+    shelves.settle()
+    assert (shelves.judged_blind, shelves.faults) == (1, [])
+    monkeypatch.setattr(BreakpointSave, "_look_back", lambda saves, last: None)
+    shelves = run(read(text)).shelves
+    shelves.settle()
+    assert any("restores None, and [] were lost of" in fault for fault in shelves.faults)
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

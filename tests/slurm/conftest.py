@@ -68,6 +68,20 @@ class Slurm:
         assert started.wait() == 0, started.stderr
         return Batch(int(started.stdout.split(";")[0]), console)
 
+    def nodes_of(self, job: Batch) -> list[str]:
+        """The machines that it has, or had last, the one of its script first."""
+        listed = self.told(job, "NodeList")
+        return self.cluster.run("scontrol", "show", "hostnames", listed).split()
+
+    def told(self, job: Batch, what: str) -> str:
+        """A field of what Slurm tells about it."""
+        shown = self.cluster.run("scontrol", "show", "job", str(job.number)).split()
+        return next(word.partition("=")[2] for word in shown if word.startswith(f"{what}="))
+
+    def await_end(self, job: Batch) -> None:
+        """Wait until Slurm has done with it."""
+        assert self.srun(f"--dependency=afterany:{job.number}", "true").wait() == 0
+
     def host_of(self, peer: Peer) -> str:
         """The name of the machine on which a rank runs."""
         for name in self.cluster.nodes:

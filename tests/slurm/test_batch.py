@@ -6,68 +6,70 @@ import re
 
 import pytest
 
+from elasticrun.config import EXIT_SAVED
 from tests.harness import until_file
-from tests.slurm.conftest import Batch, Slurm, meeting
-from tests.snapshots.conftest import TRAIN, starts
+from tests.slurm.conftest import Slurm
+from tests.slurm.training import goes_on_from, markers, saved, second_life, trains
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ASKED = re.compile(r"every rank is asked to save step (\d+)")
-
-ENDLESS = 10**9
-"""Steps of a first life, which somebody must end."""
-
-
-def trains(slurm: Slurm, *options: str, flags: str = "") -> Batch:
-    """A training on two nodes that ends in its second life; returns when it has begun."""
-    out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
-    out.mkdir()
-    steps = f"$([ ${{SLURM_RESTART_COUNT:-0}} = 0 ] && echo {ENDLESS} || echo 1)"
-    job = slurm.sbatch(
-        f"echo attempt ${{SLURM_RESTART_COUNT:-0}}\n"
-        f"srun --ntasks-per-node=1 {meeting('2', '$(hostname)')} {flags} "
-        f"{TRAIN} --steps {steps} --every 5 --out {out} --ckpt {ckpt}\n"
-        'code=$?; echo "over $code"\n'
-        '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
-        *("-N2", "--requeue", *options),
-        env={"OMP_NUM_THREADS": "1"},
-    )
-    until_file(job.console, lambda shown: shown.count("snapshots take") == 2)
-    return job
-
-
-def saved(slurm: Slurm, shown: str) -> int:
-    """The step that all ranks were asked for; it is the only one in storage."""
-    step = int(ASKED.findall(shown)[-1])
-    markers = [path.parent.name for path in (slurm.folder / "ckpt").glob("step-*/.metadata")]
-    assert markers == [f"step-{step:09d}"]
-    return step
-
-
-def goes_on(slurm: Slurm, job: Batch) -> None:
-    """The next attempt takes up the step that was saved, on whatever nodes it is given."""
-    step = saved(slurm, until_file(job.console, lambda shown: "attempt 1\n" in shown, 200))
-    job.until_text("over 0\n")
-    for rank in (0, 1):
-        assert starts(slurm.folder / "out", rank) == [0, step]
+WRITTEN = re.compile(r"the checkpoint of step \d+ is written")
+TOLD = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm) -> None:
     """Slurm signals every process of the step, and they save one step."""
     job = trains(slurm)
     slurm.cluster.run("scontrol", "requeue", str(job.number))
-    goes_on(slurm, job)
+    goes_on_from(slurm, job, saved(slurm, second_life(slurm, job)))
 
 
 @pytest.mark.parametrize(
-    "limit", [(), pytest.param(("--time=1", "--signal=USR1@30"), marks=pytest.mark.soak)]
+    ("limit", "flags"),
+    [
+        pytest.param((), TOLD, id="scancel"),
+        pytest.param(("--time=1", "--signal=USR1@30"), TOLD, marks=pytest.mark.soak, id="usr1"),
+        pytest.param(("--time=1", "--signal=TERM@30"), "", marks=pytest.mark.soak, id="term"),
+    ],
 )
-def test_a_signal_before_the_end(slurm: Slurm, limit: tuple[str, ...]) -> None:
+def test_a_signal_before_the_end(slurm: Slurm, limit: tuple[str, ...], flags: str) -> None:
     """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Where agents
-    are told that it ends them, everything is saved when srun returns, and the script puts its job
-    back into the queue."""
-    job = trains(slurm, *limit, flags="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    are told that it ends them (SIGTERM does anyway), everything is saved when srun returns, and the
+    script puts its job back into the queue."""
+    job = trains(slurm, *limit, flags=flags)
     if not limit:
         slurm.cluster.run("scancel", "--signal=USR1", str(job.number))
-    goes_on(slurm, job)
-    assert "\nover 1\n" in job.console.read_text()
+    goes_on_from(slurm, job, saved(slurm, second_life(slurm, job)))
+    assert f"\nover {EXIT_SAVED}\n" in job.console.read_text()
+
+
+def test_a_cancelled_job_saves_and_leaves_nothing(slurm: Slurm) -> None:
+    """`scancel`: SIGTERM to the step, SIGKILL when KillWait is over. It needs less: a step that all
+    ranks have is in storage, and nothing stays on the nodes."""
+    job = trains(slurm)
+    slurm.cluster.run("scancel", str(job.number))
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "CANCELLED"
+    saved(slurm, job.console.read_text())
+    slurm.world.nothing_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("no_kill", [False, True])
+def test_the_machine_of_the_batch_script_loses_power(slurm: Slurm, no_kill: bool) -> None:
+    """It has the job's master too. When Slurm has noticed (after `SlurmdTimeout`; here an operator
+    says so), the job is requeued: begins again on machines that live, from its last checkpoint. But
+    with `--no-kill` the rest is left as it is, without a script: the operator has to requeue it."""
+    job = trains(slurm, *(["--no-kill"] if no_kill else []), persist_every=100)
+    first, other = slurm.nodes_of(job)
+    until_file(job.console, lambda shown: WRITTEN.search(shown) is not None)
+    slurm.cluster.power_off(first)
+    slurm.cluster.run("scontrol", "update", f"nodename={first}", "state=down", "reason=power")
+    if no_kill:
+        assert slurm.told(job, "JobState") == "RUNNING"
+        assert slurm.nodes_of(job) == [other]
+        slurm.cluster.run("scontrol", "requeue", str(job.number))
+    second_life(slurm, job)
+    step = markers(slurm)[-1]
+    assert first not in slurm.nodes_of(job)
+    goes_on_from(slurm, job, step)

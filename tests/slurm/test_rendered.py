@@ -23,7 +23,6 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     assert {peer.run_id for peer in peers} == {str(job.number)}
     assert allreduce(slurm.world, peers) == [2, 2]
     finish(peers)
-    assert slurm.srun(f"--dependency=afterany:{job.number}", "true").wait() == 0
-    told = slurm.cluster.run("scontrol", "show", "job", str(job.number))
-    assert "JobState=COMPLETED" in told
-    assert "ExitCode=0:0" in told
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "ExitCode") == "0:0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compat.live import allreduce, finish
+from tests.compat.live import PUPPET, allreduce, finish
 from tests.slurm.conftest import Slurm, agent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -31,3 +31,18 @@ def test_a_step_whose_ranks_fail(slurm: Slurm) -> None:
     finish(slurm.world.hub.ranks(2), code=5)
     assert step.wait() == 1
     assert "exitcode" in step.stderr
+
+
+def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
+    """On the same two machines, with bare commands: each is a job of its own."""
+    step = f"srun --overlap --ntasks-per-node=1 elasticrun {PUPPET}"
+    job = slurm.sbatch(f"{step} & {step} & wait -n; wait -n; echo over $?", "-N2")
+    peers = slurm.world.hub.ranks(4, world_size=2)
+    ids = sorted({peer.run_id for peer in peers})
+    assert ids == [str(job.number), f"{job.number}.1"]
+    for run_id in ids:
+        ours = [peer for peer in peers if peer.run_id == run_id]
+        assert [slurm.host_of(peer) for peer in ours] == slurm.nodes_of(job)
+        assert allreduce(slurm.world, ours) == [2, 2]
+    finish(peers)
+    job.until_text("over 0\n")

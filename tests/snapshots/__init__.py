@@ -13,6 +13,10 @@ wire/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
 | a rank hangs | test_a_rank_hangs |
 | the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
 agent/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had |
+| all are killed, the master too | test_all_processes_of_the_only_node_are_killed, \
+agent/test_taken_over.py::test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more |
+| another training under the same name | \
+agent/test_taken_over.py::test_another_training_of_the_same_name_does_not_go_on_from_it |
 | the agent is killed, its memory goes too | test_a_node_with_the_only_copy_is_lost |
 | the fork server is killed | test_the_fork_server_dies |
 | fork server, saver, agent or master in mid-persist | test_each_process_is_killed_in_mid_persist, \

@@ -8,6 +8,7 @@ import signal
 import psutil
 import pytest
 
+from elasticrun.config import EXIT_SAVED
 from tests.snapshots.conftest import Training, ends, told
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def test_one_node_leaves_and_the_other_goes_on(training: Training) -> None:
     assert training.checkpoints() == [step]
     training.open_gate()
     result = job.result()
-    assert sorted(code or 0 for code in result.exit_codes) == [0, 1]
+    assert sorted(code or 0 for code in result.exit_codes) == [0, EXIT_SAVED]
     assert training.starts(0) == [0, step]
     assert told(training.out, 0)[-2]["seen"] == 12 * step
     assert len(ends(training.out, 0)) == 1
@@ -70,9 +71,9 @@ def test_the_only_node_leaves(training: Training) -> None:
     job.signal(0, signal.SIGTERM)
     step = asked(training)
     training.open_gate(step)
-    training.finish(1)
+    training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
-    assert re.search(r"ended by SIGTERM \(15\)", job.output(0))
+    assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", job.output(0))
 
 
 def test_every_process_is_signalled(training: Training) -> None:
@@ -86,7 +87,7 @@ def test_every_process_is_signalled(training: Training) -> None:
         process.terminate()
     step = asked(training)
     training.open_gate(step)
-    training.finish(1)
+    training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
     assert training.said("ended by a signal that it had put off")
     assert not training.said("failed|Traceback")

@@ -90,6 +90,21 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
+    """With the master, whose record goes too: the next one is told by the agent what was there."""
+    job = training.start(mode="fsdp2", gated=True, options=["--save-at-breakpoint"])
+    training.open_gate(7)
+    job.wait_for_world(2, step=7)
+    job.nodes[0].kill(masters=True)
+    training.open_gate()
+    job.restart_node(0)
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 7]
+    assert training.said(f"{MEMORY}, as agents before these have left it")
+    assert training.checkpoints() == [7]
+    training.is_as_if_nothing_happened()
+
+
 def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, with fewer ranks."""
     job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2")

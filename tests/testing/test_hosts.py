@@ -106,11 +106,17 @@ def street(tmp_path: Path) -> Iterator[Street]:
         hosts.require_lines()
     except Impossible as why:
         pytest.skip(str(why))
+    before = ours()  # other fixtures of this process may have a lab for longer
     lab = Lab(tmp_path)
     made = Street(lab)
     yield made
     made.close()
-    assert not [name for name in os.listdir(NETNS) if f"-{os.getpid()}-" in name]
+    assert ours() <= before
+
+
+def ours() -> set[str]:
+    """The namespaces that this process has made."""
+    return {name for name in os.listdir(NETNS) if f"-{os.getpid()}-" in name}
 
 
 LOST = 0.3
@@ -130,6 +136,31 @@ def test_cables_are_pulled_and_plugged_in(street: Street) -> None:
     assert street.ask("a", "b")[0] == street.ask("c", "b")[0] == 1
     lab.mend()
     assert street.ask("a", "c", count=20)[0] >= 1
+
+
+def test_a_host_goes_and_comes_back_at_another_address(street: Street) -> None:
+    """Those that run see the new address under the old name; who ran on the old one has gone."""
+    lab, name = street.lab, "pod-0.job"
+    asks = "import socket, sys; sys.stdin.read(1); print(*socket.gethostbyname_ex('pod-0'))"
+    first = lab.add(name).address
+    guest = street.on(name, "import signal; print(flush=True); signal.pause()")
+    assert guest.stdout is not None
+    guest.stdout.readline()
+    watcher = subprocess.Popen(
+        [*lab.prefix("a"), sys.executable, "-c", asks],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lab.remove(name)
+    assert guest.wait(60) == -signal.SIGKILL
+    second = lab.add(name).address
+    assert second != first
+    told, _ = watcher.communicate("!", timeout=60)
+    assert told.split() == ["pod-0.job", "['pod-0']", f"['{second}']"]
+    assert (
+        street.on(name, "import socket; print(socket.gethostname())").communicate()[0] == "pod-0\n"
+    )
 
 
 def test_a_host_that_is_heard_but_does_not_hear(street: Street) -> None:

@@ -51,6 +51,7 @@ checks = st.builds(
     SECONDS,
     LIMITS,
     SECONDS,
+    NODES,
 )
 
 
@@ -92,7 +93,8 @@ def places(draw: Any) -> dict[str, Any]:
     }
 
 
-restores = st.builds(m.Restore, rounds, LONGS, st.integers(1, m.MAX_RANKS))
+WORLDS = st.integers(1, m.MAX_RANKS)
+restores = st.builds(m.Restore, rounds, LONGS, WORLDS)
 REWOUND = st.just(-1) | LONGS
 
 
@@ -240,6 +242,7 @@ later_reports: st.SearchStrategy[m.Report] = st.one_of(
         st.none() | endpoints,
         st.lists(holdings(), max_size=m.MAX_HOLDINGS).map(tuple),
         st.booleans(),
+        st.none() | st.builds(m.LastRound, rounds, WORLDS, st.none() | restores, REWOUND),
     ),
     st.builds(m.NotReplicated, rounds, LONGS, TEXTS),
     st.builds(m.WhereIs, rounds, LONGS, RANKS),
@@ -271,6 +274,7 @@ orders: st.SearchStrategy[m.Order] = st.one_of(
     ),
     st.builds(m.Refused, TEXTS, EXITS),
     st.builds(m.Wait, TEXTS),
+    st.builds(m.Park, TEXTS, SECONDS),
     starts(),
     st.builds(m.Stop, rounds, TEXTS),
     st.builds(m.End, EXITS, TEXTS, failure_lists),

@@ -123,6 +123,17 @@ def test_a_flipped_byte_of_a_header_is_found_or_harmless(at: int, flip: int) -> 
     assert (segment.read(0) is None) == (in_record or in_word)
 
 
+def test_what_is_of_no_step_is_none() -> None:
+    memory, segment = fresh()
+    save(segment, -1)
+    assert segment.read(0) is None
+    assert not segment.snapshots()
+    save(segment, 0)
+    assert [one.step for one in segment.snapshots()] == [0]
+    segment.close()
+    memory.close()
+
+
 def test_hashes_are_those_of_one_snapshot() -> None:
     _, segment = fresh()
     save(segment, 10)

@@ -131,6 +131,7 @@ class CheckSpec(_message.Message):
     SLOW_FOR_FIELD_NUMBER: _builtins.int
     PROBE_LIMIT_FIELD_NUMBER: _builtins.int
     EXCLUDE_FOR_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     network: _builtins.bool
     perf: _builtins.bool
     perf_floor: _builtins.float
@@ -139,6 +140,7 @@ class CheckSpec(_message.Message):
     slow_for: _builtins.float
     probe_limit: _builtins.float
     exclude_for: _builtins.float
+    quarantine: _builtins.int
     def __init__(
         self,
         *,
@@ -150,10 +152,11 @@ class CheckSpec(_message.Message):
         slow_for: _builtins.float = ...,
         probe_limit: _builtins.float = ...,
         exclude_for: _builtins.float = ...,
+        quarantine: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_for", b"exclude_for", "exclude_stragglers", b"exclude_stragglers", "network", b"network", "perf", b"perf", "perf_floor", b"perf_floor", "probe_limit", b"probe_limit", "slow_for", b"slow_for", "slow_ratio", b"slow_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_for", b"exclude_for", "exclude_stragglers", b"exclude_stragglers", "network", b"network", "perf", b"perf", "perf_floor", b"perf_floor", "probe_limit", b"probe_limit", "quarantine", b"quarantine", "slow_for", b"slow_for", "slow_ratio", b"slow_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -761,25 +764,59 @@ class Holdings(_message.Message):
     SAVER_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     replicas: _builtins.bool
     @_builtins.property
     def saver(self) -> Global___Endpoint: ...
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    @_builtins.property
+    def last(self) -> Global___LastRound: ...
     def __init__(
         self,
         *,
         saver: Global___Endpoint | None = ...,
         held: _abc.Iterable[Global___Holding] | None = ...,
         replicas: _builtins.bool = ...,
+        last: Global___LastRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["saver", b"saver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "replicas", b"replicas", "saver", b"saver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holdings: _TypeAlias = Holdings  # noqa: Y015
+
+@_typing.final
+class LastRound(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    REWOUND_FROM_FIELD_NUMBER: _builtins.int
+    world_size: _builtins.int
+    rewound_from: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def restore(self) -> Global___Restore: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        world_size: _builtins.int = ...,
+        restore: Global___Restore | None = ...,
+        rewound_from: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "rewound_from", b"rewound_from", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LastRound: _TypeAlias = LastRound  # noqa: Y015
 
 @_typing.final
 class NotReplicated(_message.Message):
@@ -1172,6 +1209,28 @@ class Wait(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
+
+@_typing.final
+class Park(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Park: _TypeAlias = Park  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
@@ -1622,6 +1681,7 @@ class Order(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     SAVE_AT_FIELD_NUMBER: _builtins.int
     REPLICATE_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1654,6 +1714,8 @@ class Order(_message.Message):
     def save_at(self) -> Global___SaveAt: ...
     @_builtins.property
     def replicate(self) -> Global___Replicate: ...
+    @_builtins.property
+    def park(self) -> Global___Park: ...
     def __init__(
         self,
         *,
@@ -1673,12 +1735,13 @@ class Order(_message.Message):
         holder: Global___Holder | None = ...,
         save_at: Global___SaveAt | None = ...,
         replicate: Global___Replicate | None = ...,
+        park: Global___Park | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "kind", b"kind", "park", b"park", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "park"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

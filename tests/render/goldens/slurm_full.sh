@@ -43,8 +43,13 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --save-at-breakpoint \
     train.py --lr 3e-4 --note 'it'"'"'s $(HOME), "y"	or 1e3: # é' ''
 code=$?
-# the time was over: go on in another run, from what was saved
-if [ "$code" -ne 0 ] && [ "$code" -ne 93 ] && [ "$SECONDS" -ge 100440 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ]; then
+again=0
+case "$code" in
+    99) again=1 ;; # told to leave, and a step of all ranks is saved
+    0 | 2 | 93) ;; # done, or hopeless
+    *) [ "$SECONDS" -lt 100440 ] || again=1 ;; # the time was over
+esac
+if [ "$again" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$code"

@@ -1,0 +1,152 @@
+"""What a master that knows of no round makes of what agents have noted of the last one; by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.core.breakpoint_save import BreakpointSave
+from elasticrun.wire import messages as m
+from elasticrun.wire.ids import Endpoint, RoundName
+from tests.core.test_breakpoint_save import step_of
+
+R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
+NEW = RoundName(2, 1, "z")
+FROM_100 = m.LastRound(R2, 2, m.Restore(R1, 100, 2))
+
+
+def holdings(
+    node: str, last: m.LastRound | None, *keys: tuple[RoundName, int], content: int = 0
+) -> m.Holdings:
+    """What a node with one rank of two has in memory."""
+    rank = "ab".index(node)
+    held = tuple(m.Holding(*key, rank, 2, (content or rank + 1,), wanted=False) for key in keys)
+    return m.Holdings(Endpoint(node, 7000), held, last=last)
+
+
+class Blind(BreakpointSave):
+    """Of a master that was started anew, of term 2."""
+
+    def __init__(self, *, at_breakpoint: bool = True) -> None:
+        super().__init__(m.SaveSpec(at_breakpoint, 60.0), lambda: "try", 2)
+
+    def hears(
+        self, node: str, last: m.LastRound | None, *keys: tuple[RoundName, int], content: int = 0
+    ) -> None:
+        self.heard(node, holdings(node, last, *keys, content=content), 0.0)
+
+
+def noted(name: RoundName, **more: int) -> m.LastRound:
+    return m.LastRound(name, 2, **more)  # type: ignore[arg-type]
+
+
+def test_the_newest_whole_step_of_the_last_round_is_gone_on_from() -> None:
+    saves = Blind()
+    assert not saves.looks_back
+    saves.hears("a", noted(R1), (R1, 100), (R1, 110))
+    assert step_of(saves) is None, "b has the other half"
+    assert saves.looks_back
+    saves.hears("b", noted(R1), (R1, 90), (R1, 100))
+    choice = saves.choose()
+    assert (choice.restore, choice.why) == (m.Restore(R1, 100, 2), "")
+    assert saves.orders == [], "nobody is told a watermark of a round that is over"
+    saves.begin_round(NEW, 2, choice.restore)
+    assert not saves.looks_back
+    assert step_of(saves) == 100, "as before any other restart"
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_rounds_are_never_mixed_and_the_newest_counts(first: str) -> None:
+    """a was in round 2, which had gone on from step 100 of the first; b was not, and has what that
+    one had later."""
+    saves = Blind()
+    of = {"a": (FROM_100, (R1, 90), (R1, 100)), "b": (noted(R1), (R1, 100), (R1, 110))}
+    for node in (first, "ba"["ab".index(first)]):
+        saves.hears(node, *of[node], content=7)
+    assert step_of(saves) == 100
+    saves.hears("a", FROM_100, (R1, 100), (R2, 110), content=7)
+    assert step_of(saves) == 100, "110 of round 1 is none of round 2"
+
+
+def test_what_was_noted_of_a_node_that_is_gone_stands() -> None:
+    saves = Blind()
+    saves.hears("a", FROM_100, (R1, 100), content=7)
+    saves.hears("b", noted(R1), (R1, 100), (R1, 110), content=7)
+    saves.forget("a", 1.0, gone="is dead")
+    assert step_of(saves) == 100, "b has the same, and what it has of step 110 never was"
+
+
+def test_a_step_that_nobody_can_make_whole_is_told() -> None:
+    saves = Blind()
+    saves.hears("a", noted(R1), (R1, 100))
+    why = "step 100 cannot be restored from memory: rank 1 never had a snapshot"
+    assert saves.choose() == type(saves.choose())(None, why)
+
+
+def test_another_number_of_ranks_is_read_as_it_was() -> None:
+    """Four ranks on one node, two of which had a step that the others had not."""
+    saves = Blind()
+    rows = [(90, (1, 2, 3, 4)), (100, (1, 2, 0, 0))]
+    held = tuple(m.Holding(R1, step, 0, 4, row, wanted=False) for step, row in rows)
+    saves.heard("a", m.Holdings(None, held, last=m.LastRound(R1, 4)), 0.0)
+    assert saves.choose().restore == m.Restore(R1, 90, 4)
+
+
+@pytest.mark.parametrize("term", [2, 3])
+def test_rounds_of_a_later_clock_are_not_believed(term: int) -> None:
+    """What is newer would be taken for older from then on."""
+    saves = Blind()
+    name = RoundName(term, 5, "x")
+    for _ in range(2):
+        for node in "ab":
+            saves.hears(node, noted(name, rewound_from=50), (name, 100))
+    assert step_of(saves) is None
+    assert saves.rewound_from == -1
+    ((text, level),) = saves.news
+    assert level == "warning"
+    assert "was a clock set back?" in text
+
+
+def test_a_master_that_knows_a_round_believes_nothing_else() -> None:
+    saves = Blind()
+    saves.begin_round(RoundName(2, 1, "z"), 2, None)
+    for node in "ab":
+        saves.hears(node, noted(R1, rewound_from=90), (R1, 100))
+    assert (step_of(saves), saves.rewound_from) == (None, -1)
+    saves = Blind()
+    saves.hears("a", noted(R2), (R2, 100), content=7)
+    saves.begin_round(R1, 2, None)  # which living ranks have told of
+    assert step_of(saves) is None
+
+
+def test_training_that_was_taken_back_stays_so() -> None:
+    saves = Blind()
+    saves.hears("a", noted(R1, rewound_from=90), (R1, 80))
+    assert saves.rewound_from == 90
+    saves.hears("b", noted(R1), (R1, 80))
+    assert saves.rewound_from == -1, "b has heard that storage says so by itself"
+    saves.hears("a", noted(R1, rewound_from=90), (R1, 80))
+    assert saves.rewound_from == -1
+
+
+def test_a_step_that_failed_in_the_life_before_may_be_poison_again() -> None:
+    """Two rounds of this master that go on from it and fail, as ever."""
+    saves = Blind()
+    for node in "ab":
+        saves.hears(node, noted(R1), (R1, 90), (R1, 100))
+    for number in (1, 2):
+        saves.begin_round(RoundName(2, number, "z"), 2, m.Restore(R1, 100, 2))
+        saves.failed_by_itself()
+    assert (step_of(saves), saves.rewound_from) == (90, 100)
+
+
+def test_it_is_written_out_before_its_only_holder_goes() -> None:
+    saves = Blind()
+    for node in "ab":
+        saves.hears(node, noted(R1), (R1, 100))
+    saves.going(("a",), 1.0)
+    assert [type(order).__name__ for _, order in saves.orders] == ["Persist", "Persist"]
+    saves = Blind(at_breakpoint=False)
+    for node in "ab":
+        saves.hears(node, noted(R1), (R1, 100))
+    saves.going(("a",), 1.0)
+    assert saves.orders == []

@@ -1,0 +1,63 @@
+"""Pods that come back, come and go: the others go on, and nobody starts again without need."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrun.testing.hosts import Lab
+from tests.compat.live import allreduce, finish
+from tests.harness import World
+from tests.pods.conftest import IndexedJob
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:
+    """A live resize: `completions` and `parallelism` go from 1 to 3, and back. Within MAX ranks
+    start again, for they are a new world; a pod beyond that is a spare, of whose coming and going
+    they see nothing. A pod that comes back at another address gets its ranks back, for its index is
+    its place. The agents of the other pods go on as they were."""
+    job = IndexedJob(lab, world, "--nnodes=1:2", "--max-restarts=0")
+    job.start(0)
+    job.ranks(1)
+    job.start(1)
+    two = job.ranks(2)
+    assert [job.index_of(peer) for peer in two] == [0, 1]
+    assert allreduce(world, two) == [2, 2]
+
+    spare = job.start(2)
+    spare.until_text("spare: the round is full")
+    job.delete(2)
+    assert allreduce(world, two) == [2, 2]
+
+    job.delete(1)
+    (alone,) = job.ranks(1)
+    assert job.index_of(alone) == 0
+    assert len(world.hub.peers) == 4, "nobody else has been started"
+
+    job.start(1)
+    again = job.ranks(2)
+    assert [job.index_of(peer) for peer in again] == [0, 1]
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert [pod.wait() for pod in job.pods.values()] == [0, 0]
+
+
+def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: World) -> None:
+    """The others train on without a master, find the next one by its name, and let its pod in at
+    once: how old their round is nobody knows (an old one's cool-down would be 600 s)."""
+    job = IndexedJob(lab, world, "--nnodes=1:2", "--max-restarts=0")
+    job.start(0)
+    other = job.start(1)
+    assert allreduce(world, job.ranks(2)) == [2, 2]
+    job.terminate(0)
+    (alone,) = job.ranks(1)  # they have to have stopped before the master has gone
+    job.vanish(0)
+    assert job.index_of(alone) == 1
+    assert allreduce(world, [alone]) == [1]
+    job.start(0)
+    again = job.ranks(2)
+    assert [job.index_of(peer) for peer in again] == [0, 1]
+    assert allreduce(world, again) == [2, 2]
+    finish(again)
+    assert [pod.wait() for pod in job.pods.values()] == [0, 0], other.stderr
