@@ -11,9 +11,13 @@ import contextlib
 import difflib
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -47,12 +51,26 @@ def test_snapshots_take_five_changed_lines(name: str) -> None:
 
 
 def run(
-    world: World, folder: Path, launcher: str, script: str, *flags: str, steps: str = STEPS
+    world: World,
+    folder: Path,
+    launcher: str,
+    script: str,
+    *flags: str,
+    steps: str = STEPS,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Launched:
     """One of the examples on two ranks, in a folder of its own."""
     folder.mkdir(exist_ok=True)
     words = ("--nproc-per-node=2", *flags, str(EXAMPLES / script), "--steps", steps)
-    return world.launch(launcher, *words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
+    return world.launch(launcher, *words, cwd=folder, env={"OMP_NUM_THREADS": "1", **env})
+
+
+@pytest.fixture
+def shm() -> Iterator[str]:
+    """Shared memory for a job that is killed: what it leaves there waits for its next agent."""
+    made = tempfile.mkdtemp(prefix="elasticrun-test-", dir="/dev/shm")
+    yield made
+    shutil.rmtree(made)
 
 
 def outcome(job: Launched) -> tuple[str, str]:
@@ -100,10 +118,11 @@ def committed(folder: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/.metadata"))
 
 
-def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World) -> None:
+def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm: str) -> None:
     """The whole job is killed; a new one starts from the newest checkpoint."""
     folder = world.scratch / "cwd"
-    first = run(world, folder, ELASTICRUN, "snapshots_ddp.py", steps="100000")
+    own = {"ELASTICRUN_SHM_DIR": shm}
+    first = run(world, folder, ELASTICRUN, "snapshots_ddp.py", steps="100000", env=own)
     until_committed(folder / "runs/ddp", 100)
     first.signal(signal.SIGKILL)
     first.wait()
