@@ -305,11 +305,11 @@ class Snapshots:
             self._remarks(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
             return
+        self._current[local_rank] = held  # at once: nobody takes it for needless meanwhile
         await self._segments.note(self._inventory.lives())
+        self._giving.discard(local_rank)
         if peer.closed or held.gone:
             return
-        self._giving.discard(local_rank)
-        self._current[local_rank] = held
         held.own = need.own
         self._marks.show([held])
         held.segment.current = NONE
