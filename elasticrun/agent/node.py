@@ -268,6 +268,7 @@ class Node:
 
     def _spawner_said(self, message: FromSpawner) -> None:
         if isinstance(message, Spawned):
+            self._stores.spawned(message)
             self._ranks.spawned(message)
         elif isinstance(message, Exited | SpawnFailed):
             if not any(part.gone(message) for part in self._helpers):
@@ -342,8 +343,7 @@ class Node:
         self._progress.begin(start)
         self._snapshots.begin(start)
         if self._events is not None:
-            waited = now - self._waiting_since
-            self._events.rendezvous(start, waited, time.time_ns() // 10**6)
+            self._events.rendezvous(start, now - self._waiting_since, time.time_ns() // 10**6)
         self._ranks.spawn(effect)
 
     def _say(self, effect: Say) -> None:

@@ -90,7 +90,7 @@ class Snapshots:
         self._living = False  # ranks of the present life may still write
         self._ranks: dict[int, Peer] = {}
         self._current: dict[int, Held] = {}  # given in this life, by local rank
-        self._giving: set[int] = set()  # local ranks that are being given a segment
+        self._giving: set[Peer] = set()  # ranks that are being given a segment
         self._steps: dict[int, int] = {}  # the last one that each local rank has committed
         self._marks = Marks()
         self.departing = Departing(config, self._current, self._say)
@@ -131,7 +131,6 @@ class Snapshots:
                 peer.close()
         self._ranks.clear()
         self._current.clear()
-        self._giving.clear()
         self._awaiting.clear()
         self._steps.clear()
         self._remarks.clear()
@@ -261,10 +260,10 @@ class Snapshots:
         peer.send(resume(start, same=same, put_off=self.departing.signals))
 
     def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
-        if isinstance(message, s.NeedSegment) and local_rank in self._giving:
+        if isinstance(message, s.NeedSegment) and peer in self._giving:
             peer.break_off("it asks for a second segment before it was given the first one")
         elif isinstance(message, s.NeedSegment):
-            self._giving.add(local_rank)
+            self._giving.add(peer)
             self._spawn(self._give(peer, local_rank, message))
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
@@ -300,14 +299,15 @@ class Snapshots:
         try:
             held = await self._segments.need(local_rank, sizes, need.content, need.least)
         except NoRoom as error:
-            self._giving.discard(local_rank)
+            self._giving.discard(peer)
             reason = f"training goes on without snapshots: {error}"
             self._remarks(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
             return
-        self._current[local_rank] = held  # at once: nobody takes it for needless meanwhile
+        if not peer.closed:
+            self._current[local_rank] = held  # at once: nobody takes it for needless meanwhile
         await self._segments.note(self._inventory.lives())
-        self._giving.discard(local_rank)
+        self._giving.discard(peer)
         if peer.closed or held.gone:
             return
         held.own = need.own

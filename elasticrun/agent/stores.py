@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,11 +18,15 @@ from elasticrun.agent.spawner import Spawners
 from elasticrun.core.effects import AgentEvent, StoreLost, StoreReady
 from elasticrun.operator_log import logger
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.spawner import Exited, SpawnFailed, SpawnStore, StoreListening
+from elasticrun.wire.spawner import Exited, Spawned, SpawnFailed, SpawnStore, StoreListening
 
 HOLD: Final = 600.0
 """Seconds for which the port of a released store is held; ranks of other nodes may dial it for
 as long as their collectives' time-out (10 minutes by default)."""
+
+START_LIMITS: Final = {True: 30.0, False: 300.0}
+"""Seconds from the start of a store host, forked or not, until it must listen (one that is executed
+imports torch first). No node can join without one, so one that hangs is replaced."""
 
 HELD_MOST: Final = 64
 """Ports held at most; beyond it the oldest is let go."""
@@ -64,6 +68,7 @@ class _Store:
     held: socket.socket
     listening: bool = False
     released: bool = False
+    late: asyncio.TimerHandle | None = None
 
 
 class Stores:
@@ -76,11 +81,13 @@ class Stores:
         deliver: Callable[[AgentEvent], None],
         *,
         hold: float = HOLD,
+        start_limits: Mapping[bool, float] = START_LIMITS,
     ) -> None:
         self._spawners = spawners
         self._address = address
         self._deliver = deliver
         self._hold = hold
+        self._start_limits = start_limits
         self._stores: dict[int, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._wanted: asyncio.TimerHandle | None = None
@@ -105,10 +112,18 @@ class Stores:
                 store.released = True
                 self._spawners.close_store(store.key)
 
+    def spawned(self, message: Spawned) -> None:
+        """If it is a store host, it has so long from now on until it must listen."""
+        store = self._stores.get(message.key)
+        if store is not None:
+            limit = self._start_limits[message.forked]
+            store.late = asyncio.get_running_loop().call_later(limit, self._late, store, limit)
+
     def listening(self, message: StoreListening) -> None:
         store = self._stores.get(message.key)
         if store is not None and not store.listening:
             store.listening = True
+            _forget_limit(store)
             self._deliver(StoreReady(store.endpoint))
 
     def gone(self, message: Exited | SpawnFailed) -> bool:
@@ -117,6 +132,7 @@ class Stores:
         if store is None:
             return False
         self._spawners.forget([message.key])
+        _forget_limit(store)
         self._keep(store.held)
         if store.released:
             return True
@@ -134,6 +150,7 @@ class Stores:
         for key, store in list(self._stores.items()):
             if self._spawners.owner(key) is None:
                 del self._stores[key]
+                _forget_limit(store)
                 self._keep(store.held)
 
     def close(self) -> None:
@@ -141,9 +158,15 @@ class Stores:
         if self._wanted is not None:
             self._wanted.cancel()
         for store in self._stores.values():
+            _forget_limit(store)
             store.held.close()
         while self._held:
             self._held.popleft().close()
+
+    def _late(self, store: _Store, limit: float) -> None:
+        if not store.released:  # its end is told by the kernel, and another one is tried
+            logger.warning("a store host does not listen %g s after its start: it is ended", limit)
+            self._spawners.close_store(store.key)
 
     def _keep(self, held: socket.socket) -> None:
         if self._hold <= 0:
@@ -163,3 +186,8 @@ class Stores:
         logger.warning("%s; trying again in %g s", sentence, RETRY)
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().call_later(RETRY, self.prepare)
+
+
+def _forget_limit(store: _Store) -> None:
+    if store.late is not None:
+        store.late.cancel()

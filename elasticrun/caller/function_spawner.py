@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from elasticrun.agent.marked import Sweep, end_at_once, kill_group
 from elasticrun.caller.agent_process import AgentProcess
+from elasticrun.caller.forking import Collecting
 from elasticrun.caller.life import Life
 from elasticrun.caller.probes import Probes
 from elasticrun.caller.rank_process import RankPlan, run_rank
@@ -52,6 +53,7 @@ class FunctionSpawner:
         self._mark = mark
         self.handlers: Mapping[int, Any] = {}
         """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
+        self._collecting = Collecting()
         self._channel, self.agents_end = socket.socketpair()
         self._frames = frames.FrameBuffer(spawner.ToSpawner)
         self._selector = selectors.DefaultSelector()
@@ -60,6 +62,7 @@ class FunctionSpawner:
         self._saver = Saver(self._selector, self._say)
         self._stores: dict[int, StoreProcess] = {}
         self._spare_store: StoreProcess | None = None
+        self._forks_stores = start_method == "fork"
         self._last_lives: dict[int, Life] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
@@ -230,7 +233,8 @@ class FunctionSpawner:
             name=f"rank {order.env.get(env.RANK, order.local_rank)}",
         )
         try:
-            process.start()
+            with self._collecting.held():
+                process.start()
         except Exception as error:  # what cannot be pickled raises anything; no memory: OSError
             reader.close()
             writer.close()
@@ -271,7 +275,8 @@ class FunctionSpawner:
         self._maybe_swept()
 
     def _close_in_fork(self) -> None:
-        """In a forked rank: let go of what would keep the agent from noticing our end."""
+        """In a fork: let go of what would keep the agent from noticing our end."""
+        self._collecting.in_fork()
         self._channel.close()
         self._agent.close()
         self._selector.close()
@@ -286,8 +291,10 @@ class FunctionSpawner:
     # ---------------------------------------------------------------- stores
 
     def _new_store(self) -> StoreProcess:
-        forked = self._method == "fork" and "torch" in sys.modules
-        return StoreProcess(self._close_in_fork if forked else None)
+        if not self._forks_stores or "torch" not in sys.modules:
+            return StoreProcess()
+        with self._collecting.held():
+            return StoreProcess(self._close_in_fork)
 
     def _start_store(self, key: int, port: int) -> None:
         try:
@@ -321,6 +328,7 @@ class FunctionSpawner:
         self._selector.unregister(store.pidfd)
         if store.fileno() in self._selector.get_map():
             self._selector.unregister(store)
+            self._forks_stores = False  # something that the caller holds does not bear a fork
         code = store.close()
         self._say(spawner.Exited(key, store.pid, code, time.time_ns() // 1000))
 

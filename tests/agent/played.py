@@ -102,10 +102,14 @@ class Rank(Client):
         )
         self.resume = self.ask(here, s.Resume)
 
+    @staticmethod
+    def wanted(layout: Layout, slots: int = 2) -> s.NeedSegment:
+        sizes = (len(layout.encode()), layout.slot_bytes, slots)
+        return s.NeedSegment(layout.key, layout.content, *sizes)
+
     def need(self, layout: Layout, slots: int = 2) -> s.SegmentHere:
         encoded = layout.encode()
-        sizes = (len(encoded), layout.slot_bytes, slots)
-        here = self.ask(s.NeedSegment(layout.key, layout.content, *sizes), s.SegmentHere)
+        here = self.ask(self.wanted(layout, slots), s.SegmentHere)
         if here.ok:
             fd = self.fds.pop()
             mapped = mmap.mmap(fd, 0)

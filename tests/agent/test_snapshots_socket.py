@@ -231,6 +231,38 @@ def test_a_new_layout_has_a_segment_of_its_own_and_the_old_one_stays_until_it_is
     play(body)
 
 
+def test_what_a_rank_is_being_given_is_not_taken_for_needless() -> None:
+    """Memory for a layout in which the life before committed nothing: both ask for it at once, and
+    who is given it first has the agent look for what nobody needs."""
+
+    async def body(node: Node) -> None:
+        grown = layout_of(5000)
+        node.begin(1)
+        ranks = await node.ranks()
+        await node.both(ranks, 1)
+        for rank in ranks:
+            await asyncio.to_thread(rank.need, grown)
+        node.snapshots.reaped()
+        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        ranks = await node.ranks()
+        given = await asyncio.gather(*(asyncio.to_thread(rank.need, grown) for rank in ranks))
+        assert all(here.fresh for here in given)
+        await node.both(ranks, 2)
+
+    play(body)
+
+
+def test_a_newer_checkpointer_is_given_what_the_one_before_had_asked_for() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        (rank, _) = await node.ranks()
+        rank.say(rank.wanted(layout_of(5000)))
+        newer = await node.rank(0)
+        assert (await asyncio.to_thread(newer.need, layout_of(9000))).fresh
+
+    play(body)
+
+
 def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it() -> None:
     async def body(node: Node) -> None:
         node.begin(2, restore=m.Restore(ONE, 5, 4))
