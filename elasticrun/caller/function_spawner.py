@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from elasticrun.agent.marked import Sweep, end_at_once, kill_group
 from elasticrun.caller.agent_process import AgentProcess
-from elasticrun.caller.forking import Collecting
+from elasticrun.caller.forking import Sparing
 from elasticrun.caller.life import Life
 from elasticrun.caller.probes import Probes
 from elasticrun.caller.rank_process import RankPlan, run_rank
@@ -53,7 +53,7 @@ class FunctionSpawner:
         self._mark = mark
         self.handlers: Mapping[int, Any] = {}
         """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
-        self._collecting = Collecting()
+        self._sparing = Sparing()
         self._channel, self.agents_end = socket.socketpair()
         self._frames = frames.FrameBuffer(spawner.ToSpawner)
         self._selector = selectors.DefaultSelector()
@@ -233,7 +233,7 @@ class FunctionSpawner:
             name=f"rank {order.env.get(env.RANK, order.local_rank)}",
         )
         try:
-            with self._collecting.held():
+            with self._sparing.forking():
                 process.start()
         except Exception as error:  # what cannot be pickled raises anything; no memory: OSError
             reader.close()
@@ -276,7 +276,7 @@ class FunctionSpawner:
 
     def _close_in_fork(self) -> None:
         """In a fork: let go of what would keep the agent from noticing our end."""
-        self._collecting.in_fork()
+        self._sparing.in_fork()
         self._channel.close()
         self._agent.close()
         self._selector.close()
@@ -293,7 +293,7 @@ class FunctionSpawner:
     def _new_store(self) -> StoreProcess:
         if not self._forks_stores or "torch" not in sys.modules:
             return StoreProcess()
-        with self._collecting.held():
+        with self._sparing.forking():
             return StoreProcess(self._close_in_fork)
 
     def _start_store(self, key: int, port: int) -> None:
@@ -318,6 +318,7 @@ class FunctionSpawner:
         self._selector.unregister(store)
         wrong = store.started()
         if wrong:
+            self._forks_stores = False  # something that the caller holds does not bear a fork
             logger.warning("the store host says: %s", wrong)
             store.send_signal(signal.SIGKILL)
         else:
@@ -328,7 +329,7 @@ class FunctionSpawner:
         self._selector.unregister(store.pidfd)
         if store.fileno() in self._selector.get_map():
             self._selector.unregister(store)
-            self._forks_stores = False  # something that the caller holds does not bear a fork
+            self._forks_stores = False
         code = store.close()
         self._say(spawner.Exited(key, store.pid, code, time.time_ns() // 1000))
 
