@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from elasticrun.testing.hosts import Lab
 from elasticrun.wire.serverstart import ignored_signals
+from tests import needs
 from tests.counting import Counting
 from tests.harness import World
 
@@ -45,6 +47,15 @@ def torchrun_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     created = World(tmp_path_factory.mktemp("torchrun"))
     yield created
     created.close(strict=False)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    """Hosts, or a skip with the reason."""
+    needs.several_hosts()
+    made = Lab(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

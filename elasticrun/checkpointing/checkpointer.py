@@ -15,12 +15,12 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 
 from elasticrun.checkpointing.board import Board, BoardError
-from elasticrun.checkpointing.copying import no_collection
 from elasticrun.checkpointing.departing import ASKED_LIMIT
 from elasticrun.checkpointing.line import LineError
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
 from elasticrun.checkpointing.state import OnResize, State
 from elasticrun.checkpointing.ways import AgentWay, Setting, TorchWay, Way
+from elasticrun.dcp.collecting import no_collection
 from elasticrun.storage.folder import MAX_STEP, Folder
 from elasticrun.wire import env
 from elasticrun.wire.segment import MAX_SLOTS, MIN_SLOTS

@@ -7,11 +7,10 @@ is shared among cores too. The threads live for the copy alone.
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -25,20 +24,13 @@ MOST_THREADS: Final = 8
 LEAST_BYTES: Final = 32 * 1024 * 1024
 """For one thread: less is copied before a second one has begun."""
 
+SHARES: Final = 8
+"""Of what one thread copies: who is through takes another one, so that all end together."""
+
+LEAST_SHARE: Final = 4 * 1024 * 1024
+"""Bytes; of smaller ones the handing out takes longer."""
+
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Python looks for garbage whenever many objects were made; with all of torch in memory that
-    takes longer than making them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def threads_for(nbytes: int) -> int:
@@ -54,48 +46,53 @@ def threads_for(nbytes: int) -> int:
 def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensor by tensor; what lies in this machine's memory by several threads. Whatever torch
     raises."""
-    pairs: Pairs = list(zip(targets, sources, strict=True))
-    here = [pair for pair in pairs if pair[0].device.type == "cpu"]
-    count = threads_for(sum(target.nbytes for target, _ in here))
-    if count < 2 or len(here) < len(pairs):
+    here = all(target.is_cpu for target in targets)
+    sizes = [target.nbytes for target in targets] if here else []
+    count = threads_for(sum(sizes))
+    if count < 2:
         copy_all(targets, sources)
         return
-    shares = _shares(here, count)
+    each = max(LEAST_SHARE, sum(sizes) // (count * SHARES) + 1)
+    todo = deque(_shares(zip(targets, sources, sizes, strict=True), each))
     errors: list[BaseException] = []
 
-    def work(share: Pairs) -> None:
+    def work() -> None:
         try:
-            copy_all([target for target, _ in share], [source for _, source in share])
+            while True:
+                share = todo.popleft()
+                copy_all([target for target, _ in share], [source for _, source in share])
+        except IndexError:  # nothing is left
+            pass
         except BaseException as error:
             errors.append(error)
 
-    others = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares[1:]]
+    others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
     for thread in others:
         thread.start()
-    work(shares[0])
+    work()
     for thread in others:
         thread.join()
     if errors:
         raise errors[0]
 
 
-def _shares(pairs: Pairs, count: int) -> list[Pairs]:
-    """Pairs of about equal bytes together; a large one is cut, where its elements are in a row."""
-    each = sum(target.nbytes for target, _ in pairs) // count + 1
+def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) -> list[Pairs]:
+    """Pairs of about `each` bytes together; a large one is cut, where its elements are in a row."""
     shares: list[Pairs] = [[]]
     left = each
-    for target, source in pairs:
-        while target.nbytes > left and _in_a_row(target, source):
+    for target, source, nbytes in sized:
+        while nbytes > left and _in_a_row(target, source):
             cut = max(1, left // target.element_size())
             if cut >= target.numel():
                 break
             target, source = target.detach().view(-1), source.view(-1)
             shares[-1].append((target[:cut], source[:cut]))
             target, source = target[cut:], source[cut:]
+            nbytes = target.nbytes
             shares.append([])
             left = each
         shares[-1].append((target, source))
-        left -= target.nbytes
+        left -= nbytes
         if left <= 0:
             shares.append([])
             left = each

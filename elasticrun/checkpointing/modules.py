@@ -50,13 +50,13 @@ class ModulePart:
             for holder in (inner._parameters, inner._buffers):
                 watch.add(holder)
             watch.sizes.append((inner._modules, len(inner._modules)))
-        known = {(pointer, tuple(tensor.shape)) for _, _, tensor, pointer in watch.entries}
+        known = {(pointer, tensor.shape) for _, _, tensor, pointer in watch.entries}
         state = state_of(self.module)
         for value in state.values():
             if not isinstance(value, torch.Tensor):
                 return None
             part = local(value)
-            if part.numel() and (part.data_ptr(), tuple(value.shape)) not in known:
+            if (part.data_ptr(), value.shape) not in known and part.numel():
                 return None
         self._steady = (state, watch)
         return self._steady
@@ -90,7 +90,10 @@ class ModulePart:
 def state_of(module: nn.Module) -> Nested:
     """A module's state dict under torch's canonical names."""
     ddp = _data_parallel(module)
-    return {_canonical(name, ddp): value for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    if ddp or any(WRAPPERS[0] in name or WRAPPERS[1] in name for name in state):
+        return {_canonical(name, ddp): value for name, value in state.items()}
+    return dict(state)
 
 
 def _data_parallel(module: nn.Module) -> set[str]:

@@ -15,8 +15,8 @@ from elasticrun.checkpointing.copying import copy_in
 from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.memory import Mapped, values_at
 from elasticrun.checkpointing.parts import Path, StateError, unflatten
-from elasticrun.checkpointing.state import State
-from elasticrun.dcp.items import PLAIN, Piece, deserialise, own_key, pieces
+from elasticrun.checkpointing.state import Known, State
+from elasticrun.dcp.items import PLAIN, deserialise, own_key, pieces
 from elasticrun.dcp.restoring import Cover, RestoreError, copy, names_of
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import Item, Layout
@@ -60,6 +60,7 @@ class Recall:
         self._round = RoundName(resume.round.term, resume.round.number, resume.round.nonce)
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
+        self._filled: dict[str, torch.Tensor] = {}
         self.bytes_room = 0
         self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
 
@@ -73,7 +74,7 @@ class Recall:
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
                 self.kept = own.mapped
-                self._state.known = own.layout
+                self._state.known = Known(own.layout, self._filled)
         finally:
             self._close()
 
@@ -144,22 +145,26 @@ class Recall:
         self, saved: dict[str, Item], own: bool
     ) -> tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]]:
         targets = self._state.targets(saved, own)
-        wanted: list[Piece] = []
+        items: list[Item] = []
+        self._filled = {}
         rest: dict[str, torch.Tensor] = {}
         for fqn, target in targets.items():
             item = saved[fqn]
-            if type(target) in PLAIN and item.sizes == item.shape == tuple(target.shape):
-                wanted.append(Piece(item, target))  # the same as `pieces` makes, in no time
+            if type(target) in PLAIN and item.sizes == item.shape == target.shape:
+                items.append(item)  # the same as `pieces` makes, in no time
+                self._filled[fqn] = target
             else:
                 rest[fqn] = target
         try:
-            wanted += pieces(rest)
+            more = pieces(rest)
         except ValueError as error:
             raise StateError(str(error)) from error
-        cover = Cover([one.item for one in wanted], self._state.wanted_values(saved, own))
+        items += [one.item for one in more]
+        wanted = [*self._filled.values(), *(one.value for one in more)]
+        cover = Cover(items, self._state.wanted_values(saved, own))
         for rank, shard in self._shards.items():
             cover.offer(rank, shard.layout)
-        return cover, [one.value for one in wanted], targets
+        return cover, wanted, targets
 
     def _finish(
         self,

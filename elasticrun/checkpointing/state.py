@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from elasticrun.checkpointing.copying import no_collection
 from elasticrun.checkpointing.modules import ModulePart, OptimizerPart
 from elasticrun.checkpointing.parts import (
     Nested,
@@ -27,6 +26,7 @@ from elasticrun.checkpointing.parts import (
     StatefulPart,
     Watch,
 )
+from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.items import (
     OWN_PREFIX,
     Flat,
@@ -34,6 +34,7 @@ from elasticrun.dcp.items import (
     flatten,
     in_order,
     is_array,
+    is_filled_item,
     is_item,
     local,
     own_key,
@@ -64,6 +65,15 @@ class Plan:
 
 
 @dataclass(slots=True)
+class Known:
+    """What this rank's state was laid out as in the snapshot that it was restored from, and the
+    plain tensors, by name, that were filled with whole items of it."""
+
+    layout: Layout
+    filled: Mapping[str, torch.Tensor]
+
+
+@dataclass(slots=True)
 class Own:
     """One object of this rank alone."""
 
@@ -81,8 +91,7 @@ class State:
         self.rank = rank
         self.own: dict[str, Own] = {}
         self.parts = self._sort(parts)
-        self.known: Layout | None = None
-        """What this rank's state was laid out as in the snapshot that it was restored from."""
+        self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: Plan | None = None
         self._watches: list[Watch] = []
@@ -190,9 +199,10 @@ class State:
         self._plan = Plan([o.value for o in tensors], [o.value for o in values], items)
         return self._plan
 
-    def _as_known(self, layout: Layout) -> Plan | None:
+    def _as_known(self, known: Known) -> Plan | None:
         """The plan, if the state is laid out so: what is compared item by item need not be laid out
         anew, which takes three times as long."""
+        layout, filled = known.layout, known.filled
         if layout.torch != str(torch.__version__):
             return None
         self._watches, flat = [], Flat({}, {})
@@ -210,7 +220,11 @@ class State:
         values: list[Any] = []
         places: dict[str, tuple[bool, int]] = {}
         for item in layout.items:
-            value = flat.values.get(item.fqn, self)
+            value, target = flat.values.get(item.fqn, self), filled.get(item.fqn)
+            if target is not None and value is target and is_filled_item(item, target):
+                tensors.append(local(target))
+                places[item.fqn] = (True, len(tensors) - 1)
+                continue
             if value is self or flat.paths[item.fqn] != item.path or not is_item(item, value):
                 return None
             opaque = item.kind is ItemKind.BYTES

@@ -123,18 +123,25 @@ def write_envelopes(payload: memoryview, layout: Layout) -> None:
 def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.Tensor]:
     """The tensors of a slot whose payload begins at byte `at` of the storage, in layout order. They
     keep the storage alive."""
-    return [_view(storage, at, item) for item in layout.tensors]
+    rows: dict[torch.dtype, torch.Tensor] = {}
+    return [_view(storage, rows, at, item) for item in layout.tensors]
 
 
-def _view(storage: torch.UntypedStorage, at: int, item: Item) -> torch.Tensor:
+def _view(
+    storage: torch.UntypedStorage, rows: dict[torch.dtype, torch.Tensor], at: int, item: Item
+) -> torch.Tensor:
+    """`rows`: all of the storage as elements of a type, made once for each."""
     dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
-    empty = torch.empty(0, dtype=dtype)
-    if not item.nbytes:
-        return empty.reshape(item.sizes)
     begin, rest = divmod(at + item.extent + item.head, size)
-    if rest or nbytes != item.nbytes:
+    if nbytes != item.nbytes or (nbytes and rest):
         raise ValueError(f"{item.fqn} does not lie in its slot as its type would")
-    return empty.set_(storage, begin, item.sizes, strides)
+    if not nbytes:
+        return torch.empty(item.sizes, dtype=dtype)
+    row = rows.get(dtype)
+    if row is None:
+        count = storage.nbytes() // size
+        row = rows[dtype] = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
+    return row.as_strided(item.sizes, strides, begin)
 
 
 @lru_cache(maxsize=4096)

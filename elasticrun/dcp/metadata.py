@@ -8,7 +8,6 @@ unable to read its own checkpoints.
 
 from __future__ import annotations
 
-import gc
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from elasticrun.dcp.collecting import no_collection
 from elasticrun.wire.layout import Item, ItemKind, Layout
 
 _KINDS: Final = {
@@ -130,7 +130,7 @@ def build(parts: Sequence[Part], checkpoint: str, attempt: str) -> bytes:
     alike = tuple((part.lengths, part.places) for part in ordered)
     if plan.marker and (known := plan.marker.changed(words, alike)):
         return known
-    with _no_collection():
+    with no_collection():
         results = [_results(part, left) for part, left in zip(ordered, plan.left, strict=True)]
         writer = _InMemory(checkpoint, attempt)
         writer.finish(plan.metadata, results)
@@ -150,7 +150,7 @@ def _planned(parts: Sequence[Part]) -> _Plan:
     if not _last or _last[0].parts != key:
         _last.clear()
         _check(parts)
-        with _no_collection():
+        with no_collection():
             plan = _plan(parts, key)
         if sum(len(part.layout.items) for part in parts) > MAX_KEPT:
             return plan
@@ -277,18 +277,6 @@ def _places(part: Part) -> Iterator[tuple[int, int]]:
             at += length
         else:
             yield item.extent, item.length
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Looking for garbage takes half of the time, and there is none."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class _InMemory(FileSystemWriter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import torch
 
@@ -20,24 +20,19 @@ class RestoreError(ValueError):
     """The saved state does not fit what is wanted; a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy a block: from tensor `index` (in layout order) of shard `source` to the wanted item
-    `want`; first elements in each, and lengths, by dimension."""
+class Move(NamedTuple):
+    """Copy a block: from tensor `at` (in layout order) of shard `source` to the wanted item
+    `want`; first elements in each, and lengths, by dimension. No lengths: the whole of both."""
 
     want: int
     source: int
-    index: int
-    from_: tuple[int, ...]
-    to: tuple[int, ...]
-    lengths: tuple[int, ...]
+    at: int
+    from_: tuple[int, ...] = ()
+    to: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Need:
-    item: Item
-    left: int  # elements not yet found
-    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+_UNTOUCHED: Final = -1
 
 
 class Cover:
@@ -46,7 +41,13 @@ class Cover:
 
     def __init__(self, wants: Sequence[Item], values: Iterable[str] = ()) -> None:
         """`wants`: chunks of tensors; `values`: names of opaque values."""
-        self._needs = [_Need(item, math.prod(item.sizes)) for item in wants]
+        self._wants = wants
+        self._named: dict[str, list[int]] = {}
+        for want, item in enumerate(wants):
+            self._named.setdefault(item.fqn, []).append(want)
+        # elements not yet found, of what is not wholly there
+        self._left = {w: _UNTOUCHED for w, item in enumerate(wants) if 0 not in item.sizes}
+        self._seen: dict[int, list[Chunk]] = {}
         self._unfound = set(values)
         self.moves: list[Move] = []
         self.values: dict[str, tuple[int, int]] = {}  # name: shard, place in its table
@@ -54,11 +55,11 @@ class Cover:
     @property
     def missing(self) -> list[str]:
         """Names of what is not, or not wholly, there."""
-        return sorted({need.item.fqn for need in self._needs if need.left} | self._unfound)
+        return sorted({self._wants[want].fqn for want in self._left} | self._unfound)
 
     @property
     def whole(self) -> bool:
-        return not self._unfound and not any(need.left for need in self._needs)
+        return not self._unfound and not self._left
 
     def offer(self, source: int, layout: Layout) -> None:
         """Take what is needed of one shard, which is known as `source`."""
@@ -66,40 +67,43 @@ class Cover:
             if item.fqn in self._unfound:
                 self._unfound.remove(item.fqn)
                 self.values[item.fqn] = (source, place)
-        tensors: dict[str, list[tuple[int, Item]]] = {}
         for index, item in enumerate(layout.tensors):
-            tensors.setdefault(item.fqn, []).append((index, item))
-        for want, need in enumerate(self._needs):
-            for index, item in tensors.get(need.item.fqn, ()):
-                self._take(want, need, source, index, item)
+            for want in self._named.get(item.fqn, ()):
+                wanted = self._wants[want]
+                if (wanted is item or _same(wanted, item)) and self._seen.get(want) is None:
+                    # all of it at once, as a rank finds it in its own shard
+                    if self._left.pop(want, None) is not None:
+                        self.moves.append(Move(want, source, index))
+                else:
+                    self._take(want, wanted, source, index, item)
 
-    def _take(self, want: int, need: _Need, source: int, index: int, item: Item) -> None:
-        chunk = (item.offsets, item.sizes)
-        if (need.item is item or _same(need.item, item)) and not need.seen:
-            if need.left:  # all of it at once, as a rank finds it in its own shard
-                need.seen.append(chunk)
-                need.left, nowhere = 0, (0,) * len(item.sizes)
-                self.moves.append(Move(want, source, index, nowhere, nowhere, item.sizes))
-            return
-        if item.shape != need.item.shape:
+    def _take(self, want: int, wanted: Item, source: int, index: int, item: Item) -> None:
+        """A part of what is wanted, if it is one."""
+        if item.shape != wanted.shape:
             raise RestoreError(
-                f"{item.fqn} was saved with shape {item.shape} and is now {need.item.shape}"
+                f"{item.fqn} was saved with shape {item.shape} and is now {wanted.shape}"
             )
-        if not need.left or chunk in need.seen:
+        left = self._left.get(want, 0)
+        chunk, seen = (item.offsets, item.sizes), self._seen.get(want, [])
+        if not left or chunk in seen:
             return
-        block = overlap(chunk, (need.item.offsets, need.item.sizes))
+        block = overlap(chunk, (wanted.offsets, wanted.sizes))
         if block is None:
             return
-        if any(overlap(chunk, other) is not None for other in need.seen):
+        if any(overlap(chunk, other) is not None for other in seen):
             raise RestoreError(f"two saved chunks of {item.fqn} lie over each other")
-        need.seen.append(chunk)
+        self._seen[want] = [*seen, chunk]
         begin, lengths = block
-        need.left -= math.prod(lengths)
+        left = (math.prod(wanted.sizes) if left == _UNTOUCHED else left) - math.prod(lengths)
+        if left:
+            self._left[want] = left
+        else:
+            del self._left[want]
         self.moves.append(
             Move(
                 *(want, source, index),
                 tuple(b - o for b, o in zip(begin, item.offsets, strict=True)),
-                tuple(b - o for b, o in zip(begin, need.item.offsets, strict=True)),
+                tuple(b - o for b, o in zip(begin, wanted.offsets, strict=True)),
                 lengths,
             )
         )
@@ -138,12 +142,10 @@ def copy(
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for move in moves:
-        target, source = wanted[move.want], shards[move.source][move.index]
-        if move.lengths != tuple(target.shape) or move.lengths != tuple(source.shape):
-            target, source = (
-                _block(target, move.to, move.lengths),
-                _block(source, move.from_, move.lengths),
-            )
+        target, source = wanted[move.want], shards[move.source][move.at]
+        if move.lengths:
+            target = _block(target, move.to, move.lengths)
+            source = _block(source, move.from_, move.lengths)
         targets.append(target)
         sources.append(source)
     (carry or copy_all)(targets, sources)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 PAGE: Final = 4096
 """Bytes; what O_DIRECT and a mapping want things aligned to."""
@@ -50,10 +50,10 @@ class ItemKind(StrEnum):
 _KINDS: Final = {str(kind): kind for kind in ItemKind}
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One item. `extent`: where its envelope begins, in bytes from the first tensor of the slot;
-    0 for BYTES, which are numbered in the order of the layout instead."""
+    0 for BYTES, which are numbered in the order of the layout instead. (A tuple, since a restore
+    makes one for every tensor, and a training run waits for it.)"""
 
     fqn: str  # DCP's flat name
     path: tuple[str | int, ...]  # its place in the nested state
@@ -118,8 +118,7 @@ class Layout:
         """64 bits, equal for two ranks whose shared items are the same chunks of the same state:
         either can stand for the other. Never 0."""
         if "content" not in self._kept:
-            shared = [i for i in self.items if not i.own]
-            names = sorted([i.fqn, list(i.offsets), list(i.sizes)] for i in shared)
+            names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
             self._kept["content"] = _hash(names) or 1
         return int(self._kept["content"])
 
@@ -129,18 +128,23 @@ class Layout:
             plain = json.dumps(self._plain(), separators=(",", ":")).encode("ascii")
             if len(plain) > MAX_LAYOUT_BYTES:
                 raise LayoutError(f"a layout of {len(self.items)} items is too long to be kept")
+            self._kept.setdefault("key", _key(plain))
             self._kept["encoded"] = zlib.compress(plain, 1)
         return bytes(self._kept["encoded"])
 
     def _plain(self) -> list[Any]:
-        rows = [
-            [
-                *(i.fqn, i.path, str(i.kind), int(i.own), i.dtype, i.shape, i.offsets, i.sizes),
-                *(int(i.requires_grad), i.extent, i.head, i.nbytes, i.tail),
-            ]
-            for i in self.items
-        ]
-        return [self.torch, self.own_bytes, self.shared_bytes, self.bytes_room, rows]
+        """Items that differ in name and place alone have one form: a row for each item begins with
+        its form's number. A name is what DCP makes of the path, or stands in `names`."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        rows: list[list[Any]] = []
+        names: dict[int, str] = {}
+        for at, i in enumerate(self.items):
+            form = (*i[2:9], i.head, i.nbytes, i.tail)
+            rows.append([numbers.setdefault(form, len(numbers)), i.extent, *i.path])
+            if i.fqn != _name(i.path):
+                names[at] = i.fqn
+        sizes = (self.own_bytes, self.shared_bytes, self.bytes_room)
+        return [self.torch, *sizes, self.content, list(numbers), rows, names]
 
 
 Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
@@ -161,7 +165,7 @@ def lay_out(
         for item in given:
             if item.own is own and item.kind is not ItemKind.BYTES:
                 head, tail = around(item.dtype, item.sizes) if around else (item.head, item.tail)
-                placed.append(_at(item, at, head, tail))
+                placed.append(Item(*item[:9], at, head, item.nbytes, tail))
                 at = _up(at + head + item.nbytes + tail, LINE)
         at = _up(at, PAGE)
         ends.append(at)
@@ -179,55 +183,91 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
         if len(plain) > MAX_LAYOUT_BYTES or not stream.eof:
             raise LayoutError("a layout is too long, or cut")
-        torch, own, shared, room, rows = json.loads(plain)
+        torch, own, shared, room, content, forms, rows, names = json.loads(plain)
         if key is not None:
             if _key(plain) != key:
                 raise LayoutError("a layout is not the one that was promised")
-            made = tuple(_believed(row) for row in rows)
-            return Layout(made, own, shared, room, torch, {"key": key, "encoded": encoded})
-        items = tuple(_item(row) for row in rows)
+            kept = {"key": key, "content": content, "encoded": encoded}
+            made = _items([_believed(form) for form in forms], rows, names)
+            return Layout(made, own, shared, room, torch, kept)
+        if len(rows) > MAX_ITEMS:
+            raise LayoutError("a layout has too many items")
+        for row in rows:
+            _check(row, len(forms))
+        _check_names(names, len(rows))
+        items = _items([_form(form) for form in forms], rows, names)
     except LayoutError:
         raise
-    except (ValueError, TypeError, zlib.error, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, zlib.error, RecursionError) as error:
         raise LayoutError(f"this is no layout ({type(error).__name__})") from None
     sizes = (own, shared, room)
-    if not isinstance(torch, str) or len(items) > MAX_ITEMS:
-        raise LayoutError("a layout names no version of torch, or too many items")
-    if not all(type(n) is int and 0 <= n <= MAX_SIZE and n % PAGE == 0 for n in sizes):
+    if not isinstance(torch, str):
+        raise LayoutError("a layout names no version of torch")
+    if not all(_is_size(n) and n % PAGE == 0 for n in sizes):
         raise LayoutError(f"a layout has stretches of {sizes} bytes")
     layout = Layout(items, own, shared, room, torch)
     _check_order(layout)
     return layout
 
 
-def _believed(row: Any) -> Item:
-    fqn, path, kind, own, dtype, shape, offsets, sizes, grad, extent, head, nbytes, tail = row
-    kind, path = _KINDS[kind], tuple(path)
+_Form = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""What items of one form have in common: an Item's fields from `kind` on to `extent`, and those
+after it."""
+
+
+def _items(forms: list[_Form], rows: list[Any], names: dict[str, str]) -> tuple[Item, ...]:
+    made = []
+    for form, extent, *path in rows:
+        before, after = forms[form]
+        made.append(Item._make((_name(path), tuple(path), *before, extent, *after)))
+    for at, name in names.items():
+        made[int(at)] = made[int(at)]._replace(fqn=name)
+    return tuple(made)
+
+
+def _believed(form: Any) -> _Form:
+    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
     shape, offsets, sizes = tuple(shape), tuple(offsets), tuple(sizes)
-    return Item(
-        *(fqn, path, kind, own == 1, dtype, shape, offsets, sizes),
-        *(grad == 1, extent, head, nbytes, tail),
-    )
+    return (_KINDS[kind], own, dtype, shape, offsets, sizes, grad), (head, nbytes, tail)
 
 
-def _item(row: Any) -> Item:
-    fqn, path, kind, own, dtype, shape, offsets, sizes, grad, extent, head, nbytes, tail = row
-    if not isinstance(fqn, str) or not isinstance(dtype, str):
-        raise LayoutError("an item of a layout has no name")
-    if not all(isinstance(step, str) or type(step) is int for step in path):
-        raise LayoutError(f"item {fqn[:80]!r} has no path")
-    for numbers in (shape, offsets, sizes, (extent, head, nbytes, tail)):
-        if not all(type(n) is int and 0 <= n <= MAX_SIZE for n in numbers):
-            raise LayoutError(f"item {fqn[:80]!r} has impossible sizes")
+def _form(form: Any) -> _Form:
+    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
+    if not isinstance(dtype, str) or type(own) is not bool or type(grad) is not bool:
+        raise LayoutError("a form of a layout has no type")
+    for numbers in (shape, offsets, sizes, (head, nbytes, tail)):
+        if not all(_is_size(n) for n in numbers):
+            raise LayoutError("a form of a layout has impossible sizes")
     if not len(shape) == len(offsets) == len(sizes) <= MAX_DIMENSIONS:
-        raise LayoutError(f"item {fqn[:80]!r} has as many sizes as nothing has")
+        raise LayoutError("a form of a layout has as many sizes as nothing has")
     if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
-        raise LayoutError(f"item {fqn[:80]!r} reaches beyond its tensor")
-    return Item(
-        *(fqn, tuple(path), ItemKind(kind), bool(own), dtype),
-        *(tuple(shape), tuple(offsets), tuple(sizes), bool(grad)),
-        *(extent, head, nbytes, tail),
-    )
+        raise LayoutError("a form of a layout reaches beyond its tensor")
+    elements = math.prod(sizes)
+    if elements and nbytes % elements:
+        raise LayoutError("a form of a layout has a size of no type")
+    return _believed([ItemKind(kind), *form[1:]])
+
+
+def _check(row: Any, forms: int) -> None:
+    form, extent, *path = row
+    if type(form) is not int or not 0 <= form < forms or not _is_size(extent):
+        raise LayoutError(f"an item of a layout has no form, or no place ({str(row)[:80]})")
+    if not all(isinstance(step, str) or type(step) is int for step in path):
+        raise LayoutError(f"an item of a layout has no path ({str(row)[:80]})")
+
+
+def _check_names(names: Any, rows: int) -> None:
+    if not all(isinstance(name, str) and 0 <= int(at) < rows for at, name in names.items()):
+        raise LayoutError("a layout names items that it does not have")
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number <= MAX_SIZE
+
+
+def _name(path: Iterable[str | int]) -> str:
+    """DCP's flat name of a place in the nested state."""
+    return ".".join(map(str, path))
 
 
 def _check_order(layout: Layout) -> None:
@@ -240,20 +280,9 @@ def _check_order(layout: Layout) -> None:
     for item in layout.tensors:
         if not item.own and not shared:
             shared, at, end = True, layout.own_bytes, layout.own_bytes + layout.shared_bytes
-        elements = math.prod(item.sizes)
         if item.extent < at or item.extent % LINE or item.extent + item.length > end:
             raise LayoutError(f"item {item.fqn[:80]!r} lies outside of its place")
-        if elements and item.nbytes % elements:
-            raise LayoutError(f"item {item.fqn[:80]!r} has a size of no type")
         at = item.extent + item.length
-
-
-def _at(item: Item, extent: int, head: int, tail: int) -> Item:
-    return Item(
-        *(item.fqn, item.path, item.kind, item.own, item.dtype),
-        *(item.shape, item.offsets, item.sizes, item.requires_grad),
-        *(extent, head, item.nbytes, tail),
-    )
 
 
 def _up(number: int, to: int) -> int:

@@ -28,7 +28,7 @@ from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode
 
 MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
-VERSION: Final = 1
+VERSION: Final = 2
 NONE: Final = -1
 """In `watermark`, `save_at` and `current`: no step."""
 

@@ -152,6 +152,7 @@ def test_who_puts_a_signal_off() -> None:
     [
         (("SIGTERM", "SIGINT", "SIGQUIT"), 25.0, (signal.SIGTERM,)),
         (("SIGUSR1", "SIGTERM", "SIGHUP"), 25.0, (1, 10, 15)),
+        (("SIGUSR2", "SIGTERM"), 25.0, (12, 15)),
         (("SIGTERM",), 0.0, ()),
     ],
 )

@@ -25,6 +25,7 @@ from elasticrun.config import ORPHAN_GRACE
 from elasticrun.operator_log import logger
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import PAGE
+from tests import needs
 from tests.agent.played import layout_of
 
 ROUND = RoundName(7, 1, "n1")
@@ -407,11 +408,7 @@ play(Path(sys.argv[1]), body)
 
 
 def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) -> None:
-    inner = f'mount -t tmpfs -o size=1m none {tmp_path} && exec "$@"'
-    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c", inner, "sh"]
-    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    command = [*unshare, sys.executable, "-c", SMALL_TMPFS, str(tmp_path)]
+    command = [*needs.tmpfs(tmp_path, "1m"), sys.executable, "-c", SMALL_TMPFS, str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=120, check=False

@@ -54,6 +54,35 @@ def hearing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(20, logger="elasticrun")
 
 
+async def life(node: Node, *steps: int) -> list[Rank]:
+    """The first one of both ranks, who commit these steps."""
+    node.begin(1)
+    ranks = await node.ranks()
+    for step in steps:
+        await node.both(ranks, step)
+    return ranks
+
+
+async def life_with_saver(node: Node, step: int) -> tuple[list[Rank], Client]:
+    """The same with a saver, which is there before they commit."""
+    ranks = await life(node)
+    saver = await node.saver()
+    await node.both(ranks, step)
+    return ranks, saver
+
+
+def goes_on(node: Node) -> None:
+    """The ranks of the first life are gone; the next one is to go on from its step 1."""
+    node.snapshots.reaped()
+    node.begin(2, restore=m.Restore(ONE, 1, 2))
+
+
+async def compared(rank: Rank, wanted: int) -> s.Whole:
+    """What a rank is told of the shard of this rank, which it has asked for."""
+    await asyncio.to_thread(rank.ask, s.WantShard(wanted), s.ShardHere)
+    return await asyncio.to_thread(rank.ask, s.IsWhole(wanted), s.Whole)
+
+
 # ---------------------------------------------------------------- commits
 
 
@@ -119,9 +148,7 @@ def test_a_step_of_only_some_ranks_counts_where_there_is_no_better_one() -> None
 
 def test_where_all_ranks_have_a_step_one_that_some_have_does_not_count() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         ranks[0].commit(2)
         await node.heard(ranks)
         assert node.held() == [(1, 1, BOTH, False)]
@@ -134,12 +161,8 @@ def test_where_all_ranks_have_a_step_one_that_some_have_does_not_count() -> None
 
 def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
-        await node.both(ranks, 2)
-        node.snapshots.reaped()
-        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        ranks = await life(node, 1, 2)
+        goes_on(node)
         segment = ranks[0].segment
         (left,) = segment.snapshots()
         assert left.step == 1
@@ -163,9 +186,7 @@ def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born() -> N
 
 def test_nothing_chosen_leaves_nothing() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         node.snapshots.reaped()
         node.begin(2)
         assert ranks[0].segment.snapshots() == []
@@ -177,9 +198,7 @@ def test_nothing_chosen_leaves_nothing() -> None:
 
 def test_the_chosen_step_stays_until_the_new_life_has_a_whole_one_of_its_own() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         node.snapshots.reaped()
         restore = m.Restore(ONE, 1, 2)
         node.begin(2, restore=restore)
@@ -200,9 +219,7 @@ def test_the_chosen_step_stays_until_the_new_life_has_a_whole_one_of_its_own() -
 
 def test_a_life_is_given_the_pages_of_the_one_before() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         inodes = [rank.inode for rank in ranks]
         node.snapshots.reaped()
         node.begin(2)
@@ -214,9 +231,7 @@ def test_a_life_is_given_the_pages_of_the_one_before() -> None:
 
 def test_a_new_layout_has_a_segment_of_its_own_and_the_old_one_stays_until_it_is_whole() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         for rank in ranks:  # optimizer state has come into being
             assert (await asyncio.to_thread(rank.need, layout_of(5000))).fresh
         ranks[0].commit(2)
@@ -237,13 +252,10 @@ def test_what_a_rank_is_being_given_is_not_taken_for_needless() -> None:
 
     async def body(node: Node) -> None:
         grown = layout_of(5000)
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        ranks = await life(node, 1)
         for rank in ranks:
             await asyncio.to_thread(rank.need, grown)
-        node.snapshots.reaped()
-        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        goes_on(node)
         ranks = await node.ranks()
         given = await asyncio.gather(*(asyncio.to_thread(rank.need, grown) for rank in ranks))
         assert all(here.fresh for here in given)
@@ -323,10 +335,7 @@ def test_nobody_holds_it() -> None:
 
 def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_count() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        await node.both(ranks, 1)
+        _, saver = await life_with_saver(node, 1)
         opened = await asyncio.to_thread(saver.hear, s.SegmentOpen)
         hashing = await asyncio.to_thread(saver.hear, s.HashSnapshot)
         assert hashing.key == opened.key
@@ -339,8 +348,7 @@ def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_count()
         for check, ok in zip(checks, (True, False), strict=True):
             saver.say(s.Checked(check.key, check.slot, check.sequence, ok, "" if ok else "flipped"))
         rank = await node.rank(1)
-        await asyncio.to_thread(rank.ask, s.WantShard(1), s.ShardHere)
-        whole = await asyncio.to_thread(rank.ask, s.IsWhole(1), s.Whole)
+        whole = await compared(rank, 1)
         assert (whole.ok, whole.reason) == (False, "flipped")
         rank.say(s.CannotRestore(1, "block 3 is not what was written"))
         bad = await node.master.until(lambda _: True, m.ShardBad)
@@ -354,17 +362,13 @@ def test_without_a_saver_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        await life(node, 1)
         await node.saver_dies(await node.saver())
-        node.snapshots.reaped()
-        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        goes_on(node)
         rank = await node.rank(0)
-        await asyncio.to_thread(rank.ask, s.WantShard(0), s.ShardHere)
-        whole = await asyncio.to_thread(rank.ask, s.IsWhole(0), s.Whole)
+        whole = await compared(rank, 0)
         assert whole.ok
-        assert "nothing was compared: the saver ended (killed by signal 9)" in (whole.reason)
+        assert "nothing was compared: the saver ended (killed by signal 9)" in whole.reason
 
     play(body)
 
@@ -376,9 +380,7 @@ def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
     monkeypatch.setattr(savers_module, "STARTS_MOST", 2)
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        await life(node, 1)
         for number in range(4):
             saver = await node.saver()
             attempt = f"a{number}"
@@ -423,15 +425,11 @@ def test_a_saver_that_stands_still_does_not_hold_up_a_restore(
     monkeypatch.setattr(shards_module, "CHECK_LIMIT", 0.2)
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
+        await life(node, 1)
         await node.saver()  # and it says no more
-        node.snapshots.reaped()
-        node.begin(2, restore=m.Restore(ONE, 1, 2))
+        goes_on(node)
         rank = await node.rank(0)
-        await asyncio.to_thread(rank.ask, s.WantShard(0), s.ShardHere)
-        whole = await asyncio.to_thread(rank.ask, s.IsWhole(0), s.Whole)
+        whole = await compared(rank, 0)
         assert whole.ok
         assert "nothing was compared: the saver has not answered" in whole.reason
 
@@ -510,10 +508,7 @@ def test_a_rank_that_dies_before_it_says_that_it_wants_a_step_written() -> None:
 
 def test_what_is_being_written_stays_pinned_over_a_new_life() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        await node.both(ranks, 1)
+        ranks, saver = await life_with_saver(node, 1)
         node.snapshots.reaped()
         node.snapshots.obey(persist(1, reason="breakpoint"))
         node.begin(2, restore=m.Restore(ONE, 1, 2))
@@ -547,10 +542,7 @@ def test_a_step_that_is_not_here_any_more_is_not_written() -> None:
 
 def test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        await node.both(ranks, 1)
+        _, saver = await life_with_saver(node, 1)
         node.snapshots.obey(persist(1))
         await checked(saver, 2)
         await next_of(saver, s.PersistParts)
@@ -569,10 +561,7 @@ def test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started() -> None
 
 def test_an_attempt_is_given_up_here_when_its_time_is_over() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        await node.both(ranks, 1)
+        ranks, saver = await life_with_saver(node, 1)
         node.snapshots.obey(persist(1, limit=0.05))
         assert (await next_of(saver, s.GiveUp)).attempt == "a1"
         said = await node.master.until(lambda _: True, m.Persisted)

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrun.checkpointing import copying
 from elasticrun.checkpointing.modules import state_of
-from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.state import Known, State
+from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.image import arrange
-from elasticrun.dcp.items import flatten
-from elasticrun.wire.layout import decode
+from elasticrun.dcp.items import Flat, flatten
+from elasticrun.wire.layout import Layout, decode
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_names_cost_no_import_of_the_compiler() -> None:
     """That takes half a second, of every life of every rank."""
     text = (
         "import sys, torch\n"
-        "from elasticrun.checkpointing.state import State\n"
+        "from elasticrun.checkpointing.state import Known, State\n"
         "model = torch.nn.Linear(2, 2)\n"
         "state = State({'model': model}, 0)\n"
         "assert len(state.take().tensors) == 2\n"
@@ -103,11 +104,20 @@ def a_state(seed: int = 0, steps: int = 1, **more: Any) -> State:
     return state
 
 
-def test_a_plan_that_is_known_is_the_plan_that_is_made() -> None:
+def known(state: State, layout: Layout, filled: bool) -> Known:
+    """What a restore leaves of this layout, having filled all tensors that fit, or none."""
+    flat = flatten(state.whole()) if filled else Flat({}, {})
+    there = ((item.fqn, item.sizes, flat.values.get(item.fqn)) for item in layout.tensors)
+    fit = {n: v for n, size, v in there if isinstance(v, torch.Tensor) and v.shape == size}
+    return Known(layout, fit)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_plan_that_is_known_is_the_plan_that_is_made(filled: bool) -> None:
     made = a_state().take()
     layout = arrange(made.pieces, 4096)
     state = a_state(1)
-    state.known = decode(layout.encode(), layout.key)
+    state.known = known(state, decode(layout.encode(), layout.key), filled)
     found = state.take()
     assert found.layout is not None
     assert arrange(found.pieces, 4096) == layout == found.layout
@@ -125,12 +135,15 @@ def test_a_plan_that_is_known_is_the_plan_that_is_made() -> None:
         lambda: a_state(n={"x": 1, "t": torch.ones(4)}),
         lambda: a_state(n={"x": torch.ones(1), "t": torch.ones(3)}),
         lambda: a_state(n={"x": 1, "t": torch.ones(3, dtype=torch.float64)}),
+        lambda: a_state(n={"x": 1, "t": torch.ones(3, requires_grad=True)}),
+        lambda: a_state(n={"x": 1, "u": torch.ones(3)}),
     ],
 )
-def test_a_state_that_is_another_is_not_taken_for_the_known_one(other: Any) -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_state_that_is_another_is_not_taken_for_the_known_one(other: Any, filled: bool) -> None:
     state = other()
     layout = arrange(a_state().take().pieces, 4096)
-    state.known = layout
+    state.known = known(state, layout, filled)
     plan = state.take()
     assert plan.layout is None
     assert arrange(plan.pieces, 4096) == arrange(other().take().pieces, 4096) != layout
@@ -198,7 +211,7 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_garbage_is_collected_again_afterwards() -> None:
     def collects() -> bool:
-        with copying.no_collection():
+        with no_collection():
             return gc.isenabled()
 
     assert (collects(), gc.isenabled()) == (False, True)

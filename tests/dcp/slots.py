@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import mmap
 import struct
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,5 +117,5 @@ class HandMade:
 
 def renamed(layout: Layout, old: str, **changes: Any) -> Layout:
     """With one item changed."""
-    items = tuple(replace(i, **changes) if i.fqn == old else i for i in layout.items)
+    items = tuple(i._replace(**changes) if i.fqn == old else i for i in layout.items)
     return Layout(items, layout.own_bytes, layout.shared_bytes, layout.bytes_room, layout.torch)

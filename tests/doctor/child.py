@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from elasticrun.wire.findings import Finding, State
+from tests import needs
 from tests.harness import clean_environment
 
 LIMIT = 60.0
@@ -38,7 +36,7 @@ def found(
     before it becomes Python."""
     command = [sys.executable, "-c", TELL.format(code=code)]
     if apart:
-        need(*apart)
+        needs.namespaces(*apart)
         # set -e: what cannot be set up must not pass for a machine that is well
         shell = f'set -e\n{setup}\nexec "$@"'
         command = ["unshare", *apart, "sh", "-c", shell, "sh", *command]
@@ -65,20 +63,3 @@ def one(findings: list[Finding], check: str) -> Finding:
     """The one finding of a check."""
     (only,) = [finding for finding in findings if finding.check == check]
     return only
-
-
-def need(*apart: str) -> None:
-    """Skip where no such namespaces can be had."""
-    if why := _why_not(apart):
-        pytest.skip(f"no namespaces ({' '.join(apart)}) here: {why}")
-
-
-@functools.cache
-def _why_not(apart: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(
-            ["unshare", *apart, "true"], capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-    except OSError as wrong:
-        return str(wrong)
-    return done.stderr.strip() if done.returncode else ""

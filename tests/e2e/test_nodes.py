@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 
 import psutil
 import pytest
 
 from elasticrun.testing import processes
+from tests import needs
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
 from tests.counting import QUICK, Counting
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, World, free_port
@@ -81,22 +80,13 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     assert counted.master_node.exit_code == 0
 
 
-def may_unshare() -> bool:
-    """Whether this host lets us make a PID namespace."""
-    if shutil.which("unshare") is None:
-        return False
-    tried = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False)
-    return tried.returncode == 0
-
-
 def test_an_agent_that_is_pid_1(world: World) -> None:
     """COORDINATION 7: a container's entry point. Nobody's parent-death check takes the agent for
     a dead one, orphans are reaped, the job restarts, and SIGTERM is obeyed."""
-    if not may_unshare():
-        pytest.skip("no PID namespaces here")
-    container = ("unshare", "--pid", "--fork", "--mount-proc")
+    apart = ("--pid", "--fork", "--mount-proc")
+    needs.namespaces(*apart)
     flags = ("--nproc-per-node=2", "--max-restarts=1")
-    launched = world.command((*container, *COMMANDS[ELASTICRUN], *flags, PUPPET))
+    launched = world.command(("unshare", *apart, *COMMANDS[ELASTICRUN], *flags, PUPPET))
     first = world.hub.ranks(2)
     agent = next(p for p in launched.below() if p.ppid() == launched.pid)
     first[0].order("child", session=True)

@@ -62,6 +62,15 @@ class Play:
         self.attempts = Attempts("secret", {}, self.said.append, *both)
         self.storage = Storage(monkeypatch)
 
+    def order(self, attempt: str) -> None:
+        """The agent orders an attempt to write one part."""
+        self.attempts.begin(persist("/x", part(), attempt=attempt))
+
+    def writes(self, attempt: str) -> None:
+        """It is ordered, and writes."""
+        self.order(attempt)
+        self.begins("write_parts", attempt)
+
     def begins(self, kind: str, attempt: str) -> None:
         """Go on until this work has begun."""
         began, _ = self.storage.of(kind, attempt)
@@ -97,12 +106,22 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     made.storage.let_all_go()
 
 
+def begin_behind_a_sweep(play: Play) -> None:
+    """The first attempt was given up, and old checkpoints are being removed; the second waits."""
+    play.writes("a1")
+    play.attempts.give_up("a1", play.now)
+    play.ends("write_parts", "a1")
+    play.begins("clean", "a1")
+    play.ends("clean", "a1")
+    play.begins("tidy", "a1")
+    play.order("a2")
+
+
 def test_what_an_attempt_has_left_goes_before_the_next_one_writes(play: Play) -> None:
     """The thread of the first comes back late, when the second waits already: it needs the room."""
-    play.attempts.begin(persist("/x", part(), attempt="a1"))
-    play.begins("write_parts", "a1")
+    play.writes("a1")
     play.attempts.give_up("a1", play.now)
-    play.attempts.begin(persist("/x", part(), attempt="a2"))
+    play.order("a2")
     play.ends("write_parts", "a1")
     play.begins("clean", "a1")
     play.now += module.CLEAN_LIMIT - 1.0
@@ -117,14 +136,7 @@ def test_what_an_attempt_has_left_goes_before_the_next_one_writes(play: Play) ->
 
 def test_work_is_not_late_while_it_waits(play: Play) -> None:
     """Behind a sweep, which takes long: else a saver that works would be ended."""
-    play.attempts.begin(persist("/x", part(), attempt="a1"))
-    play.begins("write_parts", "a1")
-    play.attempts.give_up("a1", play.now)
-    play.ends("write_parts", "a1")
-    play.begins("clean", "a1")
-    play.ends("clean", "a1")
-    play.begins("tidy", "a1")
-    play.attempts.begin(persist("/x", part(), attempt="a2"))
+    begin_behind_a_sweep(play)
     play.attempts.give_up("a2", play.now)
     play.now += module.CLEAN_LIMIT + 1.0
     assert play.hung() == ""
@@ -135,8 +147,7 @@ def test_work_is_not_late_while_it_waits(play: Play) -> None:
 
 
 def test_a_thread_that_does_not_come_back_ends_the_saver(play: Play) -> None:
-    play.attempts.begin(persist("/x", part(), attempt="a1"))
-    play.begins("write_parts", "a1")
+    play.writes("a1")
     play.now += 10_000.0
     assert play.hung() == "", "how long it may take is the agent's word"
     play.attempts.give_up("a1", play.now)
@@ -145,13 +156,6 @@ def test_a_thread_that_does_not_come_back_ends_the_saver(play: Play) -> None:
 
 
 def test_a_sweep_that_hangs_does_not_hold_up_the_next_attempts_for_good(play: Play) -> None:
-    play.attempts.begin(persist("/x", part(), attempt="a1"))
-    play.begins("write_parts", "a1")
-    play.attempts.give_up("a1", play.now)
-    play.ends("write_parts", "a1")
-    play.begins("clean", "a1")
-    play.ends("clean", "a1")
-    play.begins("tidy", "a1")
-    play.attempts.begin(persist("/x", part(), attempt="a2"))
+    begin_behind_a_sweep(play)
     play.now += module.SWEEP_LIMIT
     assert "did not come to an end of removing old checkpoints within 600 s" in play.hung()

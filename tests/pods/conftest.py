@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from elasticrun.testing import hosts
-from elasticrun.testing.hosts import Impossible, Lab
+from elasticrun.testing.hosts import Lab
 from tests.compat.live import PUPPET
 from tests.harness import Launched, Peer, World, clean_environment
 
@@ -92,15 +88,3 @@ class IndexedJob:
 
 def _name(index: int) -> str:
     return f"{JOB}-{index}.{JOB}"
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """Hosts, or a skip with the reason."""
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
-    made = Lab(tmp_path)
-    yield made
-    made.close()

@@ -1,4 +1,4 @@
-"""The commands that docs/kubernetes.md shows are run as they stand there."""
+"""The commands that docs/kubernetes.md and docs/slurm.md show are run as they stand there."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ import pytest
 
 from tests.render.rendered import VERSIONS, check, render
 
-PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
-BLOCKS = re.findall(r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = {
+    page: re.findall(r"^```\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+    for page in ("kubernetes.md", "slurm.md")
+}
 COMMANDS = [
-    shlex.split(line.split(" > ")[0])
-    for block in BLOCKS
+    (page, shlex.split(line.split(" > ")[0], comments=True))
+    for page, blocks in BLOCKS.items()
+    for block in blocks
     for line in block.replace("\\\n", " ").splitlines()
     if line.startswith("elasticrun render ")
 ]
 OTHERS = [
     line
-    for block in BLOCKS
+    for block in BLOCKS["kubernetes.md"]
     for line in block.splitlines()
     if line.startswith(("kubectl", "helm", "docker"))
 ]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:4]))
+@pytest.mark.parametrize("words", [w for _, w in COMMANDS], ids=lambda words: " ".join(words[:4]))
 def test_a_command_of_the_page(words: list[str]) -> None:
     printed = render(*words[2:])
     if words[2] != "slurm":
@@ -35,6 +39,7 @@ def test_a_command_of_the_page(words: list[str]) -> None:
 
 
 def test_there_are_some_and_what_was_not_run_says_so() -> None:
-    assert {words[2] for words in COMMANDS} >= {"k8s", "slurm"}
+    shown = {(page, words[2]) for page, words in COMMANDS}
+    assert shown >= {("kubernetes.md", "k8s"), ("slurm.md", "slurm")}
     assert OTHERS
     assert all(line.endswith("# not run here") for line in OTHERS)

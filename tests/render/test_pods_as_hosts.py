@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elasticrun.testing import hosts, processes
-from elasticrun.testing.hosts import Impossible, Lab
+from elasticrun.testing import processes
+from elasticrun.testing.hosts import Lab
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.harness import LIMIT, Launched, Peer, World, clean_environment
 from tests.render.rendered import Printed, expanded, render
@@ -19,18 +18,6 @@ from tests.render.rendered import Printed, expanded, render
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    """Hosts, or a skip with the reason."""
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
-    made = Lab(tmp_path)
-    yield made
-    made.close()
 
 
 class Kubelet:

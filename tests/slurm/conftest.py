@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.testing import hosts
-from elasticrun.testing.hosts import Impossible
+from tests import needs
 from tests.compat.live import PUPPET
 from tests.harness import Launched, Peer, World, until_file
 from tests.slurm.cluster import Cluster, missing
@@ -21,10 +20,7 @@ NODES = 4
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Started once; skipped where it cannot be."""
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
+    needs.several_hosts()
     if lacking := missing():
         pytest.skip(
             f"no Slurm here: no {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client munge)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from elasticrun.testing.job import ElasticJob
+from elasticrun.wire.segment import Segment
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 12
@@ -168,6 +170,15 @@ def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
 def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
     (found,) = (p for p in fork_server(job, node).children() if p.name() == "elasticrun-save")
     return found
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the first tensor of this step, in a segment."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        segment = Segment(memoryview(memory))
+        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
+        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
+        segment.close()
 
 
 @pytest.fixture

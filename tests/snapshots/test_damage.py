@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from elasticrun.wire.segment import Segment
-from tests.snapshots.conftest import STEPS, TRAIN, Training, ends, starts, undisturbed
+from tests import needs
+from tests.snapshots.conftest import STEPS, TRAIN, Training, ends, flip, starts, undisturbed
 
 pytestmark = pytest.mark.slow
 
@@ -42,15 +43,6 @@ def hashed(path: Path, step: int) -> bool:
         return found
 
 
-def flip(path: Path, step: int) -> None:
-    """One bit of the first tensor of this step."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        segment = Segment(memoryview(memory))
-        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
-        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
-        segment.close()
-
-
 def test_changed_bytes_in_storage(training: Training) -> None:
     """In a file of the newest checkpoint, and in the manifest of the one before: the third is
     taken, each is said, and neither is looked at again."""
@@ -77,18 +69,14 @@ def test_changed_bytes_in_storage(training: Training) -> None:
 
 # ---------------------------------------------------------------- a disk without room
 
-INSIDE = """
-mount -t tmpfs -o size=1m none "$0" && head -c 2m /dev/zero > "$0/ballast" 2>/dev/null
-exec "$@"
-"""
+FILL = 'head -c 2m /dev/zero > "$0/ballast" 2>/dev/null; exec "$@"'
 
 
 def test_a_full_disk(training: Training) -> None:
     """A real one, mounted for the job alone: training goes on, it is said, and once there is room
     the checkpoint is written."""
     training.ckpt.mkdir()
-    inside = ["unshare", "-rm", "sh", "-c", INSIDE, str(training.ckpt)]
-    can_mount(inside)
+    inside = (*needs.tmpfs(training.ckpt, "1m"), "sh", "-c", FILL, str(training.ckpt))
     command = [
         *(*inside, sys.executable, "-m", "elasticrun", "--standalone", "--nproc-per-node=2"),
         *(str(TRAIN), "--steps", str(STEPS), "--persist-every", "2", "--gate", str(training.gate)),
@@ -110,15 +98,6 @@ def test_a_full_disk(training: Training) -> None:
         end(job)
     assert starts(training.out, 0) == [0]
     assert "it is tried again in" in said.read_text()
-
-
-def can_mount(inside: list[str]) -> None:
-    try:
-        trial = subprocess.run([*inside, "true"], capture_output=True, text=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("there is no unshare here")
-    if trial.returncode:
-        pytest.skip(f"no tmpfs can be mounted in a namespace here: {trial.stderr.strip()}")
 
 
 def end(job: subprocess.Popen[bytes]) -> None:

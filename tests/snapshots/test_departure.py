@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+from typing import Any
 
 import psutil
 import pytest
 
 from elasticrun.config import EXIT_SAVED
+from elasticrun.testing.worlds import World
 from tests.snapshots.conftest import Training, ends, told
 
 pytestmark = pytest.mark.slow
@@ -17,8 +19,16 @@ STEPS = 40
 ASKED = re.compile(r"every rank is asked to save step (\d+)")
 
 
-def asked(training: Training) -> int:
-    """The step that is asked for; the master tells it on one of the nodes."""
+def begin(training: Training, mode: str = "ddp", **options: Any) -> World:
+    """Two ranks, stopped at step 7."""
+    job = training.start(mode=mode, gated=True, steps=STEPS, **options)
+    training.open_gate(7)
+    return job.wait_for_world(2, step=7)
+
+
+def saves(training: Training) -> int:
+    """Let ranks go on as far as the step that they are asked to save; the master tells it on one
+    of the nodes."""
     found: list[int] = []
 
     def told_now() -> bool:
@@ -27,21 +37,26 @@ def asked(training: Training) -> int:
         return bool(found)
 
     training.until(told_now, "step that is asked for")
+    training.open_gate(found[-1])
     return found[-1]
+
+
+def one_of_two_leaves(training: Training, mode: str) -> int:
+    """Of two nodes with a rank each, that of rank 1: the step that was saved, where the other one
+    stands."""
+    world = begin(training, mode, nodes=2, nproc=1, nnodes="1:2")
+    training.job.signal(world.nodes[1], signal.SIGTERM)
+    step = saves(training)
+    training.job.wait_for(round=2, phase="running")
+    return step
 
 
 def test_one_node_leaves_and_the_other_goes_on(training: Training) -> None:
     """FSDP: half of the state goes with the node, and nothing is lost."""
-    job = training.start(mode="fsdp2", gated=True, steps=STEPS, nodes=2, nproc=1, nnodes="1:2")
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
-    job.signal(world.nodes[1], signal.SIGTERM)
-    step = asked(training)
-    training.open_gate(step)
-    job.wait_for(round=2, phase="running")
+    step = one_of_two_leaves(training, "fsdp2")
     assert training.checkpoints() == [step]
     training.open_gate()
-    result = job.result()
+    result = training.job.result()
     assert sorted(code or 0 for code in result.exit_codes) == [0, EXIT_SAVED]
     assert training.starts(0) == [0, step]
     assert told(training.out, 0)[-2]["seen"] == 12 * step
@@ -51,42 +66,31 @@ def test_one_node_leaves_and_the_other_goes_on(training: Training) -> None:
 
 def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, without a step lost."""
-    job = training.start(gated=True, steps=STEPS, nodes=2, nproc=1, nnodes="1:2")
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
-    job.signal(world.nodes[1], signal.SIGTERM)
-    step = asked(training)
-    training.open_gate(step)
-    job.wait_for(round=2, phase="running")
+    step = one_of_two_leaves(training, "ddp")
     training.open_gate()
-    job.result()
+    training.job.result()
     assert training.starts(0) == [0, step]
     assert training.said(rf"go on from step {step} in memory")
 
 
 def test_the_only_node_leaves(training: Training) -> None:
-    job = training.start(gated=True, steps=STEPS)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
-    job.signal(0, signal.SIGTERM)
-    step = asked(training)
-    training.open_gate(step)
+    begin(training)
+    training.job.signal(0, signal.SIGTERM)
+    step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
-    assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", job.output(0))
+    said = training.job.output(0)
+    assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", said)
 
 
 def test_every_process_is_signalled(training: Training) -> None:
     """As Slurm does: ranks end when they have saved, and nothing has failed. The next job goes on
     from there, to the same bits."""
-    job = training.start(gated=True, steps=STEPS)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
-    agent = psutil.Process(job.nodes[0].pid)
+    begin(training)
+    agent = psutil.Process(training.job.nodes[0].pid)
     for process in [agent, *agent.children(recursive=True)]:
         process.terminate()
-    step = asked(training)
-    training.open_gate(step)
+    step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
     assert training.said("ended by a signal that it had put off")
@@ -99,11 +103,8 @@ def test_every_process_is_signalled(training: Training) -> None:
 
 def test_no_step_is_saved_in_time(training: Training) -> None:
     """Ranks hang: the node goes when its grace is over, with what was in memory."""
-    options = ["--departure-grace=1"]
-    job = training.start(mode="fsdp2", gated=True, steps=STEPS, options=options)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
-    job.signal(0, signal.SIGTERM)
+    begin(training, "fsdp2", options=["--departure-grace=1"])
+    training.job.signal(0, signal.SIGTERM)
     training.finish(1)
     assert training.said("no step was saved within 1 s: this node leaves without")
     assert training.checkpoints() == [7]

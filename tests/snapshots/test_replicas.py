@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
-
 import pytest
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.wire.segment import Segment
-from tests.snapshots.conftest import Training, ends
+from tests.snapshots.conftest import Training, ends, flip
 
 pytestmark = pytest.mark.slow
 
@@ -77,12 +73,3 @@ def test_what_every_node_has_is_not_copied(training: Training) -> None:
     assert not training.segments(replicas=True)
     training.open_gate()
     training.finish()
-
-
-def flip(path: Path, step: int) -> None:
-    """One bit of the first tensor of this step."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        segment = Segment(memoryview(memory))
-        (snapshot,) = (s for s in segment.snapshots() if s.step == step)
-        segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
-        segment.close()

@@ -7,14 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from elasticrun.testing import hosts, processes
-from elasticrun.testing.hosts import Impossible, Lab
+from elasticrun.testing import processes
+from elasticrun.testing.hosts import Lab
 from tests.harness import LIMIT, MARK, SOCKET, Launched, Peer, World, clean_environment
 
 LOGIN: Final = "login"
@@ -29,6 +28,7 @@ StrictModes no
 UsePAM no
 PermitRootLogin yes
 PidFile none
+AcceptEnv SLURM_*
 SetEnv {variables}
 """
 """The variables are what a user's profile on that host would set."""
@@ -114,17 +114,9 @@ class Town:
 
 
 @pytest.fixture
-def town(world: World, tmp_path: Path) -> Iterator[Town]:
+def town(world: World, lab: Lab) -> Town:
     """Skipped, with the reason, where there can be no such hosts."""
     sshd = shutil.which("sshd", path=PATH)
     if sshd is None or shutil.which("ssh") is None:
         pytest.skip("there is no sshd here (Debian: openssh-server, openssh-client)")
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
-    lab = Lab(tmp_path)
-    try:
-        yield Town(world, lab, sshd)
-    finally:
-        lab.close()
+    return Town(world, lab, sshd)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
-from tests.harness import World
+from tests.detection.environments import BATCH
+from tests.harness import Launched, Peer, World
 from tests.ssh.conftest import Town
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -27,6 +30,39 @@ def test_a_loop_over_hosts_trains(town: Town, world: World) -> None:
     finish(peers)
     assert loop.wait() == 0, loop.stderr
     town.until_nothing_runs("h1", "h2", "h3")
+
+
+def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, world: World) -> None:
+    """Each host believes to be the batch script's. A bare command is one node there, as under
+    torchrun, and says so; flags make one job of them, and nobody takes itself for node 0."""
+    variables = "\n".join(f"export {name}={shlex.quote(text)}" for name, text in BATCH.items())
+
+    def loop(flags: str) -> tuple[Launched, list[Peer]]:
+        known = {peer.pid for peer in world.hub.peers}
+        started = town.types(f"""
+            {variables}
+            for host in h1 h2; do
+                ssh -n -o SendEnv='SLURM_*' $host elasticrun {flags} {PUPPET} &
+            done
+            code=0; for started in $(jobs -p); do wait $started || code=$?; done; exit $code
+        """)
+        return started, world.hub.ranks(2, pid=lambda pid: pid not in known)
+
+    bare, alone = loop("")
+    assert [peer.world_size for peer in alone] == [1, 1]
+    assert sorted(town.host_of(peer) for peer in alone) == ["h1", "h2"]
+    finish(alone)
+    assert bare.wait() == 0, bare.stderr
+    assert bare.stderr.count("nothing has been started on the other node, so this is a job") == 2
+    assert bare.stderr.count("--srun makes one job of all nodes") == 2
+
+    said, two = loop(f"--nnodes=2 {MEET}")
+    assert [peer.world_size for peer in two] == [2, 2]
+    assert sorted(town.host_of(peer) for peer in two) == ["h1", "h2"]
+    assert allreduce(world, two) == [2, 2]
+    finish(two)
+    assert said.wait() == 0, said.stderr
+    town.until_nothing_runs("h1", "h2")
 
 
 def test_a_connection_that_is_cut(town: Town, world: World) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from elasticrun.testing import hosts, processes
-from elasticrun.testing.hosts import NETNS, Impossible, Lab
+from elasticrun.testing.hosts import NETNS, Lab
+from tests import needs
 
 ECHO = """
 import socket, sys
@@ -101,11 +102,7 @@ class Street:
 @pytest.fixture
 def street(tmp_path: Path) -> Iterator[Street]:
     """Three hosts; skipped where none can be made."""
-    try:
-        hosts.require()
-        hosts.require_lines()
-    except Impossible as why:
-        pytest.skip(str(why))
+    needs.several_hosts(lines=True)
     before = ours()  # other fixtures of this process may have a lab for longer
     lab = Lab(tmp_path)
     made = Street(lab)
@@ -253,10 +250,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("keeper_too", [False, True], ids=["kept", "swept"])
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, keeper_too: bool) -> None:
     """By its keeper, at once; where that was killed as well, by the next lab."""
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
+    needs.several_hosts()
     owner = subprocess.Popen(
         [sys.executable, "-c", ABANDONS, str(tmp_path)],
         stdin=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -96,34 +97,85 @@ def test_the_helper_of_this_test_changes_nothing() -> None:
     assert len(decode(encoded(plain())).items) == 3
 
 
+FORMS, ROWS, NAMES = 5, 6, 7
+"""Places in a layout's plain form."""
+
+
 @pytest.mark.parametrize(
-    ("row", "column", "to"),
+    ("where", "to"),
     [
-        (0, 9, 10**6),  # an extent beyond its stretch
-        (0, 9, 8),  # at no line
-        (1, 9, 0),  # a shared one among the own
-        (0, 11, 15),  # a size of no type
-        (0, 11, -16),
-        (0, 6, [1]),  # a chunk beyond its tensor
-        (0, 5, [4, 4]),
-        (0, 2, "picture"),
-        (0, 1, [1.5]),
-        (0, 0, 7),
-        (2, 3, 1),  # own values come first
-        (0, 10, True),
+        ((ROWS, 0, 1), 10**6),  # an extent beyond its stretch
+        ((ROWS, 0, 1), 8),  # at no line
+        ((ROWS, 1, 1), 0),  # a shared one among the own
+        ((ROWS, 0, 1), True),
+        ((ROWS, 0, 0), 3),  # no such form
+        ((ROWS, 0, 0), -1),
+        ((ROWS, 0, 0), "0"),
+        ((ROWS, 0, 2), 1.5),
+        ((ROWS, 0, 2), ["a"]),
+        ((ROWS, 0), "row"),
+        ((ROWS, 0), []),
+        ((ROWS,), 7),
+        ((FORMS, 0, 8), 15),  # a size of no type
+        ((FORMS, 0, 8), -16),
+        ((FORMS, 0, 4), [1]),  # a chunk beyond its tensor
+        ((FORMS, 0, 3), [4, 4]),
+        ((FORMS, 0, 3), 4),
+        ((FORMS, 0, 0), "picture"),
+        ((FORMS, 0, 1), 1),
+        ((FORMS, 0, 2), None),
+        ((FORMS, 0, 6), "no"),
+        ((FORMS, 0), []),
+        ((FORMS,), {}),
+        ((NAMES,), {"3": "c"}),
+        ((NAMES,), {"-1": "c"}),
+        ((NAMES,), {"0": 7}),
+        ((NAMES,), {"x": "c"}),
+        ((NAMES,), []),
+        ((1,), 5),
+        ((2,), -4096),
+        ((0,), 2),
     ],
 )
-def test_what_cannot_be_true_is_refused(row: int, column: int, to: object) -> None:
+def test_what_cannot_be_true_is_refused(where: tuple[int, ...], to: object) -> None:
     changed = plain()
-    if (row, column) == (2, 3):
-        changed[4].append([*changed[4][2][:3], 1, *changed[4][2][4:]])  # type: ignore[attr-defined,index]
-    else:
-        changed[4][row][column] = to  # type: ignore[index]
+    inner: Any = changed
+    for step in where[:-1]:
+        inner = inner[step]
+    inner[where[-1]] = to
     with pytest.raises(LayoutError):
         decode(encoded(changed))
 
 
-@pytest.mark.parametrize("bad", [b"", b"x", encoded([1]), encoded({}), encoded([1, 0, 0, 0, []])])
+def test_values_of_one_rank_stand_before_those_of_all() -> None:
+    changed: Any = plain()
+    own = [*changed[FORMS][2]]
+    own[1] = True
+    changed[FORMS].append(own)
+    changed[ROWS].append([3, 0, "other"])
+    with pytest.raises(LayoutError):
+        decode(encoded(changed))
+
+
+def test_a_name_that_does_not_follow_from_the_path_is_kept() -> None:
+    odd = tensor("a.b", 4)._replace(fqn="another")
+    made = lay_out([tensor("a", 4), odd, value("v")], 64, "2.13.0")
+    for key in (None, made.key):
+        assert [item.fqn for item in decode(made.encode(), key).items] == ["a", "another", "v"]
+
+
+def test_what_is_believed_by_its_key_is_the_same() -> None:
+    made = lay_out([tensor("a", 4, own=True), tensor("b.0", 4), value("v")], 64, "2.13.0")
+    known = decode(made.encode(), made.key)
+    assert known == made == decode(made.encode())
+    assert (known.key, known.content) == (made.key, made.content)
+    with pytest.raises(LayoutError, match="promised"):
+        decode(made.encode(), made.key ^ 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"", b"x", encoded([1]), encoded({}), encoded([1, 0, 0, 0, [], [], {}])]
+)
 def test_what_is_no_layout_is_refused(bad: bytes) -> None:
     with pytest.raises(LayoutError):
         decode(bad)

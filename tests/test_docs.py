@@ -1,0 +1,64 @@
+"""What pages name is there: other pages and their headings, tests, flags and their defaults."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elasticrun.cli.flags import OURS
+from elasticrun.cli.table import FLAGS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def headings(page: Path) -> set[str]:
+    """What a link may name behind `#`."""
+    found = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith("https://"):
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"there is no {link}"
+        assert not heading or heading in headings(target), f"{name or page.name} has no #{heading}"
+
+
+def test_the_tests_of_what_survives_what_exist() -> None:
+    """`FILE: TEST`; a name alone is of a file that stands before it, or is one."""
+    folders = [ROOT / "tests", ROOT / "tests/faults", ROOT / "tests/health"]
+    known = {path.stem: path for folder in folders[1:] for path in folder.glob("test_*.py")}
+    anywhere = "".join(path.read_text() for path in known.values())
+    text = prose(ROOT / "docs/what-survives.md")
+    cells = [line.rstrip(" |").rpartition("|")[2] for line in text.splitlines() if line[:1] == "|"]
+    named = [re.findall(r"`(?:([\w/]+): )?(test_\w+)[^`]*`", cell) for cell in cells]
+    assert sum(map(bool, named)) > 50
+    for file, name in (one for found in named for one in found):
+        paths = [folder / f"{file}.py" for folder in folders if (folder / f"{file}.py").exists()]
+        source = paths[0].read_text() if paths else "" if file else anywhere
+        assert name in known or f"def {name}(" in source, f"{file or 'no file'} has no {name}"
+
+
+def test_the_readme_has_each_flag_of_ours_with_its_default() -> None:
+    text = prose(ROOT / "README.md").replace("\\|", "/")
+    table = text[text.index("### Flags beyond torchrun's") : text.index("dlrover-run's flags are")]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `--")]
+    told = {name: default for names, default in rows for name in re.findall(r"--[\w-]+", names)}
+    flags = {flag.name: flag for flag in FLAGS}
+    assert {name for name, flag in flags.items() if flag.origin == OURS} - {"--version"} <= {*told}
+    numbers = {name: re.findall(r"[\d.]+", default) for name, default in told.items()}
+    for name in (name for name in numbers if isinstance(flags[name].default, int | float)):
+        assert [float(word) for word in numbers[name]] in ([flags[name].default], []), name
