@@ -179,7 +179,7 @@ class Node:
         """What has processes of the spawners. `hold`: seconds for which a store's port is held."""
         config, spec = self._config, self._config.spec
         self._stores = Stores(
-            self._spawners, lambda: self._meeting.address, self._loop.deliver, hold=hold
+            self._spawners, lambda: self._meeting.address, self._loop.deliver, self._fatal, hold
         )
         self._output = RankOutput(config.logs, spec.job_id, config.role, config.nproc_per_node)
         self._progress = Progress(

@@ -34,6 +34,9 @@ HELD_MOST: Final = 64
 RETRY: Final = 1.0
 """Seconds before a store host that could not be started is tried again."""
 
+MAX_TRIES: Final = 30
+"""Store hosts in a row that could not be started; then one more will not either."""
+
 
 def bind_port() -> socket.socket:
     """A TCP socket on a free port of all addresses, bound and not listening.
@@ -79,13 +82,16 @@ class Stores:
         spawners: Spawners,
         address: Callable[[], str],
         deliver: Callable[[AgentEvent], None],
-        *,
+        fatal: Callable[[str], None],
         hold: float = HOLD,
+        *,
         start_limits: Mapping[bool, float] = START_LIMITS,
     ) -> None:
         self._spawners = spawners
         self._address = address
         self._deliver = deliver
+        self._fatal = fatal
+        self._tries = 0
         self._hold = hold
         self._start_limits = start_limits
         self._stores: dict[int, _Store] = {}
@@ -123,6 +129,7 @@ class Stores:
         store = self._stores.get(message.key)
         if store is not None and not store.listening:
             store.listening = True
+            self._tries = 0
             _forget_limit(store)
             self._deliver(StoreReady(store.endpoint))
 
@@ -183,6 +190,10 @@ class Stores:
             held.close()
 
     def _again(self, sentence: str) -> None:
+        self._tries += 1
+        if self._tries >= MAX_TRIES:
+            self._fatal(f"{sentence}, {self._tries} times in a row")
+            return
         logger.warning("%s; trying again in %g s", sentence, RETRY)
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().call_later(RETRY, self.prepare)

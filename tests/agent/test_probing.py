@@ -53,7 +53,9 @@ class NodeOfProbes:
             lost=self._lost,
             fatal=lambda sentence: pytest.fail(sentence),
         )
-        self.stores = Stores(self.spawners, lambda: "127.0.0.1", self._deliver, hold=0.0)
+        self.stores = Stores(
+            self.spawners, lambda: "127.0.0.1", self._deliver, lambda why: pytest.fail(why), 0.0
+        )
         self.probing = Probing(self.config, self.spawners, self._deliver)
 
     def _deliver(self, event: AgentEvent) -> None:

@@ -1,4 +1,4 @@
-"""A store host that hangs before it listens, with a real fork server and a real store."""
+"""Store hosts that hang or end before they listen, with a real fork server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent import stores
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import start_spawner
@@ -41,54 +42,87 @@ class Limits(dict[bool, float]):
         return 0.2
 
 
-def test_a_store_host_that_hangs_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(HANGS_ONCE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    events: list[AgentEvent] = []
-    came = asyncio.Event()
+class Node:
+    """As much of an agent as a store needs."""
 
-    def deliver(event: AgentEvent) -> None:
-        events.append(event)
-        came.set()
+    def __init__(self) -> None:
+        self.events: list[AgentEvent] = []
+        self.ends: list[str] = []
+        self._came = asyncio.Event()
 
-    async def body() -> None:
+    def _deliver(self, event: AgentEvent) -> None:
+        self.events.append(event)
+        self._came.set()
+
+    def _fatal(self, sentence: str) -> None:
+        self.ends.append(sentence)
+        self._came.set()
+
+    def _heard(self, message: FromSpawner) -> None:
+        if isinstance(message, Spawned):
+            self._stores.spawned(message)
+        elif isinstance(message, StoreListening):
+            self._stores.listening(message)
+        elif isinstance(message, Exited | SpawnFailed):
+            assert self._stores.gone(message)
+
+    async def has_store(self) -> None:
+        """Prepare one; until it is there, or given up."""
         reaper = Reaper()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
         config = agent_config(launch="exec")  # executed, a store host imports torch itself
         spawners = Spawners(
-            config, start_spawner(config, ()), reaper, ignored=(), spared=set, heard=heard,
+            config, start_spawner(config, ()), reaper, ignored=(), spared=set, heard=self._heard,
             lost=lambda reason: pytest.fail(reason), fatal=lambda why: pytest.fail(why),
         )  # fmt: skip
-        stores = Stores(spawners, lambda: "127.0.0.1", deliver, hold=0.0, start_limits=Limits())
-        parts.append(stores)
-        stores.prepare()
+        self._stores = Stores(
+            *(spawners, lambda: "127.0.0.1", self._deliver, self._fatal, 0.0),
+            start_limits=Limits(),
+        )
+        self._stores.prepare()
         try:
             async with asyncio.timeout(LIMIT):
-                await came.wait()
+                await self._came.wait()
         finally:
             await spawners.close(LIMIT)
-            stores.close()
+            self._stores.close()
             await reaper.sweep(keep=(), limit=LIMIT)
             loop.remove_signal_handler(signal.SIGCHLD)
 
-    parts: list[Stores] = []
 
-    def heard(message: FromSpawner) -> None:
-        (stores,) = parts
-        if isinstance(message, Spawned):
-            stores.spawned(message)
-        elif isinstance(message, StoreListening):
-            stores.listening(message)
-        elif isinstance(message, Exited | SpawnFailed):
-            assert stores.gone(message)
+@pytest.fixture
+def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is imported in the place of torch."""
+    (tmp_path / "torch").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "torch" / "__init__.py"
 
+
+def test_a_store_host_that_hangs_is_replaced(
+    fake_torch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_torch.write_text(HANGS_ONCE)
+    node = Node()
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
-        asyncio.run(body())
-    assert (tmp_path / "hung").exists()
-    (ready,) = events
+        asyncio.run(node.has_store())
+    assert fake_torch.parent.with_name("hung").exists()
+    (ready,) = node.events
     assert isinstance(ready, StoreReady)
     assert "a store host does not listen 0.2 s after its start: it is ended" in caplog.text
+
+
+def test_where_none_can_be_started_the_agent_ends(
+    fake_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_torch.write_text("raise ImportError('torch is broken')")
+    monkeypatch.setattr(stores, "RETRY", 0.01)
+    monkeypatch.setattr(stores, "MAX_TRIES", 2)
+    monkeypatch.setattr(Limits, "__missing__", lambda limits, forked: LIMIT)
+    node = Node()
+    asyncio.run(node.has_store())
+    assert not node.events
+    (why,) = node.ends
+    assert why.startswith("a store host could not be started: ")
+    assert "torch is broken" in why
+    assert why.endswith(", 2 times in a row")
