@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -259,18 +262,33 @@ def test_a_folder_that_cannot_be_is_a_sentence(server: Driver, tmp_path: Path) -
 # ---------------------------------------------------------------- a file system that hangs
 
 
+@contextmanager
+def opening_waits(path: Path) -> Iterator[threading.Event]:
+    """A file whose opening for writing does not return (the kernel lets go of it after 45 s); the
+    event is set when somebody waits for that (fcntl(2), leases)."""
+    begun = threading.Event()
+    before = signal.signal(signal.SIGIO, lambda *_: begun.set())
+    fd = os.open(path, os.O_RDONLY | os.O_CREAT)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        yield begun
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
+
+
 def test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal(
     server: Driver, tmp_path: Path
 ) -> None:
-    # What opens a named pipe for writing waits for a reader: a file of the attempt that hangs.
     folder = tmp_path / "step-000000007"
     folder.mkdir()
-    os.mkfifo(folder / "__0_3.1.slow.distcp")
-    with saver(server) as agent:
+    file = folder / "__0_3.1.slow.distcp"
+    with opening_waits(file) as begun, saver(server) as agent:
         agent.open(state().segment())
         agent.tell(persist(tmp_path / "other", part(), attempt="quick"))
         written(agent)
         agent.tell(persist(tmp_path, part(), attempt="slow"))
+        assert begun.wait(LIMIT)
         agent.tell(CheckSnapshot(1, 0, 1))
         assert agent.wait(Checked).ok
         agent.tell(GiveUp("slow"))
