@@ -1,17 +1,31 @@
-"""What a test needs of this machine; where it cannot be had, the test is skipped and says why."""
+"""What a test needs of this machine; where it cannot be had, the test is skipped and says why, or
+fails where `.ci/run` has said that everything must be there."""
 
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 from pathlib import Path
+from typing import Final, NoReturn
 
 import pytest
 
 from elasticrun.testing import hosts
 from tests.harness import LIMIT
 
+LAB: Final = "ELASTICRUN_LAB"
+"""`required` in this variable: what `scripts/lab_packages.sh` installs, and what it takes to use
+it, must be there."""
+
 _MOUNT = 'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
+
+
+def lacking(why: str) -> NoReturn:
+    """This test cannot run here."""
+    if os.environ.get(LAB) == "required":
+        pytest.fail(f"{why}; {LAB}=required does not let this test be skipped", pytrace=False)
+    pytest.skip(why)
 
 
 def several_hosts(*, lines: bool = False) -> None:
@@ -21,13 +35,13 @@ def several_hosts(*, lines: bool = False) -> None:
         if lines:
             hosts.require_lines()
     except hosts.Impossible as why:
-        pytest.skip(str(why))
+        lacking(str(why))
 
 
 def namespaces(*apart: str) -> None:
     """Namespaces of a process' own, by these options of unshare."""
     if why := _why_not(("unshare", *apart)):
-        pytest.skip(f"no namespaces ({' '.join(apart)}) here: {why}")
+        lacking(f"no namespaces ({' '.join(apart)}) here: {why}")
 
 
 def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
@@ -35,7 +49,7 @@ def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
     this folder. Nobody else sees it, and it goes with the command, whose pid is the first one's."""
     before = ("unshare", "-rm", "sh", "-c", _MOUNT.format(size=size), str(folder))
     if why := _why_not(before):
-        pytest.skip(f"no tmpfs can be mounted in a namespace here: {why}")
+        lacking(f"no tmpfs can be mounted in a namespace here: {why}")
     return before
 
 

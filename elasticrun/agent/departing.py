@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from elasticrun.agent.held import Held
@@ -31,17 +31,23 @@ LEAST_TIME: Final = 0.1
 MOST_MISSED: Final = 64
 """Steps that ranks may say they have missed; the master names a few at most."""
 
-MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1")
+MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Death signals that ranks put off until their state is saved."""
 
 
 class Departing:
-    """Of the present life of the ranks. `current`: their segments, by local rank."""
+    """Of the present life of the ranks. `current`: their segments, by local rank; `held`: all
+    that lie here."""
 
     def __init__(
-        self, config: AgentConfig, current: Mapping[int, Held], say: Callable[[m.Report], None]
+        self,
+        config: AgentConfig,
+        current: Mapping[int, Held],
+        held: Callable[[], Iterable[Held]],
+        say: Callable[[m.Report], None],
     ) -> None:
         self._current = current
+        self._held = held
         self._say = say
         self._start: m.Start | None = None
         self._asked = NONE
@@ -123,7 +129,8 @@ class Departing:
         """What the brain is told of a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
-        return Signalled(signum, name, death, step, self.margin())
+        holds = any(held.snapshots() for held in self._held())
+        return Signalled(signum, name, death, step, self.margin(), holds)
 
     def ask(self, order: m.SaveAt) -> None:
         """All ranks save their first step from this one on. The same order again, of a master that

@@ -166,6 +166,20 @@ def _fill(fd: int, nbytes: int, filled: int, tell: Tell) -> None:
         raise NoRoom(f"{in_words(filled)} could not be taken ({error.strerror})") from None
 
 
+def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
+    """What was just taken, mapped. NoRoom, and then it is given back: what this process may map has
+    limits of its own (ulimit -v, vm.max_map_count)."""
+    try:
+        return mmap.mmap(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        if path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        why = f"{error.strerror}; see ulimit -v and vm.max_map_count"
+        raise NoRoom(f"the agent cannot map {in_words(nbytes)} ({why})") from None
+
+
 # ---------------------------------------------------------------- making it warm
 
 

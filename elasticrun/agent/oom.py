@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -13,33 +13,39 @@ reading the count for the first must not hide it from the second."""
 
 class OomKills:
     """Watches the `oom_kill` counts of this process' own cgroup (v2, then v1), or of the whole host
-    where no cgroup tells. The count at the time of making is the one to compare with."""
+    where no cgroup tells. The counts at the time of making are those to compare with; one that was
+    out of sight then, since this process was put into another cgroup later, began with 0."""
 
-    def __init__(self, files: Iterable[Path] | None = None) -> None:
-        self._files = tuple(_candidates() if files is None else files)
-        self._count = self._read()
+    def __init__(self, files: Callable[[], Iterable[Path]] | None = None) -> None:
+        self._files = files or _candidates
+        self._counts = {file: count for file in self._files() if (count := _read(file)) is not None}
         self._rose_us = 0
 
     def near(self, time_us: int) -> bool:
         """Whether the count has risen since it was last looked at, or did so near `time_us`
         (microseconds since the epoch, of the death that is to be explained)."""
-        count = self._read()
-        if count > self._count:
-            self._count = count
-            self._rose_us = time_us
+        for file in self._files():
+            count = _read(file)
+            if count is None:
+                continue
+            if count > self._counts.get(file, 0):
+                self._rose_us = time_us
+            self._counts[file] = count
+            break
         return self._rose_us > 0 and abs(time_us - self._rose_us) <= NEAR_US
 
-    def _read(self) -> int:
-        for file in self._files:
-            try:
-                with file.open() as lines:
-                    for line in lines:
-                        name, _, value = line.partition(" ")
-                        if name == "oom_kill":
-                            return int(value)
-            except (OSError, ValueError):
-                continue
-        return 0
+
+def _read(file: Path) -> int | None:
+    """The count in a file, None if it has none."""
+    try:
+        with file.open() as lines:
+            for line in lines:
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _candidates() -> list[Path]:

@@ -244,7 +244,7 @@ class Segments:
                 fd = memory.take_file(path, sizes.nbytes, filled, small.append)
             else:
                 fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled, small.append)
-            return fd, mmap.mmap(fd, sizes.nbytes)
+            return fd, memory.mapped(fd, sizes.nbytes, path)
 
         fd, mapped = await in_thread(work, name="segments")
         for why in small:

@@ -248,6 +248,8 @@ class Shards:
             text = f"nothing was compared: {why}"
             logger.warning("step %d goes unverified: %s", snapshot.step, one_line(text))
             return True, text
+        if answer.ok and answer.reason:  # it was not hashed before its ranks died
+            logger.info("step %d goes unverified: %s", snapshot.step, one_line(answer.reason))
         return answer.ok, answer.reason
 
     # ------------------------------------------------------------ small change

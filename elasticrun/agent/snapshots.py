@@ -20,14 +20,14 @@ from typing import Any
 from elasticrun.agent.awaiting import Awaiting
 from elasticrun.agent.departing import Departing
 from elasticrun.agent.hashing import Hashing
-from elasticrun.agent.held import Held, Sizes
+from elasticrun.agent.held import Held
 from elasticrun.agent.holdings_report import HoldingsReport
 from elasticrun.agent.inventory import Inventory
 from elasticrun.agent.link import Link
 from elasticrun.agent.marks import Marks
 from elasticrun.agent.memory import NoRoom
 from elasticrun.agent.persisting import Persisting, named
-from elasticrun.agent.rank_here import is_impossible, refusal, resume
+from elasticrun.agent.rank_here import Speakers, refusal, resume, sizes_of
 from elasticrun.agent.remarks import Remarks
 from elasticrun.agent.replicas import Replicas
 from elasticrun.agent.savers import Savers
@@ -90,10 +90,11 @@ class Snapshots:
         self._living = False  # ranks of the present life may still write
         self._ranks: dict[int, Peer] = {}
         self._current: dict[int, Held] = {}  # given in this life, by local rank
+        self._speakers = Speakers()
         self._giving: set[Peer] = set()  # ranks that are being given a segment
         self._steps: dict[int, int] = {}  # the last one that each local rank has committed
         self._marks = Marks()
-        self.departing = Departing(config, self._current, self._say)
+        self.departing = Departing(config, self._current, lambda: self._segments.held, self._say)
         self._hashing = Hashing(self.savers)
         self._awaiting = Awaiting()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,6 +118,7 @@ class Snapshots:
         self._persisting.close()
         self._server.close()
         self._hashing.close()
+        self._speakers.clear()
         for task in self._tasks:
             task.cancel()
         await self._segments.close(job_over=job_over)
@@ -130,6 +132,7 @@ class Snapshots:
             if isinstance(peer.here, s.RankHere):
                 peer.close()
         self._ranks.clear()
+        self._speakers.clear()
         self._current.clear()
         self._awaiting.clear()
         self._steps.clear()
@@ -238,6 +241,7 @@ class Snapshots:
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
         start = self._start
         why = refusal(here, start if self._living else None, self._nproc)
+        why = why or self._speakers.refusal(here.local_rank, peer.pid)
         if start is None or why:
             peer.break_off(why)
             return
@@ -246,8 +250,7 @@ class Snapshots:
             self._remarks(f"step {on.step} in memory is not used: its checkpoints are in {other}")
             self._start = start = replace(start, restore=None)
             self._go_on_from(start)
-        before = self._ranks.get(here.local_rank)
-        self._ranks[here.local_rank] = peer
+        before, self._ranks[here.local_rank] = self._ranks.get(here.local_rank), peer
         if before is not None:
             before.break_off("a newer Checkpointer of that rank has taken its place")
         if sentence := self._inventory.told(here):
@@ -291,32 +294,30 @@ class Snapshots:
     # ------------------------------------------------------------ segments
 
     async def _give(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
-        """NeedSegment; answered with SegmentHere."""
-        sizes = Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
-        if is_impossible(need):
-            peer.break_off("it names a layout that there cannot be")
-            return
+        """NeedSegment; answered with SegmentHere, whatever comes in between."""
         try:
-            held = await self._segments.need(local_rank, sizes, need.content, need.least)
-        except NoRoom as error:
-            self._giving.discard(peer)
-            reason = f"training goes on without snapshots: {error}"
+            await self._lend(peer, local_rank, need)
+        except Exception as error:  # of ours, too: the rank would wait for an answer
+            why = str(error) if isinstance(error, NoRoom) else repr(error)
+            reason = f"training goes on without snapshots: {why}"
             self._remarks(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
-            return
+        finally:
+            self._giving.discard(peer)
+        self._tidy()
+
+    async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
+        held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
         if not peer.closed:
             self._current[local_rank] = held  # at once: nobody takes it for needless meanwhile
         await self._segments.note(self._inventory.lives())
-        self._giving.discard(peer)
         if peer.closed or held.gone:
             return
         held.own = need.own
         self._marks.show([held])
         held.segment.current = NONE
         self.departing.show(held)
-        fresh = not held.written and not held.snapshots()
-        peer.send(s.SegmentHere(True, "", fresh), held.fd)
-        self._tidy()
+        peer.send(s.SegmentHere(True, "", not held.written and not held.snapshots()), held.fd)
 
     def _tidy(self) -> None:
         """Something is not needed any more: tell who waits for room, and drop segments of other
@@ -345,9 +346,8 @@ class Snapshots:
         alone = start.group_world_size == 1 and len(self._steps) == self._nproc
         if alone and (not self._marks.resumed or min(self._steps.values()) > self._marks.watermark):
             same = len(set(self._steps.values())) == 1
-            self._whole(
-                snapshot.step if same else self._inventory.whole_here(self._current.values())
-            )
+            here = self._current.values()
+            self._whole(snapshot.step if same else self._inventory.whole_here(here))
         mark = self._marks.watermark
         if any(mark < step < snapshot.step for step in self._steps.values()):
             self._give_up(self._inventory.passed_over(self._current.values(), mark))

@@ -1,4 +1,4 @@
-"""What rank 0 tells all others without a collective: keys in the store that the job has anyway.
+"""What ranks tell each other without a collective: keys in the store that the job has anyway.
 
 It is the default process group's store, or else torch's store at MASTER_ADDR:MASTER_PORT, which
 every launcher has there. One rank alone needs none.
@@ -18,8 +18,12 @@ LIMIT: Final = 300.0
 """Seconds that a rank waits for rank 0's word on what to go on from."""
 
 
+AGREE_LIMIT: Final = 1800.0
+"""Seconds that a rank waits for all others' word on a checkpoint: each has read a part of it."""
+
+
 class BoardError(RuntimeError):
-    """The store cannot be reached, or rank 0 says nothing; a sentence."""
+    """The store cannot be reached, or nothing is said there; a sentence."""
 
 
 class Board:
@@ -28,6 +32,7 @@ class Board:
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._prefix = prefix
         self._rank = rank
+        self._world_size = world_size
         self._alone = world_size < 2
         self._store: Any = None
 
@@ -41,12 +46,37 @@ class Board:
 
     def hear(self, key: str, limit: float = LIMIT) -> str:
         """What rank 0 said; waits for it, for so many seconds at most."""
+        return self._heard(key, limit, "rank 0 has")
+
+    def _heard(self, key: str, limit: float, who: str) -> str:
         try:
             store, name = self._reach(), f"{self._prefix}/{key}"
             store.wait([name], timedelta(seconds=limit))
             return bytes(store.get(name)).decode()
         except Exception as error:
-            raise BoardError(f"rank 0 has not said {key} in {limit:.0f} s ({error})") from error
+            raise BoardError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
+
+    def object(self, key: str, objection: str) -> None:
+        """One rank's word on what all have to agree to, for `agreed`; the first one stands, and
+        nobody waits."""
+        if not self._alone:
+            try:
+                self._reach().compare_set(f"{self._prefix}/{key}", "", f"no {objection}")
+            except Exception as error:
+                raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+
+    def agreed(self, key: str) -> str:
+        """This rank has no objection: wait until no rank has one (""), or for the first one's.
+        BoardError if that takes longer than AGREE_LIMIT."""
+        if self._alone:
+            return ""
+        try:
+            store, name = self._reach(), f"{self._prefix}/{key}"
+            if store.add(f"{name}/ranks", 1) == self._world_size:
+                store.compare_set(name, "", "yes")
+        except Exception as error:
+            raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+        return self._heard(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
 
     def _reach(self) -> Any:
         c10d: Any = dist  # its names have no types

@@ -15,11 +15,12 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 
 from elasticrun.checkpointing.board import Board, BoardError
+from elasticrun.checkpointing.choosing import Setting
 from elasticrun.checkpointing.departing import ASKED_LIMIT
-from elasticrun.checkpointing.line import LineError
+from elasticrun.checkpointing.line import LineError, own_place
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
 from elasticrun.checkpointing.state import OnResize, State
-from elasticrun.checkpointing.ways import AgentWay, Setting, TorchWay, Way
+from elasticrun.checkpointing.ways import AgentWay, TorchWay, Way
 from elasticrun.dcp.collecting import no_collection
 from elasticrun.storage.folder import MAX_STEP, Folder
 from elasticrun.wire import env
@@ -77,15 +78,16 @@ class Checkpointer:
             ckpt.step(step + 1)
 
     Every rank makes one, with the same arguments, and calls the same methods at the same steps;
-    none of them is a collective. The state is given by name: a Module (plain, DDP, fully_shard,
-    tensor parallel; FSDP1 is refused, since its state can only be had by collectives), its
-    Optimizer, anything with `state_dict` and `load_state_dict`, a dict (refilled in place), a
+    with an agent none of them is a collective. The state is given by name: a Module (plain, DDP,
+    fully_shard, tensor parallel; FSDP1 is refused, since its state can only be had by collectives),
+    its Optimizer, anything with `state_dict` and `load_state_dict`, a dict (refilled in place), a
     tensor, or a plain value (what it was stands in `values` after a restore). Checkpoints are plain
     ones of torch.distributed.checkpoint, under these names.
 
     A save that fails never ends the training: it is counted in `stats` and the operator is told,
-    unless `strict_save` is set. Without an agent (torchrun, plain python) torch's own asynchronous
-    save writes what `persist_every` asks for, and nothing is kept in memory."""
+    unless `strict_save` is set. Without an agent nothing is kept in memory, and torch's own save
+    writes what `persist_every` asks for: in the background under torchrun, where its collectives
+    have a process group of their own, and at once in plain python without a group."""
 
     def __init__(
         self,
@@ -142,6 +144,7 @@ class Checkpointer:
         self._stalls: list[float] = []
         self._told: set[str] = set()
         self._left_out = 0  # snapshots skipped since the last that was to be written out
+        self._last = -1  # step that training was at
         self.stats = Stats()
 
     @property
@@ -165,8 +168,12 @@ class Checkpointer:
         step that it is of, 0 if there is nothing.
 
         The pages of the next snapshot are mapped here too (about 80 ms a GiB).
-        RuntimeError or ValueError, in a sentence, if what is there cannot be put back: the script
-        has changed, or it was spoiled, in which case the next start takes an older one."""
+        From storage the ranks wait for each other's word that the checkpoint is whole; where one
+        finds it spoiled, all take the one before.
+
+        RuntimeError, ValueError or StorageError, in a sentence, if what is there cannot be put
+        back: the script has changed, memory has no room, storage does not answer. A checkpoint that
+        is whole stays as it is then."""
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
         way, board = self._open()
@@ -187,18 +194,21 @@ class Checkpointer:
 
     def _choose_way(self) -> tuple[Way, str]:
         """The way, and what names this life of the ranks."""
-        place = os.environ.get(env.SNAPSHOTS)
+        place = own_place()
+        ours = bool(place) or env.PROGRESS in os.environ
         why = "this was not started by elasticrun"
+        if ours:
+            why = "the agent has given this process no place for snapshots"
         if place:
             try:
                 way = AgentWay(self._setting, self._state, place)
                 return way, way.life
             except LineError as error:
                 why = str(error)
-        if self._setting.rank == 0:
+        if self._setting.rank == 0 or ours:  # the other ranks may well have an agent
             warnings.warn(
-                f"elasticrun: {why}, so nothing is kept in memory; torch's own asynchronous save "
-                "writes what persist_every asks for",
+                f"elasticrun: {why}, so nothing is kept in memory; torch's own save writes what "
+                "persist_every asks for",
                 stacklevel=4,
             )
         life = f"{os.environ.get(env.RUN_ID, '')}/{os.environ.get(env.RESTART_COUNT, '')}"
@@ -210,6 +220,7 @@ class Checkpointer:
         # with no agent and nothing to be written there is nothing to do
         pace = Pace(every or (1 << 62), self._persist_every, step)
         self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
+        self._last = step
 
     def _begun(self, number: int) -> Way:
         """The way, also where the script restores nothing and begins with step `number`."""
@@ -229,6 +240,7 @@ class Checkpointer:
         way = self._begun(number)
         schedule = self._schedule
         assert schedule is not None
+        self._look_back(number)
         with contextlib.suppress(Exception):  # what is in the way is told when a snapshot is due
             way.prepare()  # from now on this node can be asked to save, and leave
         way.note(number)
@@ -245,6 +257,15 @@ class Checkpointer:
             self._guard(lambda: schedule.advance(time.monotonic(), due, stall))
         if asked:
             self._guard(lambda: way.answer(number, saved=saved))
+
+    def _look_back(self, number: int) -> None:
+        """Steps that begin anew, with every epoch say, are never due: tell so, once."""
+        if number < self._last:
+            self._tell(
+                "a step came that is below an earlier one: nothing is saved until steps are above "
+                "all earlier ones; count them over the whole training, not over an epoch"
+            )
+        self._last = max(self._last, number)
 
     def _is_asked(self, way: Way, number: int) -> bool:
         """Whether this step is to be saved, since a node leaves."""
@@ -299,7 +320,8 @@ class Checkpointer:
         except Exception as error:  # a user's state_dict may raise anything
             self.stats.failed += 1
             self.stats.error = str(error) or repr(error)
-            self._tell(f"a snapshot failed: {self.stats.error}")
+            what = "snapshot" if self._way is None or self._way.snapshots else "save"
+            self._tell(f"a {what} failed: {self.stats.error}")
             if isinstance(error, LineError | BoardError):
                 self._stop()
             if self._strict:
@@ -321,7 +343,7 @@ class Checkpointer:
     def close(self) -> None:
         """Let go of the memory, and end what torch still writes. Snapshots stay."""
         if self._way is not None:
-            self._way.close()
+            self._guard(self._way.close)
 
 
 def _slots(

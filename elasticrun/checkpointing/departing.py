@@ -6,8 +6,9 @@ it already says so.
 
 Where a scheduler signals every process, the signal comes to the rank too. It is *put off*: the rank
 ends by it at its next step, once the step that is asked for is saved, or after WORD_LIMIT without a
-word of one. So only where the script has left the signal alone. A second one is obeyed at once. The
-agent knows who puts signals off, and does not wait for them when it ends a rank itself.
+word of one. So only where the script has left the signal alone. A second one is obeyed at once, but
+for a SIGTERM that Slurm says twice. The agent knows who puts signals off, and does not wait for
+them when it ends a rank itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ WORD_LIMIT: Final = 5.0
 """Seconds in which the agent says what is to be saved before a rank ends by a signal."""
 
 
+SAID_AGAIN: Final = 1.0
+"""Seconds after a SIGTERM in which another one is the same, as for the agent."""
+
+
 class PutOff:
     """Signals that do not end this process at once. In its main thread only, and not in processes
     that are forked from it."""
@@ -44,6 +49,7 @@ class PutOff:
         self._is_hooked = False
         self._came = 0
         self._at = 0.0
+        self._is_due = False
         self.holder: object = None
         """Who asked last; whoever was before is not to take it back."""
 
@@ -80,6 +86,7 @@ class PutOff:
     def obey(self) -> None:
         """End by the signal that came; from another thread than the main one, as a second one."""
         signum = self._came
+        self._is_due = True
         if _is_main_thread():
             self._came = 0  # a handler that the script has made since may go on
         self.restore()
@@ -100,11 +107,16 @@ class PutOff:
         self._came = 0
 
     def _caught(self, signum: int, frame: Any) -> None:
-        again = self._came != 0
-        self._came = signum
-        if again:
+        if self._came and (self._is_due or not self._is_said_again(signum)):
+            self._came = signum
             self.obey()
-        self._at = time.monotonic()
+        elif not self._came:
+            self._came, self._at, self._is_due = signum, time.monotonic(), False
+
+    def _is_said_again(self, signum: int) -> bool:
+        """Whether this is no second signal: Slurm says SIGTERM twice, at a time limit."""
+        same = signum == signal.SIGTERM == self._came
+        return same and time.monotonic() - self._at < SAID_AGAIN
 
 
 def _is_main_thread() -> bool:

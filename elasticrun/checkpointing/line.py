@@ -8,6 +8,7 @@ import socket
 import time
 from typing import Any, Final, TypeVar
 
+from elasticrun.wire import env
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.snapshots import AwaitRoom, FromRank, RoomThere, ToRank
@@ -21,6 +22,18 @@ SAY_LIMIT: Final = 5.0
 READ_BYTES: Final = 64 * 1024
 
 Answer = TypeVar("Answer")
+
+
+_places: dict[int, str] = {}  # by the pid that was given it: a forked child was given none
+
+
+def own_place() -> str:
+    """What the agent gave this process to dial (wire.env.SNAPSHOTS), "" if it gave nothing. From
+    the first question on it does not stand in os.environ any more, so that children of this process
+    do not take themselves for the rank."""
+    if place := os.environ.pop(env.SNAPSHOTS, ""):
+        _places[os.getpid()] = place
+    return _places.get(os.getpid(), "")
 
 
 class LineError(OSError):

@@ -50,7 +50,8 @@ class ModulePart:
             for holder in (inner._parameters, inner._buffers):
                 watch.add(holder)
             watch.sizes.append((inner._modules, len(inner._modules)))
-        known = {(pointer, tensor.shape) for _, _, tensor, pointer in watch.entries}
+        there = zip(watch.pointers, watch.tensors, strict=True)
+        known = {(pointer, tensor.shape) for pointer, tensor in there}
         state = state_of(self.module)
         for value in state.values():
             if not isinstance(value, torch.Tensor):
@@ -126,6 +127,21 @@ def _canonical(name: str, ddp: set[str]) -> str:
     return ".".join(kept)
 
 
+class _Names(dict[torch.Tensor, str]):
+    """Parameters' names; StateError for a parameter that has none."""
+
+    def __init__(self, optimizer: str, names: Mapping[torch.Tensor, str]) -> None:
+        super().__init__(names)
+        self._optimizer = optimizer
+
+    def __missing__(self, parameter: torch.Tensor) -> str:
+        raise StateError(
+            f"{self._optimizer} has a parameter of shape {tuple(parameter.shape)} that is in none "
+            "of the modules any more: where one is replaced, make the optimizer and the "
+            "Checkpointer anew"
+        )
+
+
 class OptimizerPart:
     """An optimizer over parameters whose names are known."""
 
@@ -145,11 +161,14 @@ class OptimizerPart:
 
     def _names(self) -> dict[torch.Tensor, str]:
         many = len(self._modules) > 1
-        return {
-            parameter: f"{part._name}.{name}" if many else name
-            for part in self._modules
-            for parameter, name in part.names().items()
-        }
+        return _Names(
+            self._name,
+            {
+                parameter: f"{part._name}.{name}" if many else name
+                for part in self._modules
+                for parameter, name in part.names().items()
+            },
+        )
 
     def steady(self) -> tuple[Nested, Watch]:
         names, watch = self._names(), Watch()

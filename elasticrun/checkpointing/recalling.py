@@ -6,6 +6,7 @@ gone, it asks for others' until the chunks that it needs are covered. Nothing is
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,15 @@ class Shard:
         return deserialise(bytes(found[place]))
 
 
+def in_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
+    """The ranks of the old job, as this rank of the new one asks for their shards. First the one of
+    its own number, if that lies on this node (`here`): it costs nothing, and has all of what is not
+    sharded. Then those that had, of what is sharded in equal parts, what this rank has now."""
+    begin = rank * old // world_size
+    order = [one % old for one in range(begin, begin + old)]
+    return sorted(order, key=lambda one: one != rank) if here else order
+
+
 class Recall:
     """One restore."""
 
@@ -61,12 +71,16 @@ class Recall:
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
+        self._order: list[int] = []
         self.bytes_room = 0
         self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
 
     def run(self, world_size: int) -> None:
-        """Unusable, LineError."""
+        """Unusable, LineError; RuntimeError where this process has no room for it."""
         same = self._resume.world_size == world_size
+        self._order = in_order(
+            self._state.rank, world_size, self._resume.world_size, here=self._resume.same
+        )
         try:
             self._restore(same)
             if not same:
@@ -86,11 +100,6 @@ class Recall:
 
     # ------------------------------------------------------------ shards
 
-    def _order(self) -> list[int]:
-        """Ranks of the old job, from this rank's own place on."""
-        old = self._resume.world_size
-        return [(self._state.rank + k) % old for k in range(old)]
-
     def _fetch(self, rank: int) -> Shard | str:
         """A shard, or why there is none."""
         if rank in self._shards:
@@ -98,8 +107,8 @@ class Recall:
         here, fd = self._line.ask(WantShard(rank), ShardHere)
         if not here.ok or fd is None:
             return here.reason or f"the shard of rank {rank} is gone"
+        mapped = self._mapped(rank, fd)
         try:
-            mapped = Mapped(fd)
             snapshot = mapped.segment.read(here.slot)
             fits = snapshot is not None and snapshot.sequence == here.sequence
             if snapshot is None or not fits or not snapshot.is_of(self._round):
@@ -107,11 +116,26 @@ class Recall:
             layout = mapped.segment.layout(snapshot.layout)
             if snapshot.step != self._resume.step:
                 raise Unusable(rank, f"the snapshot of rank {here.rank} is of another state")
-            mapped.warm(here.slot)
-        except (SegmentError, OSError, RuntimeError, ValueError) as error:
+        except (SegmentError, RuntimeError, ValueError) as error:
             raise Unusable(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
         self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
         return self._shards[rank]
+
+    def _mapped(self, rank: int, fd: int) -> Mapped:
+        """A shard's segment. Where this process cannot map it, nothing is wrong with the shard:
+        RuntimeError."""
+        try:
+            return Mapped(fd)
+        except (OSError, RuntimeError, ValueError) as error:
+            if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # it has no bytes
+                raise Unusable(
+                    rank, f"the snapshot of rank {rank} cannot be mapped: {error}"
+                ) from error
+            raise RuntimeError(
+                f"step {self._resume.step} is whole in memory, but this process cannot map the "
+                f"snapshot of rank {rank} ({error.strerror}): raise its limits (ulimit -v, "
+                "vm.max_map_count)"
+            ) from error
 
     # ------------------------------------------------------------ the state
 
@@ -119,7 +143,7 @@ class Recall:
         saved: dict[str, Item] = {}
         why = "nothing of it is held any more"
         found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
-        for rank in self._order():
+        for rank in self._order:
             shard = self._fetch(rank)
             if isinstance(shard, str):
                 why = shard
@@ -139,7 +163,7 @@ class Recall:
                 self._finish(saved, *found, same)
                 return
             why = f"{found[0].missing[0]} is held by no rank that was asked"
-        raise Unusable(self._order()[0], why)
+        raise Unusable(self._order[0], why)
 
     def _cover(
         self, saved: dict[str, Item], own: bool
@@ -174,12 +198,12 @@ class Recall:
         targets: dict[str, torch.Tensor],
         own: bool,
     ) -> None:
-        used = {move.source for move in cover.moves} | {
-            source for source, _ in cover.values.values()
-        }
-        shards = {rank: self._shards[rank].tensors() for rank in used}
+        sources = {move.source: self._shards[move.source] for move in cover.moves}
+        for shard in sources.values():
+            shard.mapped.warm(shard.snapshot.slot)
+        shards = {rank: shard.tensors() for rank, shard in sources.items()}
         copy(cover.moves, shards, wanted, copy_in)
-        for rank in used:
+        for rank in sources.keys() | {rank for rank, _ in cover.values.values()}:
             self._check(rank)
         values: dict[str, Any] = dict(targets)
         for fqn, (rank, place) in cover.values.items():

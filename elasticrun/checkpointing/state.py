@@ -274,17 +274,18 @@ class State:
                 plan.values[place[1]] = value
 
     def serialised(self, values: Iterable[Any]) -> list[bytes]:
-        """Opaque values as bytes; plain ones that were the same before are not made again."""
-        return [self._bytes_of(value) for value in values]
+        """Opaque values as bytes; small plain ones that were the same the last time are not made
+        again."""
+        before, self._serialised = self._serialised, {}
+        return [self._bytes_of(value, before) for value in values]
 
-    def _bytes_of(self, value: Any) -> bytes:
-        if not _is_plain(value):
+    def _bytes_of(self, value: Any, before: dict[tuple[type, str], bytes]) -> bytes:
+        text = repr(value) if _is_plain(value) else ""
+        if not 0 < len(text) <= REMEMBERED:
             return serialise(value)
-        key = (type(value), repr(value))
+        key = (type(value), text)
         if key not in self._serialised:
-            if len(self._serialised) >= MAX_SERIALISED:
-                self._serialised.clear()
-            self._serialised[key] = serialise(value)
+            self._serialised[key] = before[key] if key in before else serialise(value)
         return self._serialised[key]
 
     # ------------------------------------------------------------ putting back
@@ -346,8 +347,8 @@ class State:
         self._below = ({}, {})
 
 
-MAX_SERIALISED = 10_000
-"""Plain values whose bytes are remembered."""
+REMEMBERED = 16 * 1024
+"""Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""
 
 
 def _flatten_into(flat: Flat, nested: Nested, path: tuple[str, ...]) -> None:
@@ -371,7 +372,9 @@ def _shape(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `repr` tells all of it."""
-    if type(value) in (int, float, bool, str, bytes, type(None)):
+    """Whether `repr` tells all of it, and is not long for certain."""
+    if type(value) in (int, float, bool, type(None)):
         return True
-    return type(value) in (list, tuple) and len(value) < 100_000 and all(map(_is_plain, value))
+    if type(value) not in (str, bytes, list, tuple) or len(value) > REMEMBERED:
+        return False
+    return type(value) in (str, bytes) or all(map(_is_plain, value))

@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from elasticrun.checkpointing import storing
 from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.choosing import Choice, Setting
 from elasticrun.checkpointing.departing import WHOLE_LIMIT, Departure
 from elasticrun.checkpointing.line import Line, LineError
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.recalling import Recall, Unusable
 from elasticrun.checkpointing.state import State
 from elasticrun.checkpointing.taking import Taker
-from elasticrun.storage.folder import Folder
+from elasticrun.storage.errors import StorageError
 from elasticrun.storage.timeline import chain
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.segment import NONE, VERSION
@@ -33,21 +34,6 @@ from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored,
 
 END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be ended, once it has said that it cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What both ways need to know."""
-
-    folder: Folder
-    rank: int
-    world_size: int
-    slots: int
-    keep_last: int
-    keep_every: int
-    verify: bool
-    replicas: int = 0
-    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
 
 
 class Way(Protocol):
@@ -83,27 +69,6 @@ class Way(Protocol):
     def close(self) -> None: ...
 
 
-def choose(setting: Setting, board: Board, memory: int, rewound_from: int = -1) -> tuple[str, int]:
-    """What all ranks go on from: rank 0 compares memory (a step, -1: none) with storage and tells
-    the others. The larger step wins, and memory where they are equal. Checkpoints of step
-    `rewound_from` and later ones are passed over; -1: none is."""
-    if setting.rank == 0:
-        stored = setting.folder.newest(below=rewound_from)
-        if memory >= 0 and memory >= stored:
-            chosen = ("memory", memory)
-        else:
-            chosen = ("storage", stored) if stored >= 0 else ("nothing", 0)
-        board.say("from", f"{chosen[0]} {chosen[1]}")
-        return chosen
-    source, step = board.hear("from").split()
-    return source, int(step)
-
-
-def restore_stored(setting: Setting, state: State, step: int) -> None:
-    """From storage. Whatever `storing.load_step` raises."""
-    storing.load_step(setting.folder, step, state, setting.world_size, setting.verify)
-
-
 class AgentWay:
     """With an agent."""
 
@@ -130,13 +95,12 @@ class AgentWay:
 
     def resume(self, board: Board) -> int:
         rewound = self._resume.rewound_from
-        source, step = choose(self._setting, board, self._resume.step, rewound)
         if rewound >= 0 and self._setting.rank == 0:
             self.remark(f"checkpoints of step {rewound} and later ones are passed over as poison")
+        choice = Choice(self._setting, board, self.remark, self._resume.step, rewound)
+        source, step = choice.restore(self._state)
         if source == "memory":
             self._recall()
-        elif source == "storage":
-            restore_stored(self._setting, self._state, step)
         self.source = source
         self._departure.goes_on_from(step)
         self._line.say(Restored(step, source))
@@ -201,16 +165,32 @@ class AgentWay:
 
 class _OfAllRanks(DefaultSavePlanner):
     """torch saves what one rank has as if it were all, where the process group is destroyed before
-    the save in the background has begun: rather nothing."""
+    the save in the background has begun: rather nothing. `failure`: this rank has no state to save;
+    it takes part all the same, to say so, or the others would have its next save for this one."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, failure: str = "") -> None:
         super().__init__()
         self._world_size = world_size
+        self._failure = failure
+
+    def create_local_plan(self) -> SavePlan:
+        if self._failure:
+            raise StateError(self._failure)
+        return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if len(all_plans) != self._world_size:
             raise StateError("the process group was destroyed")
         return super().create_global_plan(all_plans)
+
+
+@dataclass(slots=True)
+class _Saving:
+    """One save under way. `told`: that it fails is known."""
+
+    step: int
+    future: Any
+    told: bool = False
 
 
 class TorchWay:
@@ -222,58 +202,80 @@ class TorchWay:
         self._setting = setting
         self._state = state
         self.source = "nothing"
-        self._running: list[tuple[int, Any]] = []  # step and future of a save under way
+        self._running: list[_Saving] = []
         weakref.finalize(self, _end, self._running)
-        # a group of its own: the save runs beside training, whose collectives it must not meet
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = None  # made by the first save
 
     def resume(self, board: Board) -> int:
-        while True:
-            source, step = choose(self._setting, board, -1)
-            try:
-                if source == "storage":
-                    restore_stored(self._setting, self._state, step)
-            except storing.SpoiledError as error:
-                if self._setting.world_size > 1:
-                    raise  # the others have been told this step; the next start takes another
-                self.remark(str(error))
-                continue
-            self.source = source
-            return step
+        self.source, step = Choice(self._setting, board, self.remark).restore(self._state)
+        return step
 
     def fresh(self, step: int) -> None:
         pass
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
-        """Write a checkpoint, in the background where there is a process group."""
+        """Write a checkpoint, in the background where there is a process group. StorageError too if
+        the one before has failed; this one is begun all the same, as it is on the other ranks."""
         if not persist:
             return True
-        self._finish()
-        state, path = self._state.whole(), self._setting.folder.path(step)
-        if self._group is not None:
-            planner = _OfAllRanks(self._setting.world_size)
-            saving = async_save(
-                state, checkpoint_id=path, process_group=self._group, planner=planner
-            )
-            self._running.append((step, saving))
+        before = self._finish()
+        if dist.is_initialized():
+            self._begin(step)
         elif self._setting.world_size > 1:
-            raise StateError("there is no process group: call init_process_group before restore()")
+            raise StateError("there is no process group: call init_process_group before step()")
         else:
-            save(state, checkpoint_id=path, no_dist=True)
-        self._retain(step)
+            self._write(step)
+        if before:
+            raise StorageError(before)
         return True
 
-    def _finish(self) -> None:
-        while self._running:
-            self._running.pop()[1].result()
+    def _write(self, step: int) -> None:
+        state, path = self._state.whole(), self._setting.folder.path(step)
+        try:
+            save(state, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise StorageError(_failed(step, error)) from error
+        self._retain()
 
-    def _retain(self, step: int) -> None:
-        """Rank 0 removes old ones; the one that is being written is not among them yet."""
+    def _begin(self, step: int) -> None:
+        if self._group is None:
+            # of its own: the save runs beside training, whose collectives it must not meet
+            self._group = dist.new_group(backend="gloo")
+        try:
+            saving = self._started(step, self._state.whole())
+        except Exception as error:  # a user's state_dict, memory
+            saving = self._started(step, {}, f"{error!r:.300}")
+            self._running.append(_Saving(step, saving, told=True))
+            raise
+        self._running.append(_Saving(step, saving))
+
+    def _started(self, step: int, state: dict[str, Any], failure: str = "") -> Any:
+        planner = _OfAllRanks(self._setting.world_size, failure)
+        path = self._setting.folder.path(step)
+        return async_save(state, checkpoint_id=path, process_group=self._group, planner=planner)
+
+    def _finish(self) -> str:
+        """Wait for the save under way; in a sentence what failed, "" if nothing did."""
+        failed = ""
+        while self._running:
+            saving = self._running.pop()
+            try:
+                saving.future.result()
+            except (Exception, CheckpointException) as error:  # torch raises many kinds
+                failed = failed if saving.told else _failed(saving.step, error)
+                continue
+            try:
+                self._retain()
+            except (OSError, StorageError) as error:
+                failed = str(error)
+        return failed
+
+    def _retain(self) -> None:
+        """Rank 0 removes what is no longer kept, once a newer one is there."""
         if self._setting.rank != 0 or not self._setting.keep_last:
             return
-        done = [s for s in chain(self._setting.folder.survey()) if s != step]
-        old = done[: max(0, len(done) - self._setting.keep_last + 1)]
-        for one in old:
+        done = chain(self._setting.folder.survey())
+        for one in done[: max(0, len(done) - self._setting.keep_last)]:
             if not self._setting.keep_every or one % self._setting.keep_every:
                 self._setting.folder.remove(one)
 
@@ -294,19 +296,32 @@ class TorchWay:
             warnings.warn(f"elasticrun: {text}", stacklevel=2)
 
     def close(self) -> None:
-        self._finish()
+        """StorageError if the last save has failed."""
+        if failed := self._finish():
+            raise StorageError(failed)
 
 
-def _end(running: list[tuple[int, Any]]) -> None:
+def _failed(step: int, error: BaseException) -> str:
+    """Of a save by torch: what became of it, and on which rank."""
+    why = f"{error!r:.300}"
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
+        why = f"rank {rank}: {str(first) or repr(first):.300}"
+    return f"the checkpoint of step {step} was not written ({why})"
+
+
+def _end(running: list[_Saving]) -> None:
     """At the end of the process, or of the Checkpointer: wait for a save that is under way, and say
     so if it has failed. It needs the process group, which a script may have destroyed by then."""
     while running:
-        step, saving = running.pop()
+        saving = running.pop()
         try:
-            saving.result(timeout=END_LIMIT)
-        except Exception as error:  # torch raises many kinds
+            saving.future.result(timeout=END_LIMIT)
+        except (Exception, CheckpointException) as error:  # torch raises many kinds
+            if saving.told:
+                continue
             warnings.warn(
-                f"elasticrun: the checkpoint of step {step} was not finished ({error!r:.200}): "
-                "call the Checkpointer's close() before destroy_process_group()",
+                f"elasticrun: the checkpoint of step {saving.step} was not finished "
+                f"({error!r:.200}): call the Checkpointer's close() before destroy_process_group()",
                 stacklevel=2,
             )

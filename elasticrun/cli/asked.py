@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
@@ -59,8 +59,9 @@ class Asked:
         if dest in given:
             return given[dest]
         flag = _BY_DEST[dest]
-        if flag.variable and self.environ.get(flag.variable):
-            return f"${flag.variable}"
+        name = flag.variable_in(self.environ)
+        if name and self.environ[name]:
+            return f"${name}"
         default: Any = list(flag.default) if isinstance(flag.default, tuple) else flag.default
         if self.value(dest) != (bool(default) if flag.kind is None else default):
             return "the caller"  # a namespace that no parser of ours has made
@@ -70,3 +71,19 @@ class Asked:
         """Whether somebody gave it: the user by a flag or a variable, a namespace of another maker,
         or the scheduler."""
         return self.source(dest) != "default"
+
+
+class Setting(NamedTuple):
+    """A row of what is shown to people: a flag without its dashes, its value as text, and where
+    that comes from."""
+
+    name: str
+    value: str
+    source: str
+
+
+def setting(asked: Asked, dest: str) -> Setting:
+    """The row of a flag; a value of None or no items is shown as ""."""
+    value = asked.value(dest)
+    shown = "" if value is None or value == [] else str(value)
+    return Setting(_BY_DEST[dest].name[2:], shown, asked.source(dest))

@@ -1,7 +1,8 @@
 """`elasticrun doctor`: what is wrong with this machine, and what to do about it.
 
 With --rdzv-endpoint the job's master is asked as well: whether it can dial this host, what its
-clock says, and who else has this host's name. Exit code 1 if a finding failed, else 0.
+clock says, and who else has this host's name. Below stand the settings that say which node of which
+job this is, each with its source. Exit code 1 if a finding failed, else 0.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.cli import health, trust, values
-from elasticrun.cli.asked import Asked
+from elasticrun.cli.asked import Asked, Setting, setting
 from elasticrun.cli.flags import Parser, add_flags
+from elasticrun.cli.scheduler import PLACE_FLAGS, explain
 from elasticrun.cli.status import (
     ANSWER_LIMIT,
     NoStatus,
@@ -28,7 +30,8 @@ from elasticrun.cli.status import (
 )
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
-from elasticrun.cli.whereabouts import look
+from elasticrun.cli.whereabouts import Whereabouts, look
+from elasticrun.detection.found import amount
 from elasticrun.doctor import checkup, disk, names
 from elasticrun.doctor.checkup import Subject
 from elasticrun.doctor.verdict import failed, failures, ok
@@ -41,8 +44,13 @@ if TYPE_CHECKING:
 
     from elasticrun.wire.channel import LinkError
 
-ROWS: Final = ("nnodes", "nproc_per_node", "rdzv_endpoint", "log_dir", "accelerator")
-"""The launcher's flags that say what the machine is to do."""
+ALWAYS: Final = ("nnodes", "nproc_per_node", "node_rank", "rdzv_id", "rdzv_endpoint")
+"""Settings that are shown wherever any is: what the scheduler, or nobody, has said is news too."""
+
+_OTHERS: Final = tuple(dest for dest in PLACE_FLAGS if dest not in ALWAYS)
+
+ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "accelerator")
+"""The launcher's flags that say what the machine is to do, and as which node of which job."""
 
 MASTER: Final = "master"
 """The check whether it answers at all."""
@@ -55,18 +63,24 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     variables = trust.withdraw() if environ is None else environ
     ns = parser(variables).parse_args(argv)
     asked = Asked(ns, variables)
+    # Where a scheduler's nodes would meet there is no master yet.
     where = asked.text("rdzv_endpoint")
     master = _master(asked, where) if where else None
-    found = [_scheduler(asked), *asyncio.run(examine(_subject(asked, ns.ckpt_dir, master), master))]
+    place = _place(asked)
+    asked = Asked(ns, variables, place.filled)
+    subject = _subject(asked, place, ns.ckpt_dir, master)
+    found = [ok("scheduler", explain(place)), *asyncio.run(examine(subject, master))]
+    settings = _settings(Asked(ns, variables, {**place.shown, **place.filled}), place)
     if ns.json:
         shown = {
             "host": socket.gethostname(),
             "version": __version__,
             "findings": [asdict(finding) for finding in found],
+            "settings": [one._asdict() for one in settings],
         }
         print(json.dumps(shown, indent=1))
     else:
-        _show(found)
+        _show(found, settings)
     return 1 if failures(found) else 0
 
 
@@ -97,14 +111,16 @@ def _master(asked: Asked, where: str) -> Question:
         raise UsageError(f"--rdzv-endpoint: {wrong}") from None
 
 
-def _subject(asked: Asked, checkpoints: str, master: Question | None) -> Subject:
+def _subject(
+    asked: Asked, place: Whereabouts, checkpoints: str, master: Question | None
+) -> Subject:
     from elasticrun.cli.devices import this_machine
     from elasticrun.cli.resolve import ranks_per_node
 
     nproc = 0
     if asked.explicitly("nproc_per_node"):
         nproc = ranks_per_node(asked, this_machine(asked.environ), [])
-    _, nodes = values.nodes(asked.text("nnodes"))
+    nodes = _nodes(asked, place)
     alone = master is None or names_this_host_only(master.endpoint.host)
     folders = disk.folders(asked.environ, log_dir=asked.value("log_dir"), checkpoints=checkpoints)
     return Subject(
@@ -118,13 +134,29 @@ def _subject(asked: Asked, checkpoints: str, master: Question | None) -> Subject
     )
 
 
-def _scheduler(asked: Asked) -> Finding:
-    """Which scheduler is seen, and what a launch with these flags would mean under it."""
+def _nodes(asked: Asked, place: Whereabouts) -> int:
+    """How many nodes the job may have. Where nobody says it, as many as the scheduler has given:
+    from a batch script a bare command is a job of one, but its nodes are looked at for more."""
+    _, nodes = values.nodes(asked.text("nnodes"))
+    if asked.explicitly("nnodes") or asked.switch("standalone") or place.found is None:
+        return nodes
+    return max(nodes, amount(place.found.nodes))
+
+
+def _place(asked: Asked) -> Whereabouts:
+    """Where a scheduler has put this node, as far as these flags leave room."""
     from elasticrun.cli.devices import facts, this_machine
-    from elasticrun.cli.scheduler import explain
 
     machine = this_machine(asked.environ)._replace(facts=lambda: facts(asked.environ))
-    return ok("scheduler", explain(look(asked, machine)))
+    return look(asked, machine)
+
+
+def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
+    """Those of the place; none where nobody, and no scheduler, says anything of it."""
+    given = [dest for dest in _OTHERS if asked.explicitly(dest)]
+    if place.found is None and not given and not any(map(asked.explicitly, ALWAYS)):
+        return []
+    return [setting(asked, dest) for dest in (*ALWAYS, *given)]
 
 
 async def examine(subject: Subject, master: Question | None) -> list[Finding]:
@@ -183,10 +215,14 @@ async def _no_answer(master: Question, wrong: LinkError) -> Finding:
 # ---------------------------------------------------------------- the table
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
     from rich.console import Console
 
-    print_table(Console(highlight=False, width=width()), _table(findings))
+    console = Console(highlight=False, width=width())
+    print_table(console, _table(findings))
+    if settings:
+        print()
+        print_table(console, _settings_table(settings))
     counts = [(state, sum(f.state is state for f in findings)) for state in State]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
@@ -207,4 +243,16 @@ def _table(findings: Sequence[Finding]) -> Table:
             Text(finding.seen),
             Text(finding.todo),
         )
+    return table
+
+
+def _settings_table(settings: Sequence[Setting]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("setting", "value", "source"):
+        table.add_column(title, overflow="fold")
+    for one in settings:
+        table.add_row(Text(one.name), Text(one.value), Text(one.source))
     return table

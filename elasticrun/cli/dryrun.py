@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from elasticrun.cli.asked import Asked
+from elasticrun.cli.asked import Asked, Setting, setting
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
 from elasticrun.config import AgentConfig
@@ -23,7 +23,7 @@ def describe(
     place: Whereabouts = NOWHERE,
 ) -> str:
     """The resolved settings as text: a summary first, then every flag with its source."""
-    asked = Asked(ns, environ, place.filled)
+    asked = Asked(ns, environ, {**place.shown, **place.filled})
     spec = config.spec
     nodes = f"{spec.min_nodes}" if spec.min_nodes == spec.max_nodes else (
         f"{spec.min_nodes} to {spec.max_nodes}"
@@ -48,12 +48,32 @@ def describe(
     for flag in FLAGS:
         if flag.dest in ("dry_run", "version", "print_completion"):
             continue
-        value, source = asked.value(flag.dest), asked.source(flag.dest)
-        if (flag.dest, value, config.rendezvous.kind) == ("rdzv_backend", "static", "elastic"):
-            value, source = "c10d", "--nnodes=MIN:MAX with --rdzv-endpoint"
-        shown = "" if value is None or value == [] else str(value)
-        lines.append(f"{flag.name[2:]:<28}{shown:<38}{source}")
+        name, value, source = _counting(setting(asked, flag.dest), config, environ)
+        lines.append(f"{name:<28}{value:<38}{source}")
     return "\n".join(lines) + "\n"
+
+
+def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> Setting:
+    """The row of a flag with what counts in the place of a default."""
+    spec, rank = config.spec, config.node_rank
+    variable = "$NODE_RANK" if environ.get("NODE_RANK", "").strip() else "$WORKER_RANK"
+    others = {
+        "nnodes": (spec.max_nodes != 1, spec.max_nodes, "$NODE_NUM"),
+        "nproc-per-node": (config.nproc_per_node != 1, config.nproc_per_node, "GPUs seen here"),
+        "rdzv-backend": (
+            (row.value, config.rendezvous.kind) == ("static", "elastic"),
+            "c10d",
+            "--nnodes=MIN:MAX with --rdzv-endpoint",
+        ),
+        "rdzv-id": (spec.job_id != row.value, spec.job_id, "new for every run"),
+        "node-rank": (
+            str(rank) != row.value,
+            "" if rank < 0 else rank,
+            "by order of arrival" if rank < 0 else variable,
+        ),
+    }
+    counts, value, source = others.get(row.name, (False, "", ""))
+    return Setting(row.name, str(value), source) if counts and row.source == "default" else row
 
 
 def _attempt(place: Whereabouts) -> list[tuple[str, str]]:

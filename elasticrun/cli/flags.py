@@ -28,7 +28,7 @@ class Flag(NamedTuple):
     `name` is the long spelling with dashes; the one with underscores exists as well. `kind` turns
     text into the value (ValueError when it cannot, `wants` then says what it should have been);
     None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
-    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours).
+    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see `variable_in`).
     """
 
     name: str
@@ -59,6 +59,14 @@ class Flag(NamedTuple):
         if self.env != "*":
             return self.env
         return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
+
+    def variable_in(self, environ: Mapping[str, str]) -> str:
+        """The variable that gives its default in this environment, "" for none. Where the usual
+        name is PET_<DEST>, an ELASTICRUN_<DEST> that is not empty counts more."""
+        ours = f"ELASTICRUN_{self.dest.upper()}"
+        if self.env == "*" and environ.get(ours):
+            return ours
+        return self.variable if self.variable in environ else ""
 
 
 class FromEnvironment(str):
@@ -248,6 +256,18 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> Parser:
     return parser
 
 
+def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
+    """For torchrun in our place: the PET_ variables that mean what ELASTICRUN_ ones mean to us."""
+    from elasticrun.cli.table import FLAGS
+
+    rows = [(flag, flag.variable_in(environ)) for flag in FLAGS if flag.origin == TORCHRUN]
+    return {
+        flag.variable: environ[name] if flag.kind else str(int(truth(environ[name])))
+        for flag, name in rows
+        if name not in ("", flag.variable)
+    }
+
+
 def help_formatter() -> type[argparse.HelpFormatter]:
     """How --help is laid out."""
     return _Formatter
@@ -279,19 +299,20 @@ def add_flags(
 
 
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
-    text = environ.get(flag.variable) if flag.variable else None
-    if text is not None and (text or flag.kind is str):
-        return FromEnvironment.of(text, flag.variable)
+    name = flag.variable_in(environ)
+    if name and (environ[name] or flag.kind is str):
+        return FromEnvironment.of(environ[name], name)
     return list(flag.default) if isinstance(flag.default, tuple) else flag.default
 
 
 def _switch_default(parser: Parser, flag: Flag, environ: Mapping[str, str]) -> bool:
-    text = environ.get(flag.variable, "0") if flag.variable else "0"
+    name = flag.variable_in(environ)
+    text = environ[name] if name else "0"
     try:
         return truth(text)
     except ValueError:
         parser.bad_switches.append(
-            f"environment variable {flag.variable}: {text!r} is not a switch; use 1 or 0"
+            f"environment variable {name}: {text!r} is not a switch; use 1 or 0"
         )
         return False
 

@@ -73,7 +73,7 @@ def _launch(words: Sequence[str]) -> int:
     if ns.srun:
         from elasticrun.cli.srun import become_srun
 
-        become_srun(words, ns, environ, say)
+        return _printed(lambda: become_srun(words, ns, environ, say))
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
     try:
         config = resolve(ns, environ, machine)
@@ -122,7 +122,10 @@ def _check(config: settings.AgentConfig) -> str:
 
 def _leave_to_torchrun(plugin: str, words: Sequence[str]) -> int:
     """Become torchrun, which alone can serve a rendezvous plug-in; returns only if it cannot."""
+    from elasticrun.cli.flags import in_torchruns_words
+
     say(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
+    os.environ.update(in_torchruns_words(os.environ))
     # -P: the folder we were started in is not on the path of the console script torchrun either
     command = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
     try:

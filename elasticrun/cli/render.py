@@ -11,17 +11,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from elasticrun.cli import render_flags
-from elasticrun.cli.asked import Asked
-from elasticrun.cli.devices import Machine
-from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.resolve import resolve, shutdown_timeout
-from elasticrun.cli.values import UsageError, name, nodes
+from elasticrun.cli import render_flags, render_notes
+from elasticrun.cli.render_launch import gpus_in, read
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.values import UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.render import checks, grammar, job, jobset, kubernetes, slurm, text
 from elasticrun.render.batch import Batch
 from elasticrun.render.checks import Invalid
-from elasticrun.render.wanted import NEWEST, Launch, Pods
+from elasticrun.render.wanted import Launch, Pods
 
 MAKERS: Final[Mapping[str, Callable[[Pods], list[dict[str, Any]]]]] = {
     "k8s": kubernetes.documents,
@@ -48,26 +46,36 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
     flags, program = _split(rest)
-    ns = render_flags.parser(target).parse_args(flags)
+    ns, extra = render_flags.parser(target).parse_known_args(flags)
+    _refuse(extra)
     if not program or program[0].startswith("-"):
         raise Invalid(
             f"nothing to run: name the script behind --, as in `elasticrun render {target} "
             "... -- train.py --lr 3e-4`"
         )
-    launch = _launch(ns, program)
     if target == "slurm":
+        gpus = gpus_in(ns.gpus_per_node)
+        launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
         batch = _batch(ns, launch)
         out = slurm.script(batch)
-        notes = _batch_notes(batch)
+        notes += render_notes.of_batch(batch)
     else:
+        launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
         pods = _pods(ns, launch)
-        documents = MAKERS[target](pods)
-        out = text.as_json(documents) if ns.output == "json" else text.as_yaml(documents)
-        notes = _pod_notes(pods)
+        out = _manifest(target, pods, ns.output)
+        notes += render_notes.of_pods(pods)
     for note in notes:
         say(note)
     sys.stdout.write(out)
     return EXIT_OK
+
+
+def _manifest(target: str, pods: Pods, form: str) -> str:
+    documents = MAKERS[target](pods)
+    if form == "json":
+        return text.as_json(documents)
+    special = jobset.REMARKS if target == "jobset" else {}
+    return text.as_yaml(documents, {**special, **job.remarks(pods)})
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -78,41 +86,40 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at + 1 :])
 
 
-def _launch(ns: argparse.Namespace, program: Sequence[str]) -> Launch:
-    low, high = nodes(ns.nnodes)
-    given = render_flags.handed_on(ns)
-    asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
-    launch = Launch(
-        script=program[0],
-        args=tuple(program[1:]),
-        min_nodes=low,
-        max_nodes=high,
-        nproc_per_node=ns.nproc_per_node,
-        job_id=name(ns.rdzv_id, "--rdzv-id"),
-        by_etcd=bool(asked.text("master_store")),
-        flags=tuple(given),
-        leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
+def _refuse(extra: Sequence[str]) -> None:
+    """Words before -- that nobody knows; raises, unless there are none."""
+    if not extra:
+        return
+    word = extra[0].partition("=")[0]
+    if not word.startswith("-"):
+        raise Invalid(
+            f"{word}: the script and its arguments stand behind --, as in `... -- {word} --lr 3e-4`"
+        )
+    if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
+        raise Invalid(f"{word}: what is printed settles that; leave it out")
+    raise Invalid(
+        f"{word} is no flag of this verb nor of the launcher; what is meant for the script stands "
+        "behind --"
     )
-    _understood(launch)
-    return launch
 
 
-def _understood(launch: Launch) -> None:
-    """Have the launcher read the command as a node will; raises what it raises there.
-
-    Files of the nodes (token, certificates) are not here, and are left out.
-    """
-    files = ("--token-file=", "--tls-cert=", "--tls-key=", "--tls-ca=")
-    words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
-    words += [f"--rdzv-id={launch.job_id or 'id'}"]
-    words += [] if launch.by_etcd else ["--rdzv-backend=c10d", "--rdzv-endpoint=head:29400"]
-    words += [word for word in launch.flags if not word.startswith(files)]
-    machine = Machine(lambda: 1, lambda word: 1, lambda group: ())
-    resolve(get_args_parser({}).parse_args([*words, *launch.program]), {}, machine)
+def _env(ns: argparse.Namespace) -> dict[str, str]:
+    """--env; variables by which flags of the launcher are given are better said as flags."""
+    found = grammar.pairs(ns.env, "--env")
+    for key in found:
+        for flag in FLAGS:
+            if flag.variable_in({key: "1"}) != key:
+                continue
+            if flag.dest in render_flags.SETTLED:
+                raise Invalid(f"--env {key}: what is printed settles {flag.name}; leave it out")
+            raise Invalid(f"--env {key}: say it by {flag.name}, which is checked")
+    return found
 
 
 def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
     secret, key = grammar.secret_key(ns.token_secret) if ns.token_secret else ("", "token")
+    if secret and render_notes.has(launch, "--token-file"):
+        raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
     return Pods(
         name=ns.name,
         image=ns.image,
@@ -123,7 +130,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         port=ns.port,
         cpu=ns.cpu,
         memory=ns.memory,
-        gpus=_gpus(ns),
+        gpus=_gpus(ns, launch.nproc_per_node),
         gpu_resource=ns.gpu_resource or "nvidia.com/gpu",
         rdma=ns.rdma,
         shm=ns.shm,
@@ -132,7 +139,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         queue=ns.queue,
         scheduler=ns.scheduler,
         volumes=tuple(map(grammar.volume, ns.volume)),
-        env=grammar.pairs(ns.env, "--env"),
+        env=_env(ns),
         token_secret=secret,
         token_key=key,
         labels=grammar.pairs(ns.label, "--label"),
@@ -152,11 +159,10 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
     )
 
 
-def _gpus(ns: argparse.Namespace) -> int:
+def _gpus(ns: argparse.Namespace, ranks: str) -> int:
     """GPUs of a pod: as many as ranks, where a resource is named and no number is."""
     if ns.gpus is not None:
         return int(ns.gpus)
-    ranks = str(ns.nproc_per_node)
     if ns.gpu_resource and not ranks.isdigit():
         raise Invalid(
             f"--nproc-per-node={ranks} does not say how many GPUs a pod has: give --gpus N"
@@ -166,10 +172,19 @@ def _gpus(ns: argparse.Namespace) -> int:
     return int(ranks) if ns.gpu_resource else 0
 
 
-def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
-    signal, _, lead = ns.signal.partition("@")
+def _signal(ns: argparse.Namespace) -> tuple[str, int]:
+    """What every node gets so many seconds before the end; "" and 0 for nothing."""
+    text = ns.signal or (render_flags.SIGNAL if ns.time or ns.requeue else "")
+    if not text:
+        return "", 0
+    name, _, lead = text.partition("@")
     if not lead.isascii() or not lead.isdigit():
-        raise Invalid(f"--signal {ns.signal!r} is not NAME@SECONDS, like TERM@120")
+        raise Invalid(f"--signal {text!r} is not NAME@SECONDS, like {render_flags.SIGNAL}")
+    return name.removeprefix("SIG"), int(lead)
+
+
+def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
+    signal, lead = _signal(ns)
     return Batch(
         name=ns.name,
         launch=launch,
@@ -186,74 +201,9 @@ def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
         array=ns.array,
         output=ns.output,
         working_dir=ns.working_dir,
-        signal=signal.removeprefix("SIG"),
-        lead=int(lead),
+        signal=signal,
+        lead=lead,
         requeues=ns.requeue,
-        env=grammar.pairs(ns.env, "--env"),
+        options=tuple(option.removeprefix("--") for option in ns.sbatch),
+        env=_env(ns),
     )
-
-
-def _pod_notes(wanted: Pods) -> list[str]:
-    """What the user should know of what was printed, a line each."""
-    major, minor = wanted.version
-    notes = [f"/dev/shm of each pod has {wanted.shm} (--shm), which count as its memory"]
-    if checks.floats(wanted.image):
-        notes.append(
-            f"--image {wanted.image} may be another image tomorrow, also for a pod that is "
-            "replaced: name a version, or a digest (NAME@sha256:...)"
-        )
-    if wanted.grace_seconds < wanted.needed_grace:
-        notes.append(
-            f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
-            "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
-        )
-    if _has(wanted.launch, "--quarantine") and wanted.replicas <= wanted.launch.max_nodes:
-        notes.append(
-            "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
-            f"--pods above {wanted.launch.max_nodes} has spares"
-        )
-    if not wanted.token_secret and not _has(wanted.launch, "--token-file"):
-        notes.append(
-            "without --token-secret NAME anyone in the cluster's network who reaches the job's "
-            "master can join it and run code in its pods (docs/security.md)"
-        )
-    if wanted.launch.min_nodes < wanted.replicas and wanted.version < job.SUCCESS_POLICY:
-        notes.append(
-            "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
-            "place keep it from ending"
-        )
-    if wanted.gang == "native":
-        notes.append(
-            "--gang native works where the cluster has the feature gates GenericWorkload and "
-            "GangScheduling on"
-        )
-    if wanted.version > NEWEST:
-        notes.append(
-            f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
-            "{}.{}".format(*NEWEST)
-        )
-    return notes
-
-
-def _batch_notes(wanted: Batch) -> list[str]:
-    notes = []
-    if not wanted.cpus_per_task and not wanted.exclusive:
-        notes.append(
-            "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
-            "one core"
-        )
-    if wanted.requeues:
-        notes.append(
-            "a job whose first machine loses power runs on without its script (--no-kill), and "
-            "nothing requeues it: `scontrol requeue JOBID` does"
-        )
-    if not _has(wanted.launch, "--token-file"):
-        notes.append(
-            "without --token-file FILE (or ELASTICRUN_TOKEN in the environment of sbatch) anyone "
-            "who reaches the job's master can join it (docs/security.md)"
-        )
-    return notes
-
-
-def _has(launch: Launch, flag: str) -> bool:
-    return any(word.startswith(f"{flag}=") for word in launch.flags)

@@ -21,6 +21,9 @@ SETTLED: Final = (
 
 HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
 
+SIGNAL: Final = "TERM@120"
+"""What nodes get before their time is over, where nothing else is said."""
+
 TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
     "jobset": "The same as a JobSet, where its controller is installed",
@@ -94,8 +97,8 @@ def _job(target: Parser) -> None:
         help="Nodes; the job begins with MIN and takes MAX. [default 1]",
     )  # fmt: skip
     group.add_argument(
-        "--nproc-per-node", "--nproc_per_node", default="1", metavar="N",
-        help="Ranks on each node. [default 1]",
+        "--nproc-per-node", "--nproc_per_node", default="", metavar="N",
+        help="Ranks on each node. [default: one for each GPU, else 1]",
     )  # fmt: skip
     group.add_argument(
         "--rdzv-id", "--rdzv_id", default="", metavar="ID",
@@ -124,7 +127,14 @@ def _text(group: Any, flag: str, metavar: str, text: str, default: str = "") -> 
 
 def _number(group: Any, flag: str, text: str, default: int | None = 0) -> None:
     spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
-    group.add_argument(*spellings, type=int, default=default, metavar="N", help=text)
+    group.add_argument(*spellings, type=_whole, default=default, metavar="N", help=text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _pods(target: Parser) -> None:
@@ -137,14 +147,14 @@ def _pods(target: Parser) -> None:
     _text(group, "--namespace", "NAME", "Namespace; where none is given, kubectl's.")
     _text(group, "--cpu", "QUANTITY", "CPU of each pod, requested and limited.")
     _text(group, "--memory", "QUANTITY", "Memory of each pod, requested and limited.")
-    _number(group, "--gpus", "GPUs of each pod. [default: --nproc-per-node, where --gpu-resource "
+    _number(group, "--gpus", "GPUs of each pod. [default: as many as ranks, where --gpu-resource "
             "is given, else none]", None)  # fmt: skip
     _text(group, "--gpu-resource", "NAME", "What a GPU is called: nvidia.com/gpu where only --gpus "
           "is given.")  # fmt: skip
     _text(group, "--rdma", "NAME", "An RDMA device of each pod, like rdma/hca; its container may "
           "lock memory.")  # fmt: skip
     _switch(group, "--host-network", "Pods use their host's network; one pod of the job a host.")
-    _text(group, "--shm", "QUANTITY", "Size of /dev/shm, in memory.", "8Gi")
+    _text(group, "--shm", "QUANTITY", "Size of /dev/shm; it counts as the pod's memory.", "8Gi")
     _many(group, "--volume", "NAME=...", f"A volume, may be repeated: {VOLUME_FORM}; two commas "
           "stand for one in a VALUE.")  # fmt: skip
     _text(group, "--token-secret", "NAME[:KEY]", "Secret with the job's token (its key `token`).")
@@ -180,8 +190,8 @@ def _lifetime(target: Parser) -> None:
             None)  # fmt: skip
     _number(group, "--deadline", "Seconds after which the job is ended. [default none]")
     _switch(group, "--suspend", "Make no pods until it is resumed.")
-    _number(group, "--backoff-limit", "Failed pods after which Kubernetes gives up. [default: the "
-            "master does]", BACKOFF_LIMIT)  # fmt: skip
+    _number(group, "--backoff-limit", "Failed pods, also deleted ones, after which Kubernetes "
+            "gives up. [default: the master does]", BACKOFF_LIMIT)  # fmt: skip
     _switch(group, "--rbac", "Pods may read and resize their own Job, by a Role for it alone.")
 
 
@@ -198,6 +208,9 @@ def _slurm(target: Parser) -> None:
     _switch(group, "--exclusive", "Whole nodes.")
     _text(group, "--array", "INDICES", "An array; each of its tasks is a job of its own.")
     _text(group, "--output", "FILE", "File of what is printed, in Slurm's form.")
-    _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end.",
-          "TERM@120")  # fmt: skip
-    _number(group, "--requeue", "How often the job goes back into the queue when its time is over.")
+    _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end. "
+          f"[default, with --time or --requeue: {SIGNAL}]")  # fmt: skip
+    _number(group, "--requeue", "How often the job goes back into the queue: when its time is over "
+            "or a node has died.")  # fmt: skip
+    _many(group, "--sbatch", "NAME[=VALUE]", "A further option of sbatch, like constraint=h100; "
+          "may be repeated.")  # fmt: skip

@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 ELASTIC: Final = ("c10d", "elasticrun")
 """Backends under which a node rank is a wish."""
 
-PLACE_FLAGS: Final = (
+MEETING_FLAGS: Final = (
     "standalone",
     "rdzv_endpoint",
     "rdzv_backend",
     "master_addr",
     "master_port",
     "master_store",
-    "node_rank",
-    "auto_config",
 )
+"""Flags that say where nodes meet."""
+
+PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
 """Flags that say where nodes meet, or which of them this is. With any of them torchrun's rules are
 all there is (DROP-IN 11)."""
 
@@ -116,12 +117,18 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
 def _dlrover(asked: Asked, found: Found) -> Whereabouts:
     """Its words have always been obeyed (`cli.meeting`); here they get their sources."""
     filled: dict[str, Filled] = {}
+    shown: dict[str, Filled] = {}
+    if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):
+        shown["rdzv_endpoint"] = Filled(*found.host)
+        if found.job_id is not None and not asked.explicitly("rdzv_id"):
+            shown["rdzv_id"] = Filled(*found.job_id)
     if not _said(asked):
         if amount(found.nodes) > 0 and not asked.explicitly("nnodes"):
             assert found.nodes is not None
             filled["nnodes"] = Filled(*found.nodes)
         filled |= _rank(found)
-    return Whereabouts(found, filled, note=_used(found, filled) if "nnodes" in filled else "")
+    note = _used(found, filled) if "nnodes" in filled else ""
+    return Whereabouts(found, filled, note=note, shown=shown)
 
 
 def _place(asked: Asked, found: Found) -> dict[str, Filled]:

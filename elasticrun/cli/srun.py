@@ -1,24 +1,27 @@
 """`elasticrun --srun ...` in a Slurm batch script or under salloc: this process becomes srun, which
-starts the same command once on each node of the job. Only ever on request (DROP-IN 11)."""
+starts the same command once on each node of the job. Only ever on request (DROP-IN 11). With
+`--dry-run` it starts nothing, and the command is printed."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from elasticrun.cli.values import UsageError
-from elasticrun.config import EXIT_USAGE
+from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.detection.found import amount, number
 from elasticrun.detection.slurm import PTY, step_of
 
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """One agent a node; and whether a job goes on without one is not for srun to say."""
 
-SPELLINGS: Final = ("--srun", "--sru", "--sr")
+NOT_HANDED_ON: Final = re.compile("--sr(un?)?|--dry[-_](r(un?)?)?")
+"""Flags that srun's tasks are not given, with their abbreviations."""
 
 _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 """What `srun --pty` has left in a shell and says nothing about a step that is started from it."""
@@ -29,10 +32,14 @@ def become_srun(
     ns: argparse.Namespace,
     environ: Mapping[str, str],
     say: Callable[[str], None],
-) -> None:
-    """Say the command and become it. UsageError where that cannot be; never returns."""
+) -> int:
+    """Say the command and become it, or print it for a dry run: only then it returns, with the exit
+    code. UsageError where it cannot be."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     command = srun_command(words, ns, environ, interactive=interactive)
+    if ns.dry_run:
+        print(shlex.join(command))
+        return EXIT_OK
     say(f"--srun: {shlex.join(command)}")
     for name in _OF_A_SHELL:
         os.environ.pop(name, None)
@@ -72,6 +79,7 @@ def srun_command(
 
 
 def _without(words: Sequence[str], ns: argparse.Namespace) -> list[str]:
-    """The words without --srun, of which abbreviations exist; the script's words stay."""
+    """The words without --srun and --dry-run; the script's words stay."""
     script = len(words) - len(ns.training_script_args) - 1
-    return [*(word for word in words[:script] if word not in SPELLINGS), *words[script:]]
+    ours = [word for word in words[:script] if not NOT_HANDED_ON.fullmatch(word)]
+    return [*ours, *words[script:]]

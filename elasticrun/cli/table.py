@@ -34,7 +34,8 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
 
 Every flag may be written with underscores, and abbreviated as long as it is clear. A flag on the
-command line beats the variable in its brackets."""
+command line beats the variable in its brackets, and ELASTICRUN_NNODES beats PET_NNODES: all PET_
+variables have such a form."""
 
 
 def comma_separated(text: str) -> list[str]:

@@ -38,15 +38,17 @@ class Filled(NamedTuple):
 class Whereabouts:
     """What follows from the scheduler for this command.
 
-    filled: flags by their dest. note: one line about what was seen and what is made of it, ""
-    where nothing is to be said. idle: this process has nothing to do, and why. by: the flag
-    or variable that says where nodes meet, "" where none does."""
+    filled: flags by their dest. shown: the same, for people alone: what counts in the place of
+    these flags although it has not become one of them. note: one line about what was seen and
+    what is made of it, "" where nothing is to be said. idle: this process has nothing to do, and
+    why. by: the flag or variable that says where nodes meet, "" where none does."""
 
     found: Found | None = None
     filled: Mapping[str, Filled] = field(default_factory=dict)
     note: str = ""
     idle: str = ""
     by: str = ""
+    shown: Mapping[str, Filled] = field(default_factory=dict)
 
 
 NOWHERE: Final = Whereabouts()

@@ -3,7 +3,10 @@
 Where its ranks have a Checkpointer it first *departs*: the master is told, names a step that all
 ranks of the round save, and the ranks here run on until that step is written out. Then, or when
 `departure_grace` is over, or at a second death signal, the node leaves: its ranks are ended, and
-the master hears `Leaving`. Nobody is charged for any of it.
+the master hears `Leaving`. Where no rank could save anything now, but earlier ones have left
+snapshots here, it goes at once and stays only until these are written out, if it has the only copy
+of something. Nobody is charged for any of it. Slurm says SIGTERM twice within
+milliseconds, at a time limit and where another job takes the place: that is one signal.
 
 A scheduler may signal every process at once. Then ranks end by themselves once they have saved;
 what they have saved is waited for all the same, WAIT_FOR_SAVED at most, or until the master has
@@ -15,11 +18,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticrun.core import effects as fx
+from elasticrun.core.ending_rules import SIGTERM
 from elasticrun.core.failures import Ending, code_for
 from elasticrun.core.group_states import State
 from elasticrun.core.holding_rules import HoldingRules
 from elasticrun.core.parking_rules import ParkingRules
 from elasticrun.wire import messages as m
+
+SAID_AGAIN = 1.0
+"""Seconds after a SIGTERM in which another one is the same. (A second ^C is meant as one.)"""
 
 RESCUE = "rescue"
 """Stands for an attempt to persist that the master may begin when a node leaves without having
@@ -46,14 +53,24 @@ class DepartingRules(ParkingRules, HoldingRules):
                 self._signal(event.signum)
         elif self._state is State.RUNNING and event.step >= 0 and self._can_depart():
             self._depart(event, now)
+        elif self._is_said_again(event, now):
+            pass
+        elif event.holds and self._can_depart() and self._state is not State.FINISHED:
+            self._may_be_said_again(event, now)
+            self._leave_unsaved(event, now)
         else:
             self._leave(event, now)  # also at a second one: at once
 
     def _can_depart(self) -> bool:
         return self._departing is None and self._departure_grace > 0
 
+    def _may_be_said_again(self, event: fx.Signalled, now: float) -> None:
+        if event.signum == SIGTERM:
+            self._repeats = (SIGTERM, now + SAID_AGAIN)
+
     def _depart(self, event: fx.Signalled, now: float) -> None:
         self._departing = event
+        self._may_be_said_again(event, now)
         self._asked = -1
         self._deadlines.arm("departing", now + self._departure_grace)
         what = "this node leaves when its ranks have saved a step"

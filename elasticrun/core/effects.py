@@ -164,13 +164,14 @@ class SpawnerLost:
 class Signalled:
     """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
     the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
-    steps in which word from the master comes to every rank."""
+    steps in which word from the master comes to every rank. `holds`: there are snapshots here."""
 
     signum: int
     name: str
     death: bool
     step: int = -1
     margin: int = 2
+    holds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class GroupBase:
         self._probed: Probed | None = None  # the last answer, until a round begins
         self._persists: dict[str, float] = {}  # attempts to persist -> when they are given up
         self._departing: Signalled | None = None  # the signal that came, until this node leaves
+        self._repeats = (0, 0.0)  # this signal, until then, is the one it departs by, said again
         self._asked = -1  # the step that the ranks are to save
         self._written = -1  # the newest step of the present round that is in storage
         self._parked_until: float | None = None  # it is to stay until then, or is there already

@@ -46,11 +46,16 @@ class HoldingRules(GroupBase):
     # ------------------------------------------------------------ HOLDING
 
     def _signalled_holding(self, event: fx.Signalled, now: float) -> None:
-        if event.death:
+        if event.death and not self._is_said_again(event, now):
             self._note(f"received {event.name}: this node does not wait any longer", "warning")
             self._parked_until = None
             self._persists.clear()
             self._leave_if_free()
+
+    def _is_said_again(self, event: fx.Signalled, now: float) -> bool:
+        """Whether this is the signal by which this node departs, and not a second one."""
+        signum, until = self._repeats
+        return event.signum == signum and now < until
 
     def _saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
         """The process that was writing is gone with its spawner; the shell tells the master, which

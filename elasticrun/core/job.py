@@ -102,7 +102,7 @@ class Job(Attaching):
         elif isinstance(report, OF_SNAPSHOTS):
             self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
-            self._are_going((node,))
+            self._are_going((node,), signalled=report.signal != 0)
             self._membership.left(node, report.reason)
             self._stays.over(node)
             rdzv.leaving(node, now, report.reason)

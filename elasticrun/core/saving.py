@@ -57,11 +57,13 @@ class Saving(JobBase):
             self._saves.orders.append(((node,), asked))
         self._tell_saves()
 
-    def _are_going(self, nodes: Iterable[str]) -> None:
-        """These nodes say that they go, or are told so next. What the ranks of one that departs
-        could not save is written out as after a failure."""
+    def _are_going(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
+        """These nodes say that they go (of a death signal), or are told so next. What the ranks of
+        one that departs could not save, or have left in its memory, is written out as after a
+        failure."""
         nodes = tuple(nodes)
-        self._saves.going(nodes, self._now, rescue=self._departures.gone(nodes))
+        rescue = self._departures.gone(nodes)
+        self._saves.going(nodes, self._now, rescue=signalled or None if rescue is None else rescue)
         self._tell_saves()
 
     def _depart(self, node: str, report: m.Departing | m.Missed) -> None:

@@ -18,5 +18,7 @@ def detect(environ: Mapping[str, str], facts: Facts) -> Found | None:
         f"a pod of a DLRover ElasticJob, whose master is to be at {master.value}",
         nodes=number(environ, "NODE_NUM"),
         node_rank=number(environ, "NODE_RANK", "WORKER_RANK"),
+        job_id=text(environ, "ELASTIC_JOB_NAME"),
+        host=master,
         external=True,
     )

@@ -72,6 +72,14 @@ def amount(given: Given | None) -> int:
     return int(given.value) if given is not None else 0
 
 
+def not_a_number(environ: Mapping[str, str], name: str) -> str:
+    """Why a variable that counts nodes, or is the number of one, says nothing."""
+    told = environ.get(name, "").strip()
+    if not told:
+        return f"{name} is not set"
+    return f"{name}={told if len(told) <= 40 else told[:37] + '...'} is not a number"
+
+
 def text(environ: Mapping[str, str], *names: str) -> Given | None:
     """The first of these variables that is set and not empty."""
     for name in names:

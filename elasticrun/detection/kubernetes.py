@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from elasticrun.detection.found import TERMINAL, Facts, Found, Given, amount, number, text
+from elasticrun.detection.found import (
+    TERMINAL,
+    Facts,
+    Found,
+    Given,
+    amount,
+    not_a_number,
+    number,
+    text,
+)
 from elasticrun.detection.operators import POD, node_level
 from elasticrun.detection.ports import port_of_name
 
@@ -31,7 +40,11 @@ def leader_worker_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
     size, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
     seen = f"a pod of the LeaderWorkerSet group of {leader.value}"
     found = Found("LeaderWorkerSet", seen, nodes=size, node_rank=index)
-    return _of_all(_named(found, leader, leader.value), facts)
+    found = _named(found, leader, leader.value)
+    if size is None:
+        why = not_a_number(environ, "LWS_GROUP_SIZE")
+        return replace(found, why_alone=why, use="--nnodes=N")
+    return _of_all(found, facts)
 
 
 def volcano(environ: Mapping[str, str], facts: Facts) -> Found | None:

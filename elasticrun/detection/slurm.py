@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from elasticrun.detection.found import TERMINAL, Facts, Found, Given, amount, number, text
+from elasticrun.detection.found import (
+    TERMINAL,
+    Facts,
+    Found,
+    Given,
+    amount,
+    not_a_number,
+    number,
+    text,
+)
 from elasticrun.detection.hostlist import BadHostlist, expand
 from elasticrun.detection.ports import port_of_number
 
@@ -53,6 +62,9 @@ def _outside(environ: Mapping[str, str], job: Given) -> Found:
         rest = "node" if others == 1 else f"{others} nodes"
         why = f"nothing has been started on the other {rest}"
         return replace(found, nodes=nodes, why_alone=why, use="--srun")
+    count = "SLURM_JOB_NUM_NODES"
+    if nodes is None and count in environ:
+        found = replace(found, why_alone=not_a_number(environ, count))
     return replace(found, nodes=nodes)
 
 
@@ -72,13 +84,15 @@ def _task(environ: Mapping[str, str], facts: Facts, job: Given, step: int) -> Fo
         nproc=_devices(environ),
     )
     count = amount(nodes)
+    if nodes is None:
+        return replace(found, why_alone=not_a_number(environ, "SLURM_STEP_NUM_NODES"))
     if count <= 1:
         return found
     if amount(number(environ, "SLURM_HET_SIZE")) > 1:
         return replace(found, why_alone="the parts of a heterogeneous job are not put together")
     host, wrong = _first_host(environ, count)
     if host is None or rank is None:
-        return replace(found, why_alone=wrong or "SLURM_NODEID is not set")
+        return replace(found, why_alone=wrong or not_a_number(environ, "SLURM_NODEID"))
     found = replace(found, host=host, use=f"--nnodes={count}")
     if tasks > count:
         second = amount(number(environ, "SLURM_LOCALID")) > 0

@@ -130,19 +130,18 @@ Ask = Callable[[bulk.Get | bulk.Put, bytes], Answer]
 Is called in the connection's thread."""
 
 
-def serve(sock: socket.socket, secret: str, ask: Ask) -> str:
-    """Answer the one request of a connection: "" or a sentence about a peer that was refused."""
-    with sock:
-        link = Link(sock)
-        try:
-            return _let_in(link, secret, ask)
-        except bulk.Denied as denied:
-            return str(denied)
-        except (Broken, FrameError, SegmentError) as error:
-            return str(error)
+def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
+    """Answer the one request of a connection, which stays the caller's: "" or a sentence about a
+    peer that was refused. `proved` is called once it has said what only a saver of the job can."""
+    try:
+        return _let_in(Link(sock), secret, ask, proved)
+    except bulk.Denied as denied:
+        return str(denied)
+    except (Broken, FrameError, SegmentError) as error:
+        return str(error)
 
 
-def _let_in(link: Link, secret: str, ask: Ask) -> str:
+def _let_in(link: Link, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
     dial = bulk.read(link.payload(), bulk.CLIENT_TYPES, bulk.Dial)
     if dial.version != bulk.VERSION:
         return _refuse(link, f"this saver speaks version {bulk.VERSION}, not {dial.version}")
@@ -156,6 +155,7 @@ def _let_in(link: Link, secret: str, ask: Ask) -> str:
         bulk.check(secret, shown.proof, bulk.client_proof(secret, dial.nonce, nonce, request))
     except bulk.Denied:
         return _refuse(link, bulk.WRONG)
+    proved()
     match bulk.read(request, bulk.CLIENT_TYPES, bulk.Get, bulk.Put):
         case bulk.Get() as get:
             return _send_snapshot(link, get, ask)

@@ -1,7 +1,13 @@
-"""The savers of other nodes that dial this one: each has a thread, and asks the loop one thing."""
+"""The savers of other nodes that dial this one: each has a thread, and asks the loop one thing.
+
+Whoever is silent keeps nobody out: where more come than may be here, the one that has waited
+longest without a proof goes. A saver of the job proves itself within milliseconds, and dials again
+if it was not in.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import threading
@@ -17,7 +23,15 @@ from elasticrun.wire.bulk import MAX_TEXT, Get, Put, Refusal
 from elasticrun.wire.snapshots import FromSaver, Remark
 
 MAX_PEERS: Final = 64
-"""Connections at a time; more wait in the listener's queue."""
+"""Connections at a time; more wait in the listener's queue while all of these have proved that they
+are of the job."""
+
+MAX_LEAVING: Final = 64
+"""Connections beside them that were sent away and whose threads have not yet ended."""
+
+BACKLOG: Final = 1024
+"""Connections that the kernel keeps until they are taken; who finds no place there dials again only
+after a second."""
 
 MAX_STRANGERS: Final = 16
 """Connections that came to nothing and are told; whoever scans ports is no news."""
@@ -46,7 +60,8 @@ class Peers:
         self._answer = answer
         self._say = say
         self._post = post
-        self._open = 0
+        self._open: set[socket.socket] = set()
+        self._unproved: dict[socket.socket, None] = {}  # in the order of arrival
         self._strangers = 0
         self.port = 0
         if listener is not None:
@@ -55,7 +70,8 @@ class Peers:
 
     def listening(self) -> socket.socket | None:
         """What is readable when somebody dials; None while nobody more can be taken."""
-        return self._listener if self._open < MAX_PEERS else None
+        room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_LEAVING
+        return self._listener if len(self._open) < room else None
 
     def accept(self) -> None:
         """Take one that has dialled."""
@@ -68,19 +84,33 @@ class Peers:
                 self._listener = None
                 self._say(Remark(f"no other node can dial this saver any more: {error.strerror}"))
             return  # else it has gone again
-        self._open += 1
+        if len(self._open) >= MAX_PEERS and self._unproved:
+            self._send_away(next(iter(self._unproved)))
+        self._open.add(sock)
+        self._unproved[sock] = None
 
         def talk() -> None:
             try:
-                refused = bulk.serve(sock, self._secret, self._asked)
+                refused = bulk.serve(sock, self._secret, self._asked, proved)
             except BaseException as defect:
                 refused = reason_of(defect)
-            self._post(lambda: self._over(str(address[0]), refused))
+            self._post(lambda: self._over(sock, str(address[0]), refused))
+
+        def proved() -> None:
+            self._post(lambda: self._unproved.pop(sock, None))
 
         threading.Thread(target=talk, name="elasticrun-peer", daemon=True).start()
 
-    def _over(self, host: str, refused: str) -> None:
-        self._open -= 1
+    def _send_away(self, sock: socket.socket) -> None:
+        """Its thread sees the end of the connection, and closes nothing: `_over` does."""
+        del self._unproved[sock]
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _over(self, sock: socket.socket, host: str, refused: str) -> None:
+        sock.close()
+        self._open.discard(sock)
+        self._unproved.pop(sock, None)
         if refused and self._strangers < MAX_STRANGERS:
             self._strangers += 1
             last = self._strangers == MAX_STRANGERS
@@ -116,7 +146,7 @@ def listen(host: str) -> tuple[socket.socket | None, str]:
             found = socket.getaddrinfo(
                 address or None, 0, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE
             )
-            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=MAX_PEERS)
+            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=BACKLOG)
         except OSError as error:
             wrong = wrong or str(error.strerror or error)
             continue

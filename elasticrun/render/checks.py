@@ -59,8 +59,8 @@ def job_name(text: str, longest: int, last: str) -> str:
         raise Invalid(f"--name {text!r}: the name of a Service begins with a letter")
     if len(text) > longest:
         raise Invalid(
-            f"--name {text!r} has {len(text)} characters and may have {longest}: host names such "
-            f"as {last} have {MAX_LABEL} at most"
+            f"--name {text!r} has {len(text)} characters and may have {longest}: names such as "
+            f"{last} have {MAX_LABEL} at most"
         )
     return text
 

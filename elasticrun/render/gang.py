@@ -45,6 +45,11 @@ def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> G
         group = _group("scheduling.x-k8s.io/v1alpha1", metadata, {"minMember": least})
         by_name = {"scheduling.x-k8s.io/pod-group": name}
         return Gang((group,), pod_labels=by_name, scheduler="scheduler-plugins-scheduler")
+    if wanted.gang == "koordinator":
+        # Without `total-number`: of a job that was made smaller it would not be true any more.
+        prefix = "gang.scheduling.koordinator.sh"
+        by_name = {f"{prefix}/name": name, f"{prefix}/min-available": str(least)}
+        return Gang(pod_annotations=by_name, scheduler="koord-scheduler")
     if wanted.gang == "native":
         stage = "v1beta1" if wanted.version >= BETA else "v1alpha2"
         policy = {"schedulingPolicy": {"gang": {"minCount": least}}}

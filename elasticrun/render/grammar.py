@@ -110,6 +110,8 @@ def duration(text: str, flag: str) -> int:
             f"{flag} {text!r} is no time of Slurm's: write MINUTES, H:MM:SS or D-HH:MM:SS"
         )
     part = {key: int(value or 0) for key, value in match.groupdict().items()}
+    if part["dh"] > 23 or max(part["dm"], part["hm"], part["ds"], part["hs"], part["s"]) > 59:
+        raise Invalid(f"{flag} {text}: an hour has 60 minutes, a minute 60 seconds, a day 24 hours")
     seconds = part["days"] * 86400
     seconds += (part["dh"] + part["h"]) * 3600 + (part["dm"] + part["hm"] + part["m"]) * 60
     seconds += part["ds"] + part["hs"] + part["s"]

@@ -8,7 +8,7 @@ from elasticrun.render import pod
 from elasticrun.render.gang import Gang
 from elasticrun.render.pod import Place
 from elasticrun.render.policy import failure_rules
-from elasticrun.render.wanted import Pods
+from elasticrun.render.wanted import BACKOFF_LIMIT, Pods
 
 SUCCESS_POLICY: Final = (1, 31)
 """From this version of Kubernetes on a Job may succeed with fewer indices than it has."""
@@ -33,6 +33,13 @@ def spec(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
         made["activeDeadlineSeconds"] = wanted.deadline
     made["template"] = pod.template(wanted, place, gang)
     return made
+
+
+def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
+    """What is said of it in the place of `text.REMARKS`."""
+    if wanted.backoff_limit == BACKOFF_LIMIT:
+        return {}
+    return {("spec", "backoffLimit"): "so many failed pods end the job, deleted ones among them"}
 
 
 def lifetime(wanted: Pods) -> dict[str, Any]:

@@ -12,6 +12,14 @@ from elasticrun.render.wanted import Pods
 REPLICATED_JOB: Final = "node"
 """The one replicated job; its one Job is NAME-node-0."""
 
+POD_SUFFIX: Final = len("-abcde")
+"""Characters at the end of a pod's name; a JobSet counts them when it checks its own name."""
+
+REMARKS: Final = {
+    ("spec", "parallelism"): "not to be changed here; to resize, patch its Job, NAME-node-0",
+}
+"""What is said of a JobSet in the place of `text.REMARKS`."""
+
 
 def documents(wanted: Pods) -> list[dict[str, Any]]:
     """The objects in the order in which they are made; raises `Invalid` for a name that is too long
@@ -19,8 +27,8 @@ def documents(wanted: Pods) -> list[dict[str, Any]]:
     name = wanted.name
     child = f"{name}-{REPLICATED_JOB}-0"
     digits = len(str(wanted.most_pods - 1))
-    room = checks.MAX_LABEL - 1 - digits - len(f"-{REPLICATED_JOB}-0")
-    checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{wanted.most_pods - 1}")
+    room = checks.MAX_LABEL - 1 - digits - len(f"-{REPLICATED_JOB}-0") - POD_SUFFIX
+    checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{wanted.most_pods - 1}-abcde")
     metadata = job.metadata(wanted)
     extra = gang(wanted, metadata, of_a_set=True)
     pods = job.spec(wanted, Place(f"{child}-0", ""), extra)

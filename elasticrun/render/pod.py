@@ -6,14 +6,9 @@ from typing import Any, Final, NamedTuple
 
 from elasticrun.render.gang import Gang
 from elasticrun.render.policy import CONTAINER
-from elasticrun.render.wanted import Pods
-
-JOB_UID: Final = "ELASTICRUN_JOB_UID"
-"""Variable with the Job's uid: a job that is made again under its name is another job."""
+from elasticrun.render.wanted import INDEX, JOB_UID, Pods
 
 UID_LABEL: Final = "batch.kubernetes.io/controller-uid"
-INDEX: Final = "JOB_COMPLETION_INDEX"
-"""Variable that the Job's controller gives each pod."""
 
 
 class Place(NamedTuple):

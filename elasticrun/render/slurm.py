@@ -7,14 +7,19 @@ import shlex
 from collections.abc import Iterator
 
 from elasticrun.config import EXIT_OK, EXIT_SAVED
-from elasticrun.render.batch import Batch
+from elasticrun.detection.ports import PORTS
+from elasticrun.render.batch import RESOLUTION, Batch
 from elasticrun.render.policy import HOPELESS
 
-FIRST_PORT = 20000
-PORTS = 12000
-"""The master's port follows from the job's number, below the ports that kernels hand out."""
-
 SRUN = "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none"
+
+AGENT = """\
+agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
+"$@"
+code=$?
+[ "$SLURM_NODEID" != 0 ] || [ ! -f "$0" ] || echo "$code" >"$0"
+exit "$code"'"""
+"""The task of each node: the launcher, and on the first node a file with its exit code."""
 
 
 def script(wanted: Batch) -> str:
@@ -42,13 +47,18 @@ def _head(wanted: Batch) -> Iterator[str]:
     yield from (f"#SBATCH --{key}={value}" for key, value in directives.items() if value)
     if wanted.exclusive:
         yield "#SBATCH --exclusive"
-    yield "# one node that dies does not end the job: the others go on"
-    yield "#SBATCH --no-kill"
-    if wanted.time:
+    yield from (f"#SBATCH --{option}" for option in wanted.options)
+    if wanted.signal:
         yield "# every node saves a step and leaves before the time is over"
         yield f"#SBATCH --signal={wanted.signal}@{wanted.lead}"
     if wanted.requeues:
+        yield "# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes"
+        yield "# back into the queue; with it, it would hang if that is the node of this script"
         yield "#SBATCH --requeue"
+    else:
+        yield "# one node that dies does not end the job: the others go on; but not without the one"
+        yield "# where this script runs: then `scontrol requeue` the job, or `scancel` it"
+        yield "#SBATCH --no-kill"
     yield "#SBATCH --open-mode=append"
 
 
@@ -58,7 +68,7 @@ def _setting(wanted: Batch) -> Iterator[str]:
     if not wanted.launch.by_etcd:
         yield "# the first node hosts the job's master"
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
+        yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
     if wanted.launch.job_id:
         name = shlex.quote(wanted.launch.job_id)
     elif wanted.array:
@@ -79,18 +89,31 @@ def _step(wanted: Batch) -> Iterator[str]:
         words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$head:$port"']
     words += ['--rdzv-id="$job"', *map(quoted, launch.flags)]
     words.append(" ".join(map(quoted, launch.program)))
-    yield " \\\n    ".join((SRUN + cores, "elasticrun", *words))
+    agent = "elasticrun"
+    if wanted.knows_code:
+        yield "# srun ends with the highest code of all nodes, also of one that was excluded or"
+        yield "# killed; the job's own is the one with which the first node ends"
+        yield "own=$(mktemp)"
+        yield AGENT
+        agent = 'bash -c "$agent" "$own" elasticrun'
+    yield " \\\n    ".join((SRUN + cores, agent, *words))
     yield "code=$?"
+    if wanted.knows_code:
+        sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *HOPELESS))))
+        yield 'own_code=$(cat "$own")'
+        yield 'rm -f "$own"'
+        yield f'case "$own_code" in {sure}) code=$own_code ;; esac'
 
 
 def _end(wanted: Batch) -> Iterator[str]:
     if wanted.requeues:
-        late = wanted.time_seconds - wanted.lead - 60  # Slurm may send the signal a minute early
         yield "again=0"
         yield 'case "$code" in'
         yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
         yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
-        yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
+        if wanted.time_seconds:
+            late = wanted.time_seconds - wanted.lead - RESOLUTION
+            yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
         yield "esac"
         often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {wanted.requeues} ]'
         yield f'if [ "$again" = 1 ] && {often}; then'

@@ -11,7 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-REMARKS: Final[Mapping[tuple[str, str], str]] = {
+_Remarks = Mapping[tuple[str, str], str]
+
+REMARKS: Final[_Remarks] = {
     ("spec", "clusterIP"): "headless: every pod has a name of its own",
     ("spec", "publishNotReadyAddresses"): "also before pod 0 is ready, which it never says",
     ("spec", "parallelism"): "change both together to resize; the other pods go on",
@@ -32,9 +34,11 @@ _WORDS: Final = frozenset(
 _UNPRINTABLE = re.compile("[\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff\ufffe\uffff]")
 
 
-def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """A stream of YAML documents, with a remark beside the fields that are not self-evident."""
-    blocks = ("\n".join(_mapping(one, "", 0)) + "\n" for one in documents)
+def as_yaml(documents: Sequence[Mapping[str, Any]], special: _Remarks | None = None) -> str:
+    """A stream of YAML documents, with a remark beside the fields that are not self-evident:
+    one of `special`, else of REMARKS."""
+    remarks = {**REMARKS, **(special or {})}
+    blocks = ("\n".join(_mapping(one, "", 0, remarks)) + "\n" for one in documents)
     return "---\n".join(blocks)
 
 
@@ -44,25 +48,25 @@ def as_json(documents: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps(whole, indent=2) + "\n"
 
 
-def _mapping(value: Mapping[str, Any], above: str, indent: int) -> Iterator[str]:
+def _mapping(value: Mapping[str, Any], above: str, indent: int, remarks: _Remarks) -> Iterator[str]:
     for key, item in value.items():
-        remark = REMARKS.get((above, key), "")
+        remark = remarks.get((above, key), "")
         tail = f"  # {remark}" if remark else ""
         head = f"{' ' * indent}{_scalar(key)}:"
         if isinstance(item, Mapping) and item:
             yield head + tail
-            yield from _mapping(item, key, indent + 2)
+            yield from _mapping(item, key, indent + 2, remarks)
         elif isinstance(item, list | tuple) and item:
             yield head + tail
-            yield from _sequence(item, key, indent)
+            yield from _sequence(item, key, indent, remarks)
         else:
             yield f"{head} {_scalar(item)}{tail}"
 
 
-def _sequence(value: Sequence[Any], above: str, indent: int) -> Iterator[str]:
+def _sequence(value: Sequence[Any], above: str, indent: int, remarks: _Remarks) -> Iterator[str]:
     for item in value:
         if isinstance(item, Mapping) and item:
-            first, *rest = _mapping(item, above, indent + 2)
+            first, *rest = _mapping(item, above, indent + 2, remarks)
             yield f"{' ' * indent}- {first.lstrip()}"
             yield from rest
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -30,7 +31,18 @@ NEWEST: Final = (1, 37)
 ASSUMED: Final = (1, 31)
 """Taken where none is named: from it on every field that is used is on by default."""
 
-GANGS: Final = ("none", "volcano", "coscheduling", "kueue", "native")
+JOB_UID: Final = "ELASTICRUN_JOB_UID"
+"""Variable with the Job's uid: a job that is made again under its name is another job."""
+
+INDEX: Final = "JOB_COMPLETION_INDEX"
+"""Variable that the Job's controller gives each pod."""
+
+_OF_A_CONTROLLER = re.compile(
+    r"(batch\.kubernetes\.io/|jobset\.sigs\.k8s\.io/|(job-name|controller-uid)$)"
+)
+"""Labels that are refused or overwritten where somebody else has set them."""
+
+GANGS: Final = ("none", "volcano", "coscheduling", "kueue", "koordinator", "native")
 MAX_NODES: Final = 100_000
 """Most indices of an Indexed Job."""
 
@@ -185,8 +197,12 @@ def _check_names(wanted: Pods) -> None:
                 "--env ELASTICRUN_TOKEN would put the secret into the manifest: create a "
                 "Secret and name it with --token-secret"
             )
+        if key in (JOB_UID, INDEX):
+            raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
     for key, value in wanted.labels.items():
         checks.label_value(value, f"--label {checks.label_key(key, '--label')}")
+        if _OF_A_CONTROLLER.match(key):
+            raise Invalid(f"--label {key}: the controller sets that one; choose another key")
     for key, value in wanted.annotations.items():
         checks.plain(value, f"--annotation {checks.label_key(key, '--annotation')}")
     for key, value in wanted.selector.items():
@@ -276,6 +292,6 @@ def _check_gang(wanted: Pods) -> None:
     if wanted.gang == "native" and wanted.version < (1, 36):
         raise Invalid(
             "--gang native needs --k8s-version 1.36 or newer (and its feature gates): "
-            "take volcano, coscheduling or kueue, or none: no rank starts before the smallest "
+            "take another one, or none: no rank starts before the smallest "
             "number of nodes is there"
         )

@@ -332,7 +332,8 @@ class Node:
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
         """The agent receives a signal."""
-        self.feed(Signalled(signum, name, death, self.memory.current))
+        holds = bool(self.memory.kept or self.memory.replicas.copies)
+        self.feed(Signalled(signum, name, death, self.memory.current, holds=holds))
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""

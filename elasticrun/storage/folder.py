@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import xxhash
@@ -89,16 +89,23 @@ class Folder:
 
     def survey(self) -> list[Found]:
         """Every checkpoint that is there or was begun, by steps; one listing of each."""
-        return [_found(step, self._entries(step)) for step in self._steps()]
+        return self._surveyed(self._steps())
+
+    def _surveyed(self, steps: Iterable[int]) -> list[Found]:
+        return [_found(step, self._entries(step)) for step in steps]
 
     def committed(self) -> list[int]:
         """Steps that have a marker and were not condemned, ascending; also what was left."""
         return [one.step for one in self.survey() if one.committed]
 
-    def newest(self, below: int = -1) -> int:
+    def newest(self, below: int = -1, above: int = -1) -> int:
         """The step that a start goes on from, -1 for none: the newest one that was committed and
-        not left. `below`: nothing from that step on; -1: any."""
-        steps = chain(self.survey())
+        not left. `below`: nothing from that step on; -1: any. `above`: one that is later than this
+        step, or none; where the folder has no later one, it takes a single listing to say so."""
+        names = self._steps()
+        if not names or names[-1] <= above:
+            return -1
+        steps = [step for step in chain(self._surveyed(names)) if step > above]
         return max((s for s in steps if below < 0 or s < below), default=-1)
 
     def condemned(self) -> list[int]:
@@ -139,6 +146,23 @@ class Folder:
                     return f"{entry.name} has {size} bytes, not {entry.size}"
         return ""
 
+    def short(self, step: int, least: Mapping[str, int]) -> str:
+        """ "" if these files are there with so many bytes or more, else what is wrong with one, in
+        words: for checkpoints of torch alone, which have no manifest."""
+        sizes = self.files(step)
+        for name, bytes_ in least.items():
+            if sizes.get(name, -1) < bytes_:
+                size = self.size(step, name)
+                if size is None:
+                    return f"{name} is missing"
+                if size < bytes_:
+                    return f"{name} has {size} bytes, and {bytes_} were written"
+        return ""
+
+    def has_manifest(self, step: int) -> bool:
+        """Whether we have written it, so that there is something to compare it with."""
+        return self.size(step, manifests.NAME) is not None
+
     @property
     def shows_others(self) -> bool:
         """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
@@ -169,8 +193,9 @@ class Folder:
 
     def verify(self, step: int, part: int = 0, of: int = 1) -> str:
         """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
-        `of`-th file from the `part`-th on. "" or what is wrong, in a sentence. "" too for what has
-        no manifest, since torch has written it: there is nothing to compare with."""
+        `of`-th file from the `part`-th on (0: of no file). "" or what is wrong, in a sentence. ""
+        too for what has no manifest, since torch has written it: there is nothing to compare
+        with."""
         where = f"step {step} in {self.url}"
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
@@ -185,16 +210,17 @@ class Folder:
         except ManifestError as error:
             return f"{where} is spoiled: {error}"
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENOENT):
-                raise StorageError(f"{where} cannot be read: {error.strerror}") from error
-            return f"{where} is spoiled: it cannot be read whole ({error.strerror})"
+            why = error.strerror or repr(error)
+            if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
+                raise StorageError(f"{where} cannot be read: {why}") from error
+            return f"{where} is spoiled: it cannot be read whole ({why})"
 
     def _compare(self, where: str, manifest: Manifest, part: int, of: int) -> str:
         if wrong := self.lacks(manifest.step, manifest.files):
             return f"{where} is spoiled: {wrong}"
         if self._marker(manifest) != manifest.marker_hash:
             return f"{where} is spoiled: {MARKER} is not what was written"
-        for entry in manifest.files[part::of]:
+        for entry in manifest.files[part::of] if of else ():
             if wrong := self._changed(manifest.step, entry):
                 return f"{where} is spoiled: {wrong}"
         return ""

@@ -33,7 +33,7 @@ def held(local_rank: int) -> Held:
 def made(config: AgentConfig | None = None) -> tuple[Departing, dict[int, Held], list[m.Report]]:
     current = {0: held(0), 1: held(1)}
     said: list[m.Report] = []
-    departing = Departing(config or made_config(), current, said.append)
+    departing = Departing(config or made_config(), current, current.values, said.append)
     departing.begin(START)
     return departing, current, said
 
@@ -47,6 +47,13 @@ def test_the_newest_step_of_its_ranks_counts() -> None:
     signalled = departing.signalled(15, death=True)
     assert (signalled.name, signalled.step) == ("SIGTERM", 5)
     assert departing.signalled(10, death=False).step == NONE
+
+
+def test_snapshots_that_lie_here_are_told_of() -> None:
+    departing, current, _ = made()
+    assert not departing.signalled(15, death=True).holds
+    current[1].segment.commit(0, round=ROUND, sequence=1, step=3, layout=1, values=0)
+    assert departing.signalled(15, death=True).holds
 
 
 def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

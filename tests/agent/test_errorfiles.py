@@ -197,7 +197,7 @@ def test_a_copy_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 def test_the_kernels_count_explains_deaths_near_its_rise(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 4\noom_kill 3\n")
-    kills = OomKills([tmp_path / "missing", events])
+    kills = OomKills(lambda: [tmp_path / "missing", events])
     assert not kills.near(NEAR_US)
     events.write_text("low 0\noom 5\noom_kill 5\n")
     assert kills.near(2 * NEAR_US)
@@ -205,8 +205,24 @@ def test_the_kernels_count_explains_deaths_near_its_rise(tmp_path: Path) -> None
     assert not kills.near(4 * NEAR_US)
 
 
+def test_the_count_of_a_cgroup_that_was_entered_later(tmp_path: Path) -> None:
+    """A scheduler, or a test, may put a running agent into another one."""
+    old, new, host = (tmp_path / name for name in ("old", "new", "host"))
+    old.write_text("oom_kill 3\n")
+    host.write_text("oom_kill 9\n")
+    own = [old, host]
+    kills = OomKills(lambda: own)
+    own[0] = new
+    assert not kills.near(NEAR_US), "the host's count is not new"
+    new.write_text("oom_kill 0\n")
+    assert not kills.near(NEAR_US)
+    new.write_text("oom_kill 1\n")
+    assert kills.near(2 * NEAR_US)
+    assert not kills.near(4 * NEAR_US)
+
+
 def test_no_count_explains_nothing(tmp_path: Path) -> None:
-    kills = OomKills([tmp_path / "missing"])
+    kills = OomKills(lambda: [tmp_path / "missing"])
     assert not kills.near(now_us())
 
 
@@ -217,7 +233,7 @@ def test_this_hosts_count_can_be_read() -> None:
 def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
-    monkeypatch.setattr(errorfiles, "_oom_kills", OomKills([events]))
+    monkeypatch.setattr(errorfiles, "_oom_kills", OomKills(lambda: [events]))
     events.write_text("oom_kill 1\n")
     failure = describe("", exitcode=-9)
     assert failure.kind is FailureKind.OOM

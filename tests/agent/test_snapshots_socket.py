@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from elasticrun.agent import savers as savers_module, shards as shards_module, snapshot_peers
+from elasticrun.agent import (
+    memory,
+    savers as savers_module,
+    shards as shards_module,
+    snapshot_peers,
+)
 from elasticrun.operator_log import logger
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -275,6 +284,42 @@ def test_a_newer_checkpointer_is_given_what_the_one_before_had_asked_for() -> No
     play(body)
 
 
+def test_a_rank_is_told_at_once_that_the_agent_cannot_map_its_memory() -> None:
+    """Nothing of that memory is left; and so with whatever else is in the way."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        rank = await node.rank(0)
+        with at_most(200 << 20):
+            here = await asyncio.to_thread(
+                rank.ask, rank.wanted(layout_of(150 << 20)), s.SegmentHere
+            )
+        assert not here.ok
+        assert "without snapshots: the agent cannot map 300 MiB" in here.reason
+        assert node.snapshots._segments.held == []
+        folder = Path(node.snapshots._segments._base)
+        assert not list(folder.rglob("0-*"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "mapped", lambda *_: 1 / 0)
+            here = await asyncio.to_thread(rank.ask, rank.wanted(layout_of()), s.SegmentHere)
+        assert "without snapshots: ZeroDivisionError" in here.reason
+        assert (await asyncio.to_thread(rank.need, layout_of())).ok
+
+    play(body)
+
+
+@contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """This process may map so many bytes more."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it() -> None:
     async def body(node: Node) -> None:
         node.begin(2, restore=m.Restore(ONE, 5, 4))
@@ -371,6 +416,21 @@ def test_without_a_saver_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) ->
         assert "nothing was compared: the saver ended (killed by signal 9)" in whole.reason
 
     play(body)
+
+
+def test_what_had_no_hashes_is_said_to_go_unverified(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(node: Node) -> None:
+        _, saver = await life_with_saver(node, 1)
+        goes_on(node)
+        for _ in range(2):
+            check = await next_of(saver, s.CheckSnapshot)
+            which = (check.key, check.slot, check.sequence)
+            saver.say(s.Checked(*which, True, "step 1 had not been hashed"))
+        whole = await compared(await node.rank(0), 0)
+        assert (whole.ok, whole.reason) == (True, "step 1 had not been hashed")
+
+    play(body)
+    assert "step 1 goes unverified: step 1 had not been hashed" in caplog.text
 
 
 def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
@@ -667,6 +727,81 @@ def test_another_user_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> No
         done = await asyncio.to_thread(subprocess.run, command, timeout=60, check=False)
         assert done.returncode == 0
         assert "a process of another user" in told(caplog)
+
+    play(body)
+
+
+SPEAK = """
+import os, socket, sys
+from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.segment import VERSION
+from elasticrun.wire.snapshots import RankHere, ToPeer
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("\\0" + sys.argv[1])
+rank = int(sys.argv[2])
+sock.sendall(encode(RankHere(VERSION, rank, rank, 2, "/runs/a", 3, 0)))
+print("heard" if sock.recv(65536) else "hung up", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def speaks(node: Node, local_rank: int, *, leads: bool = False) -> Iterator[str]:
+    """Another process that says it is that rank; how it was answered. `leads`: it has a session of
+    its own, as the process that is started for a rank has."""
+    name, _ = read_place(node.snapshots.place(local_rank))
+    command = [sys.executable, "-c", SPEAK, name, str(local_rank)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=leads, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def test_a_child_of_a_rank_does_not_take_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        rank = await node.rank(0)
+        await asyncio.to_thread(rank.need, layout_of())
+
+        def a_child_comes() -> str:
+            with speaks(node, 0) as answer:
+                return answer
+
+        assert await asyncio.to_thread(a_child_comes) == "hung up"
+        assert f"process {os.getpid()} speaks for that rank" in told(caplog)
+        rank.commit(1)
+        await node.heard([rank])
+        newer = await node.rank(0)  # a later Checkpointer of the same process
+        assert await asyncio.to_thread(rank.hung_up)
+        assert (await asyncio.to_thread(newer.need, layout_of())).ok
+
+    play(body)
+
+
+def test_who_comes_after_a_process_within_a_rank() -> None:
+    """The rank is a shell, say, that runs one program after another."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+
+        async def is_heard(local_rank: int) -> bool:
+            try:
+                await node.rank(local_rank)
+            except (AssertionError, ConnectionError):
+                return False
+            return True
+
+        for leads, after in ((False, True), (True, False)):
+            local_rank = int(leads)
+            made = speaks(node, local_rank, leads=leads)
+            assert await asyncio.to_thread(made.__enter__) == "heard"
+            assert not await is_heard(local_rank)
+            await asyncio.to_thread(made.__exit__, None, None, None)
+            assert await is_heard(local_rank) is after
+        node.begin(2)
+        assert await is_heard(1)
 
     play(body)
 

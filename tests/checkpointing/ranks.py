@@ -87,10 +87,10 @@ class Ranks:
 
 
 @contextmanager
-def fork_server() -> Iterator[None]:
-    """Ends the fork server with the tests that need it."""
+def fork_server(*more: str) -> Iterator[None]:
+    """Ends the fork server with the tests that need it. `more`: modules that their ranks need."""
     multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed.tensor", "elasticrun.checkpointing.checkpointer"]
+        ["torch", "torch.distributed.tensor", "elasticrun.checkpointing.checkpointer", *more]
     )
     try:
         yield

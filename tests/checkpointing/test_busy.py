@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -10,11 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.line import Line, own_place
 from elasticrun.training import Checkpointer
 from elasticrun.wire.segment import NONE
-from elasticrun.wire.snapshots import AwaitRoom, Committed, NeedSegment, RankHere, Remark, Resume
+from elasticrun.wire.snapshots import (
+    AwaitRoom,
+    CannotRestore,
+    Committed,
+    NeedSegment,
+    RankHere,
+    Remark,
+    Resume,
+)
+from tests.agent.test_snapshots_socket import at_most
 from tests.checkpointing.played import PlayedAgent, playing
 
 
@@ -57,6 +69,38 @@ def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: Pla
     agent.look()
     assert line.ask(agent.of(RankHere)[0], Resume)[0].step == -1
     ckpt.close()
+
+
+def test_children_of_a_rank_know_no_agent(agent: PlayedAgent, tmp_path: Path) -> None:
+    for number in (1, 2):  # a later Checkpointer of the same process knows it
+        ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None)
+        ckpt.step(number)
+        assert ckpt.stats.snapshots == 1
+        assert "ELASTICRUN_SNAPSHOTS" not in os.environ
+        ckpt.close()
+    assert own_place() == agent.place(0)
+    child = os.fork()
+    if not child:
+        os._exit(len(own_place()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
+    agent: PlayedAgent, tmp_path: Path
+) -> None:
+    state = {"x": torch.ones(10 << 20)}
+    ckpt = Checkpointer(tmp_path, state=state, every=1, persist_every=None)
+    ckpt.step(1)
+    ckpt.close()
+    agent.next_life(1, 1)
+    del ckpt
+    gc.collect()
+    again = Checkpointer(tmp_path, state=state, every=1, persist_every=None)
+    with at_most(64 << 20), pytest.raises(RuntimeError) as caught:
+        again.restore()
+    assert "step 1 is whole in memory, but this process cannot map" in str(caught.value)
+    again.close()
+    assert agent.of(CannotRestore) == []
 
 
 def test_what_was_skipped_is_told_once_for_each_checkpoint(

@@ -17,6 +17,7 @@ from elasticrun.checkpointing.memory import Mapped
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import pieces
+from elasticrun.storage.errors import StorageError
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.wire.snapshots import (
     CannotRestore,
@@ -244,6 +245,26 @@ def test_strict_save_raises(agent: PlayedAgent, tmp_path: Path) -> None:
     one.ckpt.close()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_save_that_torch_fails_at_ends_nothing(tmp_path: Path, strict: bool) -> None:
+    """Without an agent; torch raises what is no Exception."""
+    folder = tmp_path / "ckpt"
+    folder.write_text("in the way")
+    ckpt = Checkpointer(folder, n={"x": 1}, persist_every=1, strict_save=strict)
+    for step in (1, 2):
+        if strict:
+            with pytest.raises(StorageError, match=f"checkpoint of step {step} was not written"):
+                ckpt.step(step)
+        else:
+            ckpt.step(step)
+    assert ckpt.stats.failed == 2
+    ckpt.close()
+    folder.unlink()
+    ckpt.step(3)
+    assert (folder / "step-000000003" / ".metadata").exists()
+
+
 def test_an_agent_that_hangs_up_ends_snapshots_and_not_training(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:
@@ -257,6 +278,17 @@ def test_an_agent_that_hangs_up_ends_snapshots_and_not_training(
     assert one.ckpt.stats.failed == 1
     assert any("no more snapshots" in str(one.message) for one in said)
     one.ckpt.close()
+
+
+def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, tmp_path: Path) -> None:
+    """One epoch after the other, say, each counted from 0."""
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=4, strict_save=True)
+    for step in [*range(1, 6), 5, *range(4), *range(9)]:
+        ckpt.step(step)
+    (said,) = agent.until(Remark)
+    assert "count them over the whole training, not over an epoch" in said.text
+    assert ckpt.stats.snapshots == 2
+    ckpt.close()
 
 
 def test_an_unhealthy_step_is_left_out(agent: PlayedAgent, tmp_path: Path) -> None:

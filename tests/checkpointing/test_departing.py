@@ -11,6 +11,7 @@ import pytest
 from elasticrun.checkpointing import departing
 from elasticrun.checkpointing.departing import Departure, PutOff
 from elasticrun.checkpointing.line import Line
+from elasticrun.core.departing_rules import SAID_AGAIN
 from elasticrun.wire.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
 
@@ -137,11 +138,29 @@ rank.end()
 
 
 def test_a_second_signal_is_obeyed_at_once() -> None:
-    body = """
-os.kill(me, signal.SIGTERM)
-os.kill(me, signal.SIGTERM)
-"""
+    for first, second in ((10, 10), (10, 15), (15, 10)):
+        body = f"os.kill(me, {first})\nos.kill(me, {second})"
+        assert ended(body) == (-second, [PUTS_OFF])
+    assert departing.SAID_AGAIN == SAID_AGAIN, "as the agent counts"
+    body = "departing.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
     assert ended(body) == (-15, [PUTS_OFF])
+
+
+@pytest.mark.parametrize("ends_in", ["rank.end()", "Thread(target=rank.end).start()"])
+def test_a_sigterm_that_is_said_again_is_no_second_one(ends_in: str) -> None:
+    """Slurm does so within milliseconds, at a time limit."""
+    body = f"""
+from threading import Thread
+os.kill(me, signal.SIGTERM)
+os.kill(me, signal.SIGTERM)
+assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
+os.kill(me, signal.SIGTERM)
+rank.answer(3, saved=True)
+print("saved", flush=True)
+{ends_in}
+signal.pause()
+"""
+    assert ended(body) == (-15, [PUTS_OFF, "saved"])
 
 
 @pytest.mark.parametrize("fork", ["os.fork()", "0"])

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrun.checkpointing import copying
+from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.modules import state_of
+from elasticrun.checkpointing.parts import StateError
+from elasticrun.checkpointing.recalling import Recall, in_order
 from elasticrun.checkpointing.state import Known, State
+from elasticrun.checkpointing.taking import Taker
 from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.image import arrange
 from elasticrun.dcp.items import Flat, flatten
-from elasticrun.wire.layout import Layout, decode
+from elasticrun.dcp.restoring import Cover
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.layout import Item, ItemKind, Layout, decode, lay_out
+from elasticrun.wire.segment import VERSION
+from elasticrun.wire.snapshots import RankHere, Resume, WantShard
+from tests.checkpointing.played import playing
 
 
 @pytest.fixture
@@ -147,6 +157,114 @@ def test_a_state_that_is_another_is_not_taken_for_the_known_one(other: Any, fill
     plan = state.take()
     assert plan.layout is None
     assert arrange(plan.pieces, 4096) == arrange(other().take().pieces, 4096) != layout
+
+
+def turn(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.get_parameter("0.weight").t_()
+
+
+def halve(module: nn.Module) -> None:
+    module.get_buffer("1.running_mean").resize_(2)
+
+
+def see_otherwise(module: nn.Module) -> None:
+    weight = module.get_parameter("2.0.weight")
+    weight.data = weight.data.view(4, 2)
+
+
+@pytest.mark.parametrize("change", [turn, halve, see_otherwise])
+def test_a_tensor_that_is_seen_otherwise_is_found_anew(change: Any) -> None:
+    module = small()
+    state = State({"model": module}, 0)
+    state.take()
+    plan = state.take()
+    change(module)
+    found = state.take()
+    assert found is not plan
+    now = dict(zip((item.fqn for item in found.items), found.tensors, strict=True))
+    assert all(torch.equal(now[f"model.{n}"], value) for n, value in module.state_dict().items())
+
+
+def test_an_optimizer_of_a_parameter_that_was_replaced_is_told_of() -> None:
+    module = nn.Linear(4, 4)
+    optim = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optim.step()
+    state = State({"model": module, "optim": optim}, 0)
+    state.take()
+    module.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(
+        StateError, match=r"optim has a parameter of shape \(4, 4\) that is in none"
+    ):
+        state.take()
+
+
+def test_plain_values_that_change_are_not_kept() -> None:
+    values = {"order": list(range(20_000)), "small": [0] * 1000, "same": "word" * 100}
+    state = State({"n": values}, 0)
+
+    def snapshot() -> list[bytes]:
+        values["order"] = [*values["order"][1:], 0]
+        values["small"] = [int(values["small"][0]) + 1] * 1000
+        return state.serialised(state.take().values)
+
+    before = snapshot()
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            after = snapshot()
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert sum(any(one is other for other in before) for one in after) == 1
+
+
+# ---------------------------------------------------------------- other numbers of ranks
+
+
+def chunk(rank: int, world: int) -> Item:
+    """This rank's share of 64 * 63 rows."""
+    rows = 64 * 63 // world
+    what = ("w", ("w",), ItemKind.SHARD, False, "uint8")
+    return Item(*what, (64 * 63, 1), (rank * rows, 0), (rows, 1), 704, rows, 100)
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize(("old", "new"), [(64, 32), (64, 63), (8, 4), (4, 8), (2, 1)])
+def test_no_more_shards_are_asked_for_than_have_what_is_needed(
+    old: int, new: int, here: bool
+) -> None:
+    """But for one that lies here."""
+    shards = [lay_out([chunk(rank, old)], 4096, "2.13") for rank in range(old)]
+    for rank in range(new):
+        order = in_order(rank, new, old, here=here)
+        assert sorted(order) == list(range(old))
+        cover, asked = Cover([chunk(rank, new)]), 0
+        while not cover.whole:
+            cover.offer(order[asked], shards[order[asked]])
+            asked += 1
+        assert asked <= len({move.source for move in cover.moves}) + here
+
+
+def test_a_rank_asks_first_where_what_it_needs_was() -> None:
+    with playing(8) as agent:
+        lines = [Line(agent.place(rank)) for rank in range(8)]
+        for rank, line in enumerate(lines):
+            line.ask(RankHere(VERSION, rank, rank, 8, "/nowhere", 3, 0), Resume)
+            state = State({"x": {"t": torch.full((5,), 7.0)}}, rank)
+            Taker(line, state, 2, RoundName(1, 1, "a")).take(1, persist=False, wait=0.0)
+        agent.next_life(1, 8, ranks=4)
+        tensor = torch.zeros(5)
+        resume, _ = lines[3].ask(agent.of(RankHere)[3], Resume)
+        Recall(lines[3], State({"x": {"t": tensor}}, 3), resume).run(4)
+        assert torch.equal(tensor, torch.full((5,), 7.0))
+        assert [asked.rank for asked in agent.of(WantShard)] == [6]
+        for line in lines:
+            line.close()
+
+
+# ---------------------------------------------------------------- flattening
 
 
 class Words(dict[str, Any]):

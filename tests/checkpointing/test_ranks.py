@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,11 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from elasticrun.checkpointing.choosing import NotAgreed
 from elasticrun.checkpointing.memory import Mapped
+from elasticrun.storage.errors import StorageError
+from elasticrun.storage.folder import Folder
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.wire.snapshots import Committed, Remark, Restored, WantShard
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.checkpointing.ranks import Ranks, fork_server
+from tests.checkpointing.test_stored import add_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -143,6 +148,67 @@ def test_a_shard_that_is_gone_is_had_from_the_others_if_they_have_it_all(tmp_pat
         assert {m.rank for m in agent.of(WantShard, 1)} == {0, 1}
 
 
+class Mute(dist.ProcessGroup):
+    """Has no backend, so that every collective of it raises; but a name, which a mesh asks for."""
+
+    def _set_group_name(self, name: str) -> None:
+        self.name = name
+
+    def getGroupName(self) -> str:
+        return self.name
+
+
+def mute() -> None:
+    """From now on no rank can call a collective."""
+    kept: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    make = lambda store, rank, world, limit: Mute(rank, world)  # noqa: E731
+    dist.Backend.register_backend("mute", make, devices=["cpu"])  # type: ignore[no-untyped-call]
+    store = dist.PrefixStore("mute", kept)
+    dist.init_process_group("mute", store=store, rank=rank, world_size=world)
+    for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(1))):
+        with pytest.raises(RuntimeError):
+            call()
+
+
+def three_steps(folder: str, source: str, first: int) -> None:
+    """A restore, snapshots, one that is asked for; but for the first life without a collective."""
+    if source != "nothing":
+        mute()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    options: Any = {"every": 1, "persist_every": 2, "on_busy": "wait", "strict_save": True}
+    ckpt = Checkpointer(folder, model=model, optim=optim, state={"rows": rows}, **options)
+    ckpt.per_rank("own", {"rank": dist.get_rank()})
+    assert ckpt.restore() == first
+    assert ckpt.stats.source == source
+    assert torch.all(rows.to_local() == first)
+    for step in range(first + 1, first + 4):
+        model(torch.ones(1, 2)).sum().backward()
+        optim.step()
+        rows.to_local().fill_(step)
+        ckpt.step(step)
+    rows.to_local().fill_(first + 4)
+    assert ckpt.save_now(first + 4)
+    ckpt.close()
+
+
+def test_no_collective_is_called_with_an_agent(tmp_path: Path) -> None:
+    """In a restore from storage, one from memory, and snapshots after them."""
+    Ranks(three_steps, str(tmp_path), "nothing", 0, world=2).results()
+    with playing(2) as agent:
+        for source, first in (("storage", 4), ("memory", 8)):
+            lives = Ranks(
+                three_steps, str(tmp_path), source, first, world=2, places=places(agent, 2)
+            )
+            lives.results()
+            if first == 4:
+                agent.next_life(8, 2)
+
+
 # ---------------------------------------------------------------- torch alone
 
 
@@ -172,26 +238,10 @@ def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Pa
             ckpt.step(step)
     assert [str(w.message) for w in said if "elasticrun" in str(w.message)] == [
         "elasticrun: this was not started by elasticrun, so nothing is kept in memory; torch's own "
-        "asynchronous save writes what persist_every asks for"
+        "save writes what persist_every asks for"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:09d}" for step in (4, 8, 10)]
     assert ckpt.stats.persists == 5
-    ckpt.close()
-
-
-def test_a_spoiled_checkpoint_is_condemned_and_the_one_before_is_taken(tmp_path: Path) -> None:
-    state = {"x": torch.zeros(40_000)}
-    ckpt = Checkpointer(tmp_path, state=state, persist_every=1)
-    for step in (1, 2):
-        state["x"].fill_(float(step))
-        ckpt.step(step)
-    ckpt.close()
-    (file,) = (tmp_path / "step-000000002").glob("*.distcp")
-    os.truncate(file, 1000)
-    other = {"x": torch.zeros(40_000)}
-    ckpt = Checkpointer(tmp_path, state=other, persist_every=1)
-    assert ckpt.restore() == 1
-    assert torch.equal(other["x"], torch.ones(40_000))
     ckpt.close()
 
 
@@ -220,6 +270,116 @@ def test_with_an_agent_the_newer_of_memory_and_storage_is_taken(
             assert ckpt.stats.snapshots == 1
             ckpt.close()
             taking.close()
+
+
+class Odd:
+    """Raises when the state of one step is taken, on one rank."""
+
+    def __init__(self, rank: int, wrong: int) -> None:
+        self.step, self._wrong = 0, wrong if rank == 1 else -1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.step == self._wrong:
+            raise RuntimeError("planted")
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def fails_once(folder: str) -> tuple[list[int], list[list[int]], list[str]]:
+    """One rank cannot take step 2; then nobody can write any more. What had failed after each step
+    and which checkpoints stood."""
+    state, odd = sharded(0), Odd(dist.get_rank(), 2)
+    failed, stood = [], []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ckpt = Checkpointer(folder, state=state, odd=odd, persist_every=1, keep=Keep(last=1))
+        ckpt.restore()
+        for step in (1, 2, 3, 4, 5):
+            for target, source in zip(parts(state), parts(sharded(step)), strict=True):
+                target.copy_(source)
+            odd.step = step
+            dist.barrier()
+            if step == 5 and dist.get_rank() == 0:
+                (Path(folder) / "step-000000005").write_text("in the way")
+            dist.barrier()
+            ckpt.step(step)
+            failed.append(ckpt.stats.failed)
+            stood.append(sorted(int(p.parent.name[5:]) for p in Path(folder).glob("*/.metadata")))
+        ckpt.close()
+        failed.append(ckpt.stats.failed)
+    return failed, stood, [str(one.message) for one in said if "failed" in str(one.message)]
+
+
+def test_a_save_that_fails_ends_nothing_and_costs_no_other(tmp_path: Path) -> None:
+    """torch raises what is no Exception. Saves of several steps are never taken for one, and there
+    is never a moment without a checkpoint (the newest of two that stand may be just written)."""
+    folder = str(tmp_path / "runs")
+    (failed, stood, said), (other, _, _) = Ranks(fails_once, folder, world=2).results()
+    assert failed == [0, 0, 1, 1, 1, 2]
+    assert other == [0, 1, 1, 1, 1, 2]
+    assert [steps[0] for steps in stood[1:]] == [1, 1, 3, 4]
+    assert len(said) == 2
+    assert "step 2 was not written (rank 1: RuntimeError('planted'))" in said[0]
+    assert "a save failed: the checkpoint of step 5 was not written" in said[1]
+    os.unlink(f"{folder}/step-000000005")
+    assert Ranks(restores, folder, 4, True, world=2).results() == [(4, ""), (4, "")]
+
+
+def restores(folder: str, step: int, verify: bool, away: int = -1) -> tuple[int, str]:
+    """The step that is restored, with all its bits; or what is said on a rank. Rank `away` cannot
+    look into storage."""
+    if dist.get_rank() == away:
+        Folder.verify = refuse  # type: ignore[method-assign]
+    state = sharded(99)
+    ckpt = Checkpointer(folder, state=state, persist_every=None, verify=verify)
+    try:
+        found = ckpt.restore()
+    except (NotAgreed, StorageError) as error:
+        return -1, f"{type(error).__name__}: {error}"
+    for mine, wanted in zip(parts(state), parts(sharded(step)), strict=True):
+        assert torch.equal(mine, wanted)
+    return found, ""
+
+
+def refuse(*_: Any) -> str:
+    raise StorageError("it is on fire")
+
+
+def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Path) -> None:
+    """Rank 1 alone compares what is changed in step 4, and rank 0 what is cut in step 3."""
+    folder = Folder(str(tmp_path))
+    assert Ranks(two_steps, str(tmp_path), world=2).results() == [0, 0]
+    for step in (3, 4):
+        shutil.copytree(folder.path(2), folder.path(step))
+    for step in (2, 3, 4):
+        add_manifest(folder, step)
+    changed, cut = Path(folder.path(4)) / "__1_0.distcp", Path(folder.path(3)) / "__0_0.distcp"
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    os.truncate(cut, 10)
+    assert Ranks(restores, str(tmp_path), 2, True, world=2).results() == [(2, ""), (2, "")]
+    assert folder.condemned() == [3, 4]
+    ours, theirs = Ranks(restores, str(tmp_path), 2, True, 1, world=2).results()
+    assert theirs == (-1, "StorageError: it is on fire")
+    assert ours[1] == (
+        "NotAgreed: step 2 in storage cannot be restored by all ranks: rank 1: it is on fire"
+    )
+    assert folder.condemned() == [3, 4]
+
+
+def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ELASTICRUN_PROGRESS", "anywhere")
+    ckpt = Checkpointer(tmp_path, state={"x": torch.zeros(4)})
+    with pytest.warns(UserWarning, match="the agent has given this process no place"):
+        ckpt.step(1)
+    ckpt.close()
 
 
 # ---------------------------------------------------------------- deaths

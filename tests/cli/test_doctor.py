@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,26 @@ import pytest
 from elasticrun import __version__
 from elasticrun.cli import doctor as own
 from elasticrun.cli.asked import Asked
+from elasticrun.cli.scheduler import settle
 from elasticrun.cli.status import Question, parse_endpoint
-from elasticrun.testing import hosts
-from elasticrun.testing.hosts import NETNS, Impossible, Lab
+from elasticrun.cli.whereabouts import NOWHERE
+from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import tls
 from elasticrun.wire.findings import Finding, State
 from elasticrun.wire.proof import TOKEN_WANTED
-from tests import aio
+from tests import aio, needs
 from tests.certificates import Authority
-from tests.doctor.child import finding, need, one
+from tests.detection.commands import NOT_A_POD, machine
+from tests.detection.environments import (
+    BATCH,
+    DLROVER,
+    INDEXED,
+    LWS,
+    PYTORCH_JOB,
+    SRUN,
+    TRAINER_2,
+)
+from tests.doctor.child import finding, one
 from tests.harness import clean_environment, free_port
 from tests.master.people import LIMIT, serving, status
 
@@ -154,11 +166,78 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
 def test_a_job_on_loopback_has_one_host(where: str, several: bool) -> None:
     asked = Asked(own.parser({}).parse_args([]), {})
     master = Question(parse_endpoint(where)) if where else None
-    assert own._subject(asked, "", master).several is several
+    assert own._subject(asked, NOWHERE, "", master).several is several
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words", "several", "ranks"),
+    [
+        (SRUN | {"SLURM_GPUS_ON_NODE": "8"}, "", True, 16),
+        (SRUN, "--nproc-per-node=3", True, 6),
+        (SRUN, "--nnodes=1", False, 1),
+        (SRUN, "--standalone", False, 1),
+        (SRUN | {"PET_NNODES": "1:4"}, "", True, 4),
+        (BATCH, "", True, 2),  # a bare command is a job of one node; --srun would be one of two
+        (LWS, "", True, 4),
+        (PYTORCH_JOB, "", True, 3),
+        (TRAINER_2, "", True, 8),
+        (DLROVER, "", True, 4),
+        (INDEXED, "", False, 1),
+        ({}, "", False, 1),
+    ],
+)
+def test_the_nodes_of_a_scheduler_are_those_of_the_job(
+    scheduler: dict[str, str], words: str, several: bool, ranks: int
+) -> None:
+    asked = Asked(own.parser(scheduler).parse_args(words.split()), scheduler)
+    place = settle(asked, machine(None), NOT_A_POD) if scheduler else NOWHERE
+    subject = own._subject(Asked(asked.ns, scheduler, place.filled), place, "", None)
+    assert (subject.several, subject.ranks) == (several, ranks)
+
+
+LOOPBACK_NAME = 'hostname localhost && exec "$@"'
+"""This host's name is one that no other host could use."""
+
+
+def test_a_step_of_several_nodes_has_the_checks_of_several_hosts(environ: dict[str, str]) -> None:
+    """Without a flag, as a batch script has it. The table below says where the nodes were from."""
+    needs.namespaces("--uts")
+    del environ["GLOO_SOCKET_IFNAME"]
+    command = ["unshare", "--uts", "sh", "-c", LOOPBACK_NAME, "sh", *DOCTOR]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT)
+    done = run([*command, "--json"], env=environ | SRUN)
+    page = json.loads(done.stdout)
+    name = one([finding(fields) for fields in page["findings"]], "host name")
+    assert name.state is State.WARNING
+    assert "which is loopback alone; gloo offers" in name.seen
+    told = {one["name"]: (one["value"], one["source"]) for one in page["settings"]}
+    assert told["nnodes"] == ("2", "$SLURM_STEP_NUM_NODES")
+    assert told["node-rank"] == ("1", "$SLURM_NODEID")
+    assert told["nproc-per-node"] == ("1", "default")
+    assert told["rdzv-endpoint"] == ("node2:20001", "$SLURM_STEP_NODELIST; port: $SLURM_JOB_ID")
+    alone = run([*command, "--json", "--nnodes=1"], env=environ | SRUN)
+    found = [finding(fields) for fields in json.loads(alone.stdout)["findings"]]
+    assert one(found, "host name").state is State.OK
+
+
+def test_the_table_of_settings(environ: dict[str, str]) -> None:
+    """Nobody says anything of the place: there is none. A flag, a scheduler: all that counts."""
+    nobody = doctor(environ=environ).stdout.splitlines()
+    assert not [line for line in nobody if line.startswith("setting")]
+    rows = doctor("--node-rank=1", environ=environ | SRUN).stdout.splitlines()
+    told = [line.split(maxsplit=2) for line in rows]
+    start = told.index(["setting", "value", "source"])
+    assert told[start + 1 : -2] == [
+        ["nnodes", "1:1", "default"],
+        ["nproc-per-node", "1", "default"],
+        ["node-rank", "1", "--node-rank"],
+        ["rdzv-id", "none", "default"],
+        ["rdzv-endpoint", "default"],
+    ]
 
 
 def test_a_small_shm_of_a_container(environ: dict[str, str]) -> None:
-    need("--mount")
+    needs.namespaces("--mount")
     shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", shell, "sh", *DOCTOR, "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
@@ -312,10 +391,7 @@ class Pair:
 def pair(tmp_path: Path, environ: dict[str, str]) -> Iterator[Pair]:
     """Two hosts; skipped where none can be made."""
     del environ["GLOO_SOCKET_IFNAME"]
-    try:
-        hosts.require()
-    except Impossible as why:
-        pytest.skip(str(why))
+    needs.several_hosts()
     lab = Lab(tmp_path)
     with contextlib.ExitStack() as stack:
         stack.callback(lab.close)
@@ -353,9 +429,9 @@ def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
     try:
         walled = pair.on("near", "nft", rules)
     except OSError as wrong:
-        pytest.skip(f"nft cannot be run: {wrong}")
+        needs.lacking(f"nft cannot be run: {wrong}")
     if walled.returncode:
-        pytest.skip(f"no firewall can be had here: {walled.stderr}")
+        needs.lacking(f"no firewall can be had here: {walled.stderr}")
     code, found = pair.look()
     ports = one(found, "ports")
     assert ports.state is State.FAILED

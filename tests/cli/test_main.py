@@ -324,8 +324,14 @@ def test_a_rendezvous_plugin_is_left_to_torchrun(tmp_path: Path) -> None:
         "import os; os.write(1, b'rank %s\\n' % os.environ['RANK'].encode())"
     )
     done = command(
-        "--rdzv-backend=homemade", "--nproc-per-node=2", "train.py",
-        cwd=tmp_path, environ={"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        "--rdzv-backend=homemade", "train.py",
+        cwd=tmp_path,
+        environ={
+            "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1",
+            # torchrun is told what our own words for its flags mean
+            "ELASTICRUN_NPROC_PER_NODE": "2", "PET_NPROC_PER_NODE": "1", "ELASTICRUN_TEE": "0",
+            "ELASTICRUN_MODULE": "no",
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "torchrun takes over from here" in done.stderr

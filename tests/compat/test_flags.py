@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli import trust
+from elasticrun.cli.flags import OURS, get_args_parser
 from elasticrun.cli.table import FLAGS
+from elasticrun.wire import env
 
 torch_run = pytest.importorskip("torch.distributed.run")
 
@@ -228,6 +230,46 @@ def test_no_two_flags_share_a_spelling_or_a_variable() -> None:
     variables = [flag.variable for flag in FLAGS if flag.variable]
     assert len(set(spellings)) == len(spellings)
     assert len(set(variables)) == len(variables)
+
+
+def test_elasticruns_form_of_a_variable_beats_torchruns() -> None:
+    """ELASTICRUN_NNODES, then PET_NNODES; an empty one counts as none."""
+    samples = {str: ("a", "b"), int: ("3", "4"), None: ("1", "0")}
+    rows = [flag for flag in FLAGS if flag.env == "*" and flag.origin != OURS]
+    assert len(rows) > 30
+    for flag in rows:
+        first, second = flag.choices[:2] or samples.get(flag.kind, ("3", "4"))
+        name = flag.variable.replace("PET_", "ELASTICRUN_")
+        told = [
+            getattr(get_args_parser(environ).parse_args(["s.py"]), flag.dest)
+            for environ in (
+                {name: second},
+                {name: first},
+                {name: first, flag.variable: second},
+                {name: "", flag.variable: first},
+                {flag.variable: first},
+            )
+        ]
+        assert told[0] != told[1], flag.name
+        assert told[2:] == [told[1]] * 3, flag.name
+
+
+def test_a_bad_value_names_elasticruns_form(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("MAX_RESTARTS", "many"), ("START_METHOD", "slow"), ("STANDALONE", "huh")):
+        with pytest.raises(SystemExit):
+            get_args_parser({f"ELASTICRUN_{name}": text}).parse_args(["s.py"])
+        assert f"ELASTICRUN_{name}" in capsys.readouterr().err
+
+
+def test_no_flag_reads_a_variable_that_elasticrun_sets_for_itself() -> None:
+    flags = {f"ELASTICRUN_{flag.dest.upper()}" for flag in FLAGS if flag.origin != OURS}
+    internal = {
+        value
+        for value in vars(env).values()
+        if isinstance(value, str) and value.startswith("ELASTICRUN_")
+    }
+    assert len(internal) > 5
+    assert not flags & (internal | {trust.TOKEN_VARIABLE})
 
 
 def test_reading_flags_imports_no_heavy_module() -> None:

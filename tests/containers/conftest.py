@@ -11,6 +11,7 @@ import pytest
 
 from elasticrun.testing import cgroups
 from elasticrun.testing.hosts import Impossible
+from tests import needs
 from tests.containers.container import MIB, PATH, Container, Wanted
 from tests.harness import World
 
@@ -42,7 +43,7 @@ def why_none(tmp_path_factory: pytest.TempPathFactory) -> str:
 def box(world: World, why_none: str, request: pytest.FixtureRequest) -> Iterator[Box]:
     """Starts `elasticrun` with the given words in a container; `Wanted`'s fields say how it is."""
     if why_none:
-        pytest.skip(f"no containers here: {why_none}")
+        needs.lacking(f"no containers here: {why_none}")
     started: list[Container] = []
 
     def start(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -50,6 +52,8 @@ class Wanted:
     """Cores' worth of time."""
     shm: int = 64 * MIB
     """Bytes of /dev/shm; 64 MiB is what engines give if nobody asks."""
+    shm_volume: Path | None = None
+    """A folder that is /dev/shm instead, and outlives the container as a pod's emptyDir does."""
     read_only: bool = False
     """Whether the root cannot be written."""
     user: int = 0
@@ -124,10 +128,12 @@ class Container:
         }
 
     def _mounts(self) -> list[dict[str, Any]]:
+        kept = self._wanted.shm_volume
+        shm = _mount("tmpfs", "/dev/shm", "mode=1777", f"size={self._wanted.shm}")
         return [
             _mount("proc", "/proc"),
             _mount("tmpfs", "/dev", "nosuid", "mode=755"),
-            _mount("tmpfs", "/dev/shm", "mode=1777", f"size={self._wanted.shm}"),
+            shm if kept is None else _bind(str(kept), "/dev/shm"),
             _mount("sysfs", "/sys", "ro"),
             _mount("cgroup", "/sys/fs/cgroup", "ro"),
             _mount("tmpfs", "/tmp", "mode=1777"),
@@ -159,6 +165,16 @@ class Container:
     def signal(self, signum: int) -> None:
         """What `docker stop` and a kubelet send."""
         os.kill(self.pid, signum)
+
+    def stop(self, grace: float) -> int:
+        """A kubelet's end of a pod: SIGTERM to process 1, SIGKILL `grace` seconds later where it is
+        still there. The exit code."""
+        process = os.pidfd_open(self.pid)
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        if not select.select([process], [], [], grace)[0]:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+        return self.launched.wait()
 
     def run(self, *command: str) -> str:
         """Start a command in it beside process 1, as `kubectl exec` does; what it prints."""

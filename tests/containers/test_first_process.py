@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,10 @@ from elasticrun.testing import processes
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
 from tests.harness import LIMIT, World
-from tests.snapshots.conftest import TRAIN
+from tests.snapshots.conftest import STEPS, TRAIN, starts, watermark
+
+GRACE = 30.0
+"""Seconds that Kubernetes gives to a pod (terminationGracePeriodSeconds, where nobody sets it)."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,7 +51,7 @@ def test_it_reaps_orphans_and_forwards_signals(box: Box, world: World) -> None:
 
 def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
     """What a kubelet sends before it kills: a step that all ranks have is in storage when process 1
-    ends, well within the 30 s that a pod is given."""
+    ends, and that is before the kubelet's SIGKILL."""
     out, ckpt = world.scratch / "out", world.scratch / "ckpt"
     out.mkdir()
     train = (str(TRAIN), "--steps", str(10**9), "--every", "5")
@@ -56,13 +60,59 @@ def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
         env={"OMP_NUM_THREADS": "1"},
     )
     container.launched.until_text("snapshots take")
-    container.signal(signal.SIGTERM)
-    assert container.launched.wait() == EXIT_SAVED
+    assert container.stop(GRACE) == EXIT_SAVED, container.launched.stderr
     (step,) = re.findall(r"every rank is asked to save step (\d+)", container.launched.stderr)
     assert [marker.parent.name for marker in ckpt.glob("step-*/.metadata")] == [
         f"step-{int(step):09d}"
     ]
 
+
+def test_it_is_killed_and_started_again(box: Box, world: World) -> None:
+    """As a kubelet restarts a container that has died: with the pod's volumes, /dev/shm among them.
+    The new agent takes the memory over, and the ranks go on from it."""
+    with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as volume:
+        shm, out, gate = Path(volume), world.scratch / "out", world.scratch / "gate"
+        out.mkdir()
+        gate.write_text("7")
+        words = (
+            *("--nnodes=1", "--nproc-per-node=2", "--rdzv-id=pod", "--rdzv-backend=c10d"),
+            *("--rdzv-endpoint=127.0.0.1:29577", str(TRAIN), "--mode", "fsdp2"),
+            *("--steps", str(STEPS), "--out", str(out), "--ckpt", str(world.scratch / "ckpt")),
+            *("--gate", str(gate)),
+        )
+        container = box(*words, env={"OMP_NUM_THREADS": "1"}, shm_volume=shm)
+        deadline = time.monotonic() + LIMIT
+        while [watermark(path) for path in segments(shm)] != [7, 7]:
+            assert time.monotonic() < deadline, container.launched.stderr
+            threading.Event().wait(0.05)
+        os.kill(container.pid, signal.SIGKILL)
+        assert container.launched.wait() == 128 + signal.SIGKILL
+        gate.write_text(str(10**9))
+        container = box(*words, env={"OMP_NUM_THREADS": "1"}, shm_volume=shm)
+        assert container.launched.wait() == 0, container.launched.stderr
+        assert "from step 7 in memory, as agents before these" in container.launched.stderr
+        assert [starts(out, rank) for rank in (0, 1)] == [[0, 7], [0, 7]]
+        assert not [path for path in shm.rglob("*") if path.is_file()]
+
+
+def segments(shm: Path) -> list[Path]:
+    return [path for path in shm.rglob("*") if path.is_file() and "-" in path.name]
+
+
+def test_who_takes_longer_is_killed(box: Box) -> None:
+    """So that the test above could fail."""
+    container = box(program=(sys.executable, "-c", DEAF))
+    container.launched.until_text("deaf", stream="stdout")
+    assert container.stop(0.1) == 128 + signal.SIGKILL
+
+
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+while True:
+    signal.pause()
+"""
 
 LOADS = """
 import signal, sys

@@ -8,7 +8,7 @@ import pytest
 
 from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import effects as fx
-from elasticrun.core.departing_rules import RESCUE_WITHIN, WAIT_FOR_SAVED
+from elasticrun.core.departing_rules import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
 from elasticrun.core.group_states import State
 from elasticrun.core.local_ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.wire import messages as m
@@ -58,6 +58,7 @@ def test_only_what_is_in_storage_ends_as_saved(over: m.PersistOver, code: int) -
     agent = departing()
     agent.order(ASK)
     agent.order(over)
+    agent.now += SAID_AGAIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))  # the second is obeyed at once
     agent.feed(fx.RankExited(0, -15, None))
     agent.feed(fx.RankExited(1, -15, None))
@@ -69,6 +70,7 @@ def test_what_is_written_while_the_node_holds_counts() -> None:
     agent = departing()
     agent.order(ASK)
     agent.order(PERSIST)
+    agent.now += SAID_AGAIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))
     agent.feed(fx.RankExited(0, -15, None))
     agent.feed(fx.RankExited(1, -15, None))
@@ -93,12 +95,23 @@ def test_it_waits_no_longer_than_its_grace() -> None:
     assert agent.wait() == TOLD
 
 
-@pytest.mark.parametrize("signum", [2, 15])
-def test_a_second_signal_is_obeyed_at_once(signum: int) -> None:
+@pytest.mark.parametrize(("signum", "later"), [(2, 0.0), (15, SAID_AGAIN)])
+def test_a_second_signal_is_obeyed_at_once(signum: int, later: float) -> None:
     agent = departing()
     agent.order(ASK)
+    agent.now += later
     effects = agent.feed(fx.Signalled(signum, "SIGANY", death=True, step=6))
     assert fx.SignalRanks((0, 1), signum) in effects
+
+
+def test_a_sigterm_that_is_said_again_is_no_second_one() -> None:
+    """Slurm does so within milliseconds, at a time limit; a second ^C is meant as one."""
+    agent = departing()
+    assert agent.feed(TERM) == []
+    agent = Agent().running()
+    ctrl_c = replace(TERM, signum=2, name="SIGINT")
+    agent.feed(ctrl_c)
+    assert fx.SignalRanks((0, 1), 2) in agent.feed(ctrl_c)
 
 
 def test_nobody_waits_where_no_rank_can_save() -> None:
@@ -204,3 +217,39 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
         ranks.signalled(signum, 10.0)
         failure = ranks.failed(fx.RankExited(1, code, None), 10.0 + late)
         assert (failure.kind is m.FailureKind.STOPPED) == stopped
+
+
+# ---------------------------------------------------------------- where no rank runs
+
+HOLDS = replace(TERM, step=-1, holds=True)
+
+
+@pytest.mark.parametrize("state", ["joined", "stopping"])
+def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
+    """Between two rounds this node may have the only copy of something."""
+    agent = Agent().running() if state == "stopping" else Agent().joined()
+    if state == "stopping":
+        agent.order(m.Stop(ROUND, "a rank has failed"))
+        agent.feed(HOLDS)
+        for local_rank in (0, 1):
+            agent.feed(fx.RankExited(local_rank, -15, None))
+        agent.feed(fx.RanksSwept(()))
+    else:
+        assert agent.feed(HOLDS)[0] == LEAVING
+    assert agent.state is State.HOLDING
+    assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
+    assert agent.feed(HOLDS) == []  # said again by Slurm
+    over = m.PersistOver("a1", ROUND, 8, True, "")
+    assert agent.order(over) == [fx.Obey(over), END]
+
+
+def test_it_does_not_wait_long_for_who_has_no_need_of_it() -> None:
+    agent = Agent().joined()
+    agent.feed(HOLDS)
+    assert agent.group.next_deadline() == agent.now + RESCUE_WITHIN
+    assert agent.wait() == [END]
+
+
+def test_nobody_waits_for_nothing() -> None:
+    assert Agent().joined().feed(replace(HOLDS, holds=False)) == [LEAVING, END]
+    assert Agent(departure_grace=0.0).joined().feed(HOLDS) == [LEAVING, END]

@@ -96,10 +96,12 @@ def test_another_task_of_a_node_ends_well(world: World) -> None:
 def test_the_doctor_has_a_row(world: World) -> None:
     done = world.launch(ELASTICRUN, "doctor", "--json", env=SRUN | {"GLOO_SOCKET_IFNAME": "lo"})
     done.wait()
-    rows = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "scheduler"]
+    page = json.loads(done.stdout)
+    rows = [one for one in page["findings"] if one["check"] == "scheduler"]
     assert len(rows) == 1
     assert rows[0]["state"] == "ok"
     assert rows[0]["seen"].startswith("task 1 of 2 in Slurm step 1.0, so this is as with")
+    assert {"name": "nnodes", "value": "2", "source": "$SLURM_STEP_NUM_NODES"} in page["settings"]
 
 
 def test_a_batch_script_is_one_node_and_one_line(world: World) -> None:

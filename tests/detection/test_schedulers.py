@@ -136,7 +136,19 @@ SLURM = [
           "8 name(s) for 2 nodes"),
     alone("no list", {k: v for k, v in SRUN.items() if k != "SLURM_STEP_NODELIST"}, "not set"),
     alone("no node id", {k: v for k, v in SRUN.items() if k != "SLURM_NODEID"}, "not set"),
-    alone("noise for numbers", SRUN | {"SLURM_STEP_NUM_NODES": "two"}, ""),
+    alone("noise for a number of nodes", SRUN | {"SLURM_STEP_NUM_NODES": "two"},
+          "in Slurm step 1.0: SLURM_STEP_NUM_NODES=two is not a number, so this is a job of one "
+          "node; --nnodes and --rdzv-endpoint make one job of several"),
+    alone("no number of nodes", {k: v for k, v in SRUN.items() if k != "SLURM_STEP_NUM_NODES"},
+          "SLURM_STEP_NUM_NODES is not set, so this is a job of one node"),
+    alone("noise for a number of nodes, in a batch script", BATCH |
+          {"SLURM_JOB_NUM_NODES": "2(x2)", "SLURM_NNODES": ""},
+          "SLURM_JOB_NUM_NODES=2(x2) is not a number, so this is a job of one node"),
+    alone("noise for a node id", SRUN | {"SLURM_NODEID": "-1"}, "SLURM_NODEID=-1 is not a number"),
+    Case("noise for a number of nodes, which somebody says", SRUN |
+         {"SLURM_STEP_NUM_NODES": "9" * 200}, "--nnodes=2", NOT_A_POD, (2, 2), 0,
+         Rendezvous("static", "127.0.0.1", 29500), "none", "9... is not a number, so none of "
+         "it is used; name the place by --rdzv-endpoint"),
     # flags decide
     Case("more nodes are said than there are", SRUN, "--nnodes=3", NOT_A_POD, (3, 3), 0,
          Rendezvous("static", "127.0.0.1", 29500), "none", "there are 2 nodes and --nnodes=3 "
@@ -175,6 +187,14 @@ KUBERNETES = [
     alone("LeaderWorkerSet before 0.6", {k: v for k, v in LWS.items() if "INDEX" not in k},
           "nothing says which of them this is"),
     alone("LeaderWorkerSet, kubectl exec -it", LWS, "terminal", replace(WORKER, terminal=True)),
+    alone("LeaderWorkerSet, noise for its size", LWS | {"LWS_GROUP_SIZE": "four"},
+          "LWS_GROUP_SIZE=four is not a number, so this is a job of one node; --nnodes=N makes"),
+    alone("LeaderWorkerSet, no size", {k: v for k, v in LWS.items() if k != "LWS_GROUP_SIZE"},
+          "LWS_GROUP_SIZE is not set, so this is a job of one node"),
+    Case("LeaderWorkerSet, noise for its size, which somebody says", LWS |
+         {"LWS_GROUP_SIZE": "four"}, "--nnodes=4", pod("train-1-3", "train.research"), (4, 4), 3,
+         at("train-1.train.research", port_of_name("train-1.train.research")),
+         "train-1.train.research", "a pod of the LeaderWorkerSet group of train-1"),
     alone("a group of one", LWS | {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, ""),
     Case("Volcano", VOLCANO, "", pod("job-worker-1", "job"), (3, 3), 1,
          at("job-worker-0.job", port_of_name("job-worker")), "job-worker", "of a Volcano job"),
@@ -273,6 +293,23 @@ ORDER = [
          0, Rendezvous("static", "127.0.0.1", 29500), "none", "subdomain"),
     Case("PET_NNODES alone leaves the place to the scheduler", INDEXED | {"PET_NNODES": "3"}, "",
          WORKER, (3, 3), 2, at("tr-0.tr.research.svc.cluster.local", TR), "tr", "Indexed Job"),
+    Case("ELASTICRUN_ before PET_", SRUN | {"ELASTICRUN_NNODES": "1:2", "PET_NNODES": "3"}, "",
+         NOT_A_POD, (1, 2), 1, at("node2", 20001), "1", "Slurm"),
+    Case("a flag before ELASTICRUN_", SRUN | {"ELASTICRUN_NNODES": "1:2"}, "--nnodes=2", NOT_A_POD,
+         (2, 2), 1, at("node2", 20001), "1", "Slurm"),
+    Case("ELASTICRUN_ before an operator's words", TRAINER_2 | {"ELASTICRUN_NPROC_PER_NODE": "4",
+         "ELASTICRUN_NODE_RANK": "1", "ELASTICRUN_MASTER_PORT": "7"}, "",
+         pod("llm-node-0-3", "llm"), (4, 4), 1, Rendezvous("static", "llm-node-0-0.llm", 7),
+         "none", "", nproc=4),
+    Case("ELASTICRUN_ says where nodes meet, and no scheduler", SRUN | {"ELASTICRUN_NNODES": "2:4",
+         "ELASTICRUN_RDZV_ENDPOINT": "h:7"}, "", NOT_A_POD, (2, 4), -1, at("h", 7), "none", ""),
+    Case("an empty ELASTICRUN_ says nothing", SRUN | {"ELASTICRUN_NNODES": "", "PET_NNODES": "1:2"},
+         "", NOT_A_POD, (1, 2), 1, at("node2", 20001), "1", "Slurm"),
+    Case("ELASTICRUN_ names that are no flags' say nothing", SRUN | {"ELASTICRUN_NODES": "7",
+         "ELASTICRUN_PROGRESS": "2", "ELASTICRUN_RANK": "5"}, "", NOT_A_POD, (2, 2), 1,
+         at("node2", 20001), "1", "Slurm"),
+    alone("ELASTICRUN_STANDALONE before PET_", SRUN | {"ELASTICRUN_STANDALONE": "1",
+          "PET_STANDALONE": "0"}, ""),
     alone("nothing at all", {}, ""),
 ]  # fmt: skip
 

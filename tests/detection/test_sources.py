@@ -58,12 +58,35 @@ def test_a_flag_counts_more_than_any_scheduler() -> None:
         (DLROVER, "", "nnodes", "4 $NODE_NUM"),
         (DLROVER, "", "node-rank", "2 $NODE_RANK"),
         (SKYPILOT, "", "nproc-per-node", "4 $SKYPILOT_NUM_GPUS_PER_NODE"),
+        (DLROVER, "", "rdzv-endpoint", f"{DLROVER['DLROVER_MASTER_ADDR']} $DLROVER_MASTER_ADDR"),
+        (DLROVER, "", "rdzv-id", "gpt $ELASTIC_JOB_NAME"),
+        (DLROVER, "--node-rank=1", "rdzv-id", "gpt $ELASTIC_JOB_NAME"),
+        (DLROVER, "--rdzv-id=mine", "rdzv-id", "mine --rdzv-id"),
+        (
+            DLROVER,
+            "--rdzv-endpoint=h:7 --rdzv-backend=c10d",
+            "rdzv-endpoint",
+            "h:7 --rdzv-endpoint",
+        ),
+        (DLROVER, "--rdzv-endpoint=h:7 --rdzv-backend=c10d", "rdzv-id", "none default"),
+        ({"NODE_RANK": "1"}, "--nnodes=2", "node-rank", "1 $NODE_RANK"),
+        ({"WORKER_RANK": "1"}, "--nnodes=2", "node-rank", "1 $WORKER_RANK"),
+        ({"NODE_NUM": "3"}, "--auto-config", "nnodes", "3 $NODE_NUM"),
+        ({}, "--nnodes=2 --rdzv-backend=c10d", "node-rank", "by order of arrival"),
+        ({}, "", "node-rank", "by order of arrival"),
         (TRAINER_2, "", "nnodes", "4 $PET_NNODES"),
+        (TRAINER_2 | {"ELASTICRUN_NNODES": "5"}, "", "nnodes", "5 $ELASTICRUN_NNODES"),
+        (TRAINER_2 | {"ELASTICRUN_NNODES": "5"}, "--nnodes=4", "nnodes", "4 --nnodes"),
         ({}, "", "nnodes", "1:1 default"),
     ],
 )
 def test_where_a_value_came_from(environ: dict[str, str], flags: str, row: str, value: str) -> None:
     assert dry_run(flags, environ, pod("tr-2", "tr.ns"))[row] == value
+
+
+def test_a_job_that_nobody_has_named_shows_the_name_it_gets() -> None:
+    rows = dry_run("", {})
+    assert rows["rdzv-id"] == f"{rows['job id'].strip()} new for every run"
 
 
 def test_a_later_attempt_is_told_whatever_the_flags_say() -> None:

@@ -51,6 +51,8 @@ def test_one_agent_on_each_node_of_the_job(environ: dict[str, str], more: list[s
         ("--srun -- train.py 'a b'", "-- train.py 'a b'"),
         ("--srun -m pkg.train --srun", "-m pkg.train --srun"),
         ("--srun --rdzv-id=--srun --srun train.py", "--rdzv-id=--srun train.py"),
+        ("--srun --dry-run train.py --dry-run", "train.py --dry-run"),
+        ("--dry_r --srun train.py", "train.py"),
     ],
 )
 def test_the_flag_goes_and_the_script_keeps_its_words(words: str, left: str) -> None:
@@ -88,6 +90,16 @@ def test_the_command_becomes_srun_and_says_so(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert done.stderr.startswith("elasticrun: --srun: srun --nodes=2 --ntasks=2")
     assert "'a b'" in done.stderr
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
+    """It prints the command, without a word on standard error; there need be no srun here."""
+    words = ("--srun", "--dry-run", "train.py", "a b")
+    done = run(*words, cwd=tmp_path, environ=BATCH | {"PATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shlex.split(done.stdout) == [
+        "srun", "--nodes=2", "--ntasks=2", *ALWAYS, *OURS, "train.py", "a b",
+    ]  # fmt: skip
 
 
 def test_sentences_of_the_real_command(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.etcd.server import EtcdServer
 
 
@@ -16,7 +17,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
     """A server that runs, its own and empty."""
     binary = shutil.which("etcd")
     if binary is None:
-        pytest.skip("there is no etcd here (Debian: apt-get install etcd-server)")
+        needs.lacking("there is no etcd here (Debian: apt-get install etcd-server)")
     folder: Path = tmp_path_factory.mktemp("etcd")
     server = EtcdServer(binary, folder)
     try:

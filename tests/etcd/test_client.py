@@ -14,7 +14,7 @@ import pytest
 from elasticrun.wire import etcd
 from elasticrun.wire.etcd_place import EtcdPlace, parse_place
 from elasticrun.wire.ids import Endpoint
-from tests import aio
+from tests import aio, needs
 from tests.etcd.server import EtcdServer, Relay
 from tests.harness import LIMIT, free_port
 
@@ -178,7 +178,7 @@ def test_a_revision_that_is_compacted_away(etcd_server: EtcdServer) -> None:
                 compact = [*command, str(answer.revision)]
                 await asyncio.to_thread(subprocess.run, compact, check=True, capture_output=True)
             except FileNotFoundError:
-                pytest.skip("there is no etcdctl here")
+                needs.lacking("there is no etcdctl here (Debian: etcd-client)")
             said = [events async for events in c._watch(JOB, 1)]
             assert [e for events in said for e in events] == []
             follower = Follower(c)

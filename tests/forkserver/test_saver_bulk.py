@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import mmap
 import os
+import selectors
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from elasticrun.forkserver import bulk as forkserver_bulk
+from elasticrun.forkserver.lanes import Inbox
+from elasticrun.forkserver.peers import MAX_PEERS, Peers, listen
 from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
+from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.segment import Segment, begin, segment_bytes
 from elasticrun.wire.snapshots import (
     Checked,
@@ -239,6 +245,46 @@ def test_strangers_that_say_nothing_do_not_keep_others_out_for_long(
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has waited longest, of those that have proved nothing."""
+    monkeypatch.setattr(forkserver_bulk, "DOOR_LIMIT", LIMIT)
+    listener, _ = listen(HOST)
+    assert listener is not None
+    woken, woke = socket.socketpair()
+    inbox = Inbox(lambda: woke.sendall(b"x"))
+    refusal = bulk.Refusal("nothing of it is here", False)
+    peers = Peers(listener, SECRET, lambda request, part: refusal, lambda said: None, inbox.post)
+    silent = [socket.create_connection((HOST, peers.port), LIMIT) for _ in range(MAX_PEERS + 6)]
+    get = bulk.Get("00" * 16, 7, 0, body=False)
+    where = Endpoint(HOST, peers.port)
+    with ThreadPoolExecutor(1) as pool, selectors.DefaultSelector() as selector:
+        selector.register(woken, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+
+        def until(over: Callable[[], bool]) -> None:
+            while not over():
+                ready = {key.fileobj for key, _ in selector.select(LIMIT)}
+                assert ready, "nobody else is let in"
+                if woken in ready:
+                    woken.recv(1)
+                for call in inbox.take():
+                    call()
+                if peers.listening() in ready:
+                    peers.accept()
+
+        asked = pool.submit(forkserver_bulk.ask_size, where, SECRET, get)
+        asked.add_done_callback(lambda _: inbox.post(lambda: None))
+        until(asked.done)
+        with pytest.raises(forkserver_bulk.Refused, match="nothing of it is here"):
+            asked.result()
+        assert all(sock.recv(1) == b"" for sock in silent[:7])  # one more had come by then
+        for sock in silent:
+            sock.close()
+        until(lambda: not peers._open)
+    for sock in (listener, woken, woke):
+        sock.close()
 
 
 def test_nobody_serves_where_no_host_was_given(server: Driver) -> None:

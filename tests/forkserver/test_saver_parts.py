@@ -69,10 +69,11 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         opened = OpenSegment(os.dup(shared.fd), 0)
         ours, theirs = socket.socketpair()
         host = threading.Thread(
-            target=bulk.serve, args=(theirs, "", lambda request, data: Served(opened, 0, 1))
+            target=bulk.serve,
+            args=(theirs, "", lambda request, data: Served(opened, 0, 1), lambda: None),
         )
         host.start()
-        with ours:
+        with ours, theirs:
             link = Link(ours)
             link.allow(64 << 20)
             link.say(wire.Dial(wire.VERSION, "aa", False))

@@ -16,6 +16,9 @@ JOB = "tr"
 OWN = 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"'
 """Each pod has a /dev/shm of its own, which goes with it."""
 
+ANY_ADDRESS = "echo 1 >/proc/sys/net/ipv4/ip_nonlocal_bind && "
+"""There any address can be bound, another pod's too (some routers and load balancers want it)."""
+
 
 class IndexedJob:
     """What its controller and kubelets do for the pods `tr-0`, `tr-1`, ... in the subdomain `tr`.
@@ -32,8 +35,9 @@ class IndexedJob:
         self._addresses: dict[int, str] = {}
         self.pods: dict[int, Launched] = {}
 
-    def start(self, index: int) -> Launched:
-        """Make the pod of an index, or its replacement."""
+    def start(self, index: int, first: str = "") -> Launched:
+        """Make the pod of an index, or its replacement. `first`: shell, what is done there before
+        the container starts."""
         self._now()
         host = self._lab.add(_name(index))
         assert self._addresses.get(index) != host.address
@@ -51,7 +55,7 @@ class IndexedJob:
             "TMPDIR": str(disk / "tmp"),
             "XDG_RUNTIME_DIR": str(disk / "run"),
         }
-        container = (*self._lab.prefix(_name(index)), "sh", "-c", OWN, "sh", *self._command)
+        container = (*self._lab.prefix(_name(index)), "sh", "-c", first + OWN, "sh", *self._command)
         self.pods[index] = self._world.command(container, env=env)
         return self.pods[index]
 

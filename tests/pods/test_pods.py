@@ -7,7 +7,7 @@ import pytest
 from elasticrun.testing.hosts import Lab
 from tests.compat.live import allreduce, finish
 from tests.harness import World
-from tests.pods.conftest import IndexedJob
+from tests.pods.conftest import ANY_ADDRESS, IndexedJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -61,3 +61,22 @@ def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: 
     assert allreduce(world, again) == [2, 2]
     finish(again)
     assert [pod.wait() for pod in job.pods.values()] == [0, 0], other.stderr
+
+
+@pytest.mark.parametrize("first", ["", ANY_ADDRESS], ids=["", "any address can be bound"])
+def test_a_pod_that_starts_before_the_first_one_has_a_name(
+    lab: Lab, world: World, first: str
+) -> None:
+    """Pods are made in any order, and a name is known when its pod has an address: it is asked for
+    again, and then they meet. That a pod can bind the address proves nothing: the master is where
+    a dial comes out."""
+    job = IndexedJob(lab, world, "--nnodes=2")
+    early = job.start(1, first)
+    early.until_text("the name tr-0.tr does not resolve")
+    job.start(0, first).until_text("serving job")
+    two = job.ranks(2)
+    assert [job.index_of(peer) for peer in two] == [0, 1]
+    assert allreduce(world, two) == [2, 2]
+    finish(two)
+    assert [pod.wait() for pod in job.pods.values()] == [0, 0], early.stderr
+    assert "serving job" not in early.stderr

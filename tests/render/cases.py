@@ -42,6 +42,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "k8s", "--name", "tr", "--image", "repo/train:1.0", "--nnodes", "3",
         "--gang", "coscheduling", "--", "train.py",
     ),
+    "k8s_koordinator.yaml": (
+        "k8s", "--name", "tr", "--image", "repo/train:1.0", "--nnodes", "2:4",
+        "--gang", "koordinator", "--backoff-limit", "20", "--", "train.py",
+    ),
     "k8s_native.yaml": (
         "k8s", "--name", "tr", "--image", "repo/train:1.0", "--nnodes", "3", "--gang", "native",
         "--k8s-version", "1.37", "--", "train.py",
@@ -65,7 +69,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "--partition", "gpu,big", "--account", "lab", "--qos", "high", "--time", "1-04:00:00",
         "--gpus-per-node", "h100:8", "--cpus-per-task", "96", "--mem", "900G", "--exclusive",
         "--output", "logs/%x-%j.out", "--working-dir", "/home/me", "--requeue", "5",
-        "--signal", "USR1@300", "--env", "NCCL_DEBUG=INFO", "--env", "NOTE=it's",
+        "--signal", "USR1@300", "--sbatch", "constraint=[a|b]", "--sbatch=--exclude=n[1-4]",
+        "--env", "NCCL_DEBUG=INFO", "--env", "NOTE=it's",
         "--token-file", "/home/me/job token", *_LAUNCHER, *_SCRIPT,
     ),
     "slurm_array.sh": (

@@ -1,6 +1,9 @@
 """Schemas of what is not Kubernetes' own, written from the public documentation of each project.
 
 Strict: of the fields that exist only those that we may write are listed, so a misspelt one fails.
+On 2026-11-22 they were compared, field by field, with the projects' own definitions: of JobSet
+v1alpha2 (config/components/crd/bases, api/jobset/v1alpha2, and what its webhook checks), of Volcano
+v1beta1 and of scheduler-plugins v1alpha1 (config/crd).
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 COUNT = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+MEMBERS = COUNT | {"minimum": 1}
 TEXT = {"type": "string", "minLength": 1}
 
 
@@ -71,8 +75,8 @@ _JOBSET = _object(
 )
 
 # volcano.sh: PodGroup; scheduler-plugins: coscheduling
-_VOLCANO = _object({"minMember": COUNT, "queue": TEXT, "priorityClassName": TEXT}, "minMember")
-_COSCHEDULING = _object({"minMember": COUNT, "scheduleTimeoutSeconds": COUNT}, "minMember")
+_VOLCANO = _object({"minMember": MEMBERS, "queue": TEXT, "priorityClassName": TEXT}, "minMember")
+_COSCHEDULING = _object({"minMember": MEMBERS, "scheduleTimeoutSeconds": COUNT}, "minMember")
 
 SCHEMAS = {
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): _kind("jobset.x-k8s.io/v1alpha2", "JobSet", _JOBSET),

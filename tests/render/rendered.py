@@ -88,6 +88,9 @@ def check(documents: list[dict[str, Any]], version: str) -> None:
                    "spec": child["template"]["spec"]}  # fmt: skip
             _validator("Job", "batch/v1", version).validate(job)
             _rules(job)
+            last = child["template"]["spec"]["completions"] - 1
+            assert DNS.fullmatch(f"{name}-{last}-abcde"), "a JobSet's webhook counts pods' names"
+            assert DNS.fullmatch(one["spec"]["network"]["subdomain"])
         elif one["kind"] == "Job":
             _rules(one)
 

@@ -33,6 +33,7 @@ BAD_PODS = [
     (("--rdma", "hca"), "DOMAIN/NAME"),
     (("--port", "0"), "--port 0"),
     (("--gang", "kueue"), "--queue NAME"),
+    (("--gang", "koordinator", "--queue", "q"), "knows no queues"),
     (("--queue", "q"), "knows no queues"),
     (("--gang", "native", "--k8s-version", "1.35"), "1.36"),
     (("--k8s-version", "1.20"), "too old"),
@@ -53,6 +54,14 @@ BAD_PODS = [
     (("--env", "A=\udcff"), "not UTF-8"),
     (("--label", "a=b c"), "no value of a label"),
     (("--label", "/a=b"), "--label"),
+    (("--label", "job-name=x"), "the controller sets that one"),
+    (("--label", "batch.kubernetes.io/controller-uid=x"), "the controller sets that one"),
+    (("--label", "jobset.sigs.k8s.io/job-index=1"), "the controller sets that one"),
+    (("--env", "JOB_COMPLETION_INDEX=1"), "choose another name"),
+    (("--env", "ELASTICRUN_JOB_UID=1"), "choose another name"),
+    (("--token-secret", "s", "--token-file", "/t"), "give one of them"),
+    (("--signals-to-handle", "SIGINT"), "add SIGTERM"),
+    (("--backoff-limit", "-1"), "a number from 0"),
     (("--annotation", "a b=c"), "no key"),
     (("--selector", "a=" + "b" * 64), "no value of a label"),
     (("--toleration", "=x"), "KEY[=VALUE][:EFFECT]"),
@@ -64,16 +73,40 @@ BAD_PODS = [
     (("--node-unit", "3", "--nnodes", "2"), "--node-unit=3"),
     (("--redirects", "9"), "--redirects=9"),
     (("--master-store", "http://x"), "--master-store"),
+    (("--tls-cert", "/c"), "--tls-cert and --tls-key belong together"),
+    (("--tls-key", "/k", "--tls-ca", "/a"), "--tls-cert and --tls-key belong together"),
+    (("--env", "PET_STANDALONE=1"), "settles --standalone"),
+    (("--env", "PET_MAX_RESTARTS=1"), "say it by --max-restarts"),
+    (("--env", "ELASTICRUN_NNODES=1"), "say it by --nnodes"),
+    (("--rdzv-endpoint=a:1",), "--rdzv-endpoint: what is printed settles that"),
+    (("--standalone",), "--standalone: what is printed settles that"),
+    (("--node_rank=1",), "--node_rank: what is printed settles that"),
+    (("--dry-run",), "--dry-run: what is printed settles that"),
+    (("--learning-rate=1",), "--learning-rate is no flag of this verb"),
+    (("other.py", "--lr", "3"), "other.py: the script and its arguments stand behind --"),
 ]
 BAD_BATCH = [
     (("--name", "a b"), "--name"),
     (("--time", "soon"), "no time of Slurm's"),
     (("--time", "0"), "longer than nothing"),
     (("--time", "3"), "nothing is left"),
+    (("--time", "1:99:99"), "an hour has 60 minutes"),
+    (("--time", "1-24"), "a day 24 hours"),
     (("--signal", "TERM"), "NAME@SECONDS"),
     (("--signal", "KILL@9"), "none of TERM"),
-    (("--requeue", "3"), "needs --time"),
+    (("--signal", "INT@9"), "which ranks put off"),
+    (("--signal", "TERM@0"), "1 to 65535"),
+    (("--signal", "USR1@60", "--signals-to-handle=SIGTERM,SIGINT"), "add SIGUSR1"),
+    (("--requeue", "-1"), "not negative"),
     (("--array", "x"), "--array"),
+    (("--array", "5-2"), "--array"),
+    (("--array", "0-7:0"), "--array"),
+    (("--sbatch", "constraint=a b"), "NAME=VALUE"),
+    (("--sbatch", "C h100"), "NAME=VALUE"),
+    (("--sbatch", "time=30"), "say that by --time"),
+    (("--sbatch", "nodes=3"), "say that by --nnodes and --spares"),
+    (("--sbatch=--no-kill",), "settles --no-kill already"),
+    (("--gpus-per-node", "a:b:8"), "--gpus-per-node"),
     (("--gpus-per-node", "many"), "--gpus-per-node"),
     (("--mem", "much"), "--mem"),
     (("--output", "a b"), "--output"),
@@ -89,7 +122,7 @@ def test_pods(target: str, words: tuple[str, ...], why: str) -> None:
     defaults = ("--name", "tr") if "--name" not in words else ()
     defaults += ("--image", "a:1") if "--image" not in words else ()
     if target == "jobset" and "may have" in why:
-        why = "may have 5"  # NAME-node-0-INDEX leaves less room
+        why = "may have 4"  # NAME-node-0-INDEX-abcde leaves less room
     _refused((target, *defaults, *words, *RUN), why)
 
 
@@ -105,6 +138,7 @@ def test_batch(words: tuple[str, ...], why: str) -> None:
         ((), "one of k8s, jobset, slurm"),
         (("swarm",), "one of k8s, jobset, slurm"),
         (("slurm", "--name", "a"), "name the script behind --"),
+        (("slurm", "--name", "a", "train.py", "--lr", "3"), "train.py: the script and its"),
         (("slurm", "--name", "a", "--"), "name the script behind --"),
         (("slurm", "--name", "a", "--", "--lr"), "name the script behind --"),
     ],
@@ -114,13 +148,25 @@ def test_the_verb_itself(words: tuple[str, ...], why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--rdzv-endpoint=a:1", "--standalone", "--node-rank=1", "--dry-run"]
+    ("words", "why"),
+    [
+        (("--spares", "x"), "argument --spares: 'x' is not a whole number"),
+        (
+            ("--max-restarts", "x"),
+            "argument --max-restarts/--max_restarts: 'x' is not a whole number",
+        ),
+        (("--qos",), "argument --qos: expected one argument"),
+    ],
 )
-def test_what_is_settled_has_no_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_value(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        render("slurm", "--name", "a", flag, *RUN)
+        render("slurm", "--name", "a", *words, *RUN)
     assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert why in said
 
 
 def _refused(words: tuple[str, ...], why: str) -> None:

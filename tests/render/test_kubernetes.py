@@ -111,6 +111,19 @@ def test_gpus_are_as_many_as_ranks_where_their_resource_is_named() -> None:
         "limits": {"amd.com/gpu": "8"}
     }
     assert limits("--nproc-per-node", "gpu", "--gpus", "4") == {"limits": {"nvidia.com/gpu": "4"}}
+    assert limits("--gpu-resource", "amd.com/gpu") == {"limits": {"amd.com/gpu": "1"}}
+
+
+def test_ranks_are_as_many_as_gpus_where_nobody_says() -> None:
+    printed = render(*LEAST, "--gpus", "4", *RUN)
+    assert "--nproc-per-node=4" in printed.container["args"]
+    assert any(note.startswith("4 ranks on each node, one for each GPU") for note in printed.notes)
+    printed = render(*LEAST, "--gpus", "4", "--nproc-per-node", "2", *RUN)
+    assert "--nproc-per-node=2" in printed.container["args"]
+    assert not any("GPU" in note for note in printed.notes)
+    printed = render(*LEAST, "--gpus", "4", "--nproc-per-node", "8", *RUN)
+    assert any("8 ranks on each node" in note and "share its 4" in note for note in printed.notes)
+    assert "--nproc-per-node=1" in render(*LEAST, "--gpus", "0", *RUN).container["args"]
 
 
 def test_nothing_is_allowed_that_was_not_asked_for() -> None:
@@ -164,6 +177,29 @@ def test_each_gang_scheduler_finds_the_pods() -> None:
     template = printed.job["template"]
     assert template["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == "tr"
     assert template["spec"]["schedulerName"] == "s"
+    printed = render(*LEAST, "--nnodes", "2:4", "--gang", "koordinator", *RUN)
+    template = printed.job["template"]
+    assert template["metadata"]["annotations"] == {
+        "gang.scheduling.koordinator.sh/name": "tr",
+        "gang.scheduling.koordinator.sh/min-available": "2",
+    }
+    assert template["spec"]["schedulerName"] == "koord-scheduler"
+
+
+def test_a_number_of_failed_pods_may_end_the_job() -> None:
+    printed = render(*LEAST, "--backoff-limit", "7", *RUN)
+    assert printed.job["backoffLimit"] == 7
+    assert "  backoffLimit: 7  # so many failed pods end the job" in printed.out
+    printed = render(*LEAST, *RUN)
+    assert "  backoffLimit: 1000000  # the job's master owns the budget" in printed.out
+
+
+@pytest.mark.parametrize(("target", "what"), [("k8s", "change both"), ("jobset", "its Job, NAME-")])
+def test_what_is_said_of_a_resize_can_be_done(target: str, what: str) -> None:
+    """A JobSet's own template is fixed (its webhook), that of the Job in it is not."""
+    lines = render(target, *LEAST[1:], *RUN).out.splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("parallelism:"))
+    assert what in line
 
 
 def test_what_the_user_should_know_is_said() -> None:
@@ -175,9 +211,15 @@ def test_what_the_user_should_know_is_said() -> None:
     for image in ("repo/train:1.0", "r:5000/train@sha256:" + "a" * 64, "train:stable-2.1"):
         assert "tomorrow" not in said("--image", image)
     fixed = ("--image", "a:1")
-    assert "8Gi (--shm)" in said(*fixed)
-    assert "--token-secret NAME" in said(*fixed)
-    assert "--token-secret NAME" not in said(*fixed, "--token-secret", "s")
+    assert said(*fixed).count("\n") == 0, "nothing that is always so"
+    assert said(*fixed).startswith("no --token-secret NAME: whoever reaches")
+    assert not said(*fixed, "--token-secret", "s")
+    secret = (*fixed, "--token-secret", "s")
+    assert "foo is not known and has no effect" in said(*secret, "--rdzv-conf", "foo=1")
+    assert "does nothing yet" in said(*secret, "--auto-tunning")
+    assert not said(*secret, "--nnodes=2", "--nproc-per-node=8"), "that is for the nodes to say"
+    for plugin in ("default", "mine"):
+        assert not said(*secret, "--logs-specs", plugin), "the nodes know which ones they have"
     assert "every index" in said(*fixed, "--nnodes=1:2", "--k8s-version=1.30")
     assert "written as for" in said(*fixed, "--k8s-version=1.99")
     assert "GangScheduling" in said(*fixed, "--gang=native", "--k8s-version=1.36")

@@ -36,7 +36,9 @@ def wishes(draw: st.DrawFn) -> tuple[list[str], str, dict[str, str], list[str]]:
     words += [f"--nnodes={low}:{low + more}", f"--k8s-version={version}"]
     words += [f"--pods={draw(st.integers(low, low + more + 3))}"] if draw(st.booleans()) else []
     words += [f"--nproc-per-node={draw(st.integers(1, 16))}"]
-    gangs = ["none", "volcano", "coscheduling", "kueue"] + ["native"] * (version >= "1.36")
+    gangs = ["none", "volcano", "coscheduling", "kueue", "koordinator"] + ["native"] * (
+        version >= "1.36"
+    )
     gang = draw(st.sampled_from(gangs))
     words += ["--gang", gang] + (["--queue", draw(NAMES)] if gang in ("kueue", "volcano") else [])
     for flag in ("--rbac", "--suspend", "--host-network", "--save-at-breakpoint"):

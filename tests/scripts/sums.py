@@ -1,6 +1,7 @@
 """Steps that cost next to nothing: all-reduces of one number on gloo, each told to the step log.
 
-Arguments: how many steps, seconds between them. Knows nothing of elasticrun but the step log's
+Arguments: how many steps, seconds between them, and how many numbers are summed, if more than one.
+Knows nothing of elasticrun but the step log's
 form, as a script must that runs where elasticrun is not installed.
 """
 
@@ -32,9 +33,10 @@ def tell(number: int) -> None:
 
 
 dist.init_process_group("gloo")
+numbers = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 for step in range(int(sys.argv[1])):
-    value = torch.ones(1)
+    value = torch.ones(numbers)
     dist.all_reduce(value)
-    assert int(value.item()) == dist.get_world_size()
+    assert int(value[-1].item()) == dist.get_world_size()
     tell(step)
     time.sleep(float(sys.argv[2]))

@@ -62,8 +62,11 @@ ReturnToService=2
 SlurmdTimeout=300
 KillWait=30
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n[1-{nodes}] Port=16818 CPUs={cpus} RealMemory=4000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 

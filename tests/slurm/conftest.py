@@ -11,7 +11,7 @@ import pytest
 
 from tests import needs
 from tests.compat.live import PUPPET
-from tests.harness import Launched, Peer, World, until_file
+from tests.harness import LIMIT, Launched, Peer, World, until_file
 from tests.slurm.cluster import Cluster, missing
 
 NODES = 4
@@ -22,7 +22,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Started once; skipped where it cannot be."""
     needs.several_hosts()
     if lacking := missing():
-        pytest.skip(
+        needs.lacking(
             f"no Slurm here: no {', '.join(lacking)} (Debian: slurmctld slurmd slurm-client munge)"
         )
     made = Cluster(tmp_path_factory.mktemp("slurm"), NODES)
@@ -53,14 +53,18 @@ class Slurm:
 
     def sbatch(self, script: str, *options: str, env: dict[str, str] | None = None) -> Batch:
         """Submit a shell script; its console is a file that all attempts append to."""
-        self._scripts += 1
         path = self.folder / f"batch-{self._scripts}.sh"
-        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.write_text(script if script.startswith("#!") else f"#!/bin/bash\n{script}\n")
+        return self.submits(*options, str(path), env=env)
+
+    def submits(self, *words: str, env: dict[str, str] | None = None) -> Batch:
+        """`sbatch` with these words."""
         console = self.folder / f"batch-{self._scripts}.txt"
         console.touch()
+        self._scripts += 1
         told = {**self.cluster.environment(), "LOGLEVEL": "INFO", **(env or {})}
         submit = ("sbatch", "--parsable", f"--output={console}", "--open-mode=append")
-        started = self.world.command(self.cluster.typed(*submit, *options, str(path)), env=told)
+        started = self.world.command(self.cluster.typed(*submit, *words), env=told)
         assert started.wait() == 0, started.stderr
         return Batch(int(started.stdout.split(";")[0]), console)
 
@@ -76,7 +80,7 @@ class Slurm:
 
     def await_end(self, job: Batch) -> None:
         """Wait until Slurm has done with it."""
-        assert self.srun(f"--dependency=afterany:{job.number}", "true").wait() == 0
+        assert self.srun(f"--dependency=afterany:{job.number}", "true").wait(2 * LIMIT) == 0
 
     def host_of(self, peer: Peer) -> str:
         """The name of the machine on which a rank runs."""
@@ -87,7 +91,7 @@ class Slurm:
 
     def show(self) -> None:
         """For a test that failed: what everybody has said."""
-        for console in sorted(self.folder.glob("*.txt")) + sorted(self.folder.glob("console-*")):
+        for console in sorted(self.folder.rglob("*.txt")) + sorted(self.folder.glob("console-*")):
             if text := console.read_text(errors="replace"):
                 print(f"--- {console.name}\n{text[-4000:]}")
         print(f"--- the controller\n{self.cluster.tail()}")

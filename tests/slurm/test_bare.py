@@ -8,14 +8,15 @@ import os
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
-from tests.harness import until_file
+from tests.slurm import page
 from tests.slurm.conftest import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_step_of_two_nodes(slurm: Slurm) -> None:
-    step = slurm.srun("-N2", "-wn2,n3", "elasticrun", "--nproc-per-node=2", PUPPET)
+    here = {"-N4": "-N2 -wn2,n3", "node=8": "node=2", "train.py": str(PUPPET)}
+    step = slurm.types(*page.command("srun -N4 elasticrun", here))
     peers = slurm.world.hub.ranks(4, world_size=4)
     assert sorted(slurm.host_of(peer) for peer in peers) == ["n2", "n2", "n3", "n3"]
     assert [slurm.host_of(peer) for peer in peers[::2]] == ["n2", "n3"], "as srun numbers nodes"
@@ -37,20 +38,21 @@ def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
     assert step.stderr.count("another task on this node is the agent") == 2
 
 
-def test_an_array_of_batch_scripts_that_ask_for_srun(slurm: Slurm) -> None:
+def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     """`sbatch --wrap "elasticrun --srun ..."`: one agent on each node. Two tasks of an array share
     both machines, and are jobs of their own."""
-    array = slurm.sbatch(
-        f"elasticrun --srun {PUPPET}; echo over $?", "-N2", "-wn1,n2", "--array=0-1"
-    )
+    here = {"-N4": "-N2 -wn1,n2 --array=0-1", "node=8": "node=1", "train.py": str(PUPPET)}
+    array = slurm.submits(*page.command("sbatch -N4 --wrap", here)[1:])
     peers = slurm.world.hub.ranks(4, world_size=2)
     for task in (0, 1):
         ours = [peer for peer in peers if peer.run_id == f"{array.number}_{task}"]
         assert {slurm.host_of(peer) for peer in ours} == {"n1", "n2"}
         assert allreduce(slurm.world, ours) == [2, 2]
     finish(peers)
-    shown = until_file(array.console, lambda text: text.count("over 0\n") == 2)
-    assert shown.count("--srun: srun --nodes=2") == 2
+    slurm.await_end(array)
+    ended = slurm.cluster.run("scontrol", "show", "job", str(array.number))
+    assert ended.count("JobState=COMPLETED") == 2
+    assert array.console.read_text().count("--srun: srun --nodes=2") == 2
 
 
 def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
 from elasticrun.config import EXIT_SAVED
 from tests.harness import until_file
+from tests.slurm import page
 from tests.slurm.conftest import Slurm
-from tests.slurm.training import goes_on_from, markers, saved, second_life, trains
+from tests.slurm.training import (
+    begun,
+    goes_on_from,
+    markers,
+    saved,
+    second_life,
+    trains,
+    two_lives,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,25 +31,37 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm) -> None:
     """Slurm signals every process of the step, and they save one step."""
     job = trains(slurm)
     slurm.cluster.run("scontrol", "requeue", str(job.number))
-    goes_on_from(slurm, job, saved(slurm, second_life(slurm, job)))
+    second_life(slurm)
+    goes_on_from(slurm, job, saved(slurm, job))
 
 
-@pytest.mark.parametrize(
-    ("limit", "flags"),
-    [
-        pytest.param((), TOLD, id="scancel"),
-        pytest.param(("--time=1", "--signal=USR1@30"), TOLD, marks=pytest.mark.soak, id="usr1"),
-        pytest.param(("--time=1", "--signal=TERM@30"), "", marks=pytest.mark.soak, id="term"),
-    ],
-)
-def test_a_signal_before_the_end(slurm: Slurm, limit: tuple[str, ...], flags: str) -> None:
-    """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Where agents
-    are told that it ends them (SIGTERM does anyway), everything is saved when srun returns, and the
-    script puts its job back into the queue."""
-    job = trains(slurm, *limit, flags=flags)
-    if not limit:
-        slurm.cluster.run("scancel", "--signal=USR1", str(job.number))
-    goes_on_from(slurm, job, saved(slurm, second_life(slurm, job)))
+def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
+    """Preempted by a partition of a higher tier: SIGTERM, and `GraceTime` to save."""
+    job = trains(slurm)
+    urgent = slurm.srun("--partition=urgent", "-N4", "--exclusive", "true")
+    second_life(slurm)
+    assert urgent.wait() == 0
+    goes_on_from(slurm, job, saved(slurm, job))
+
+
+def test_the_script_of_the_page(slurm: Slurm) -> None:
+    """A signal to the step, as `--signal=TERM@...` sends it before the time limit: everything is
+    saved when srun returns, and the script puts its job back into the queue."""
+    here = {"--nproc-per-node=8": "--nproc-per-node=1", "train.py": shlex.join(two_lives(slurm))}
+    job = begun(slurm.sbatch(page.script("#!/bin/bash", here)))
+    slurm.cluster.run("scancel", "--signal=TERM", str(job.number))
+    second_life(slurm)
+    goes_on_from(slurm, job, saved(slurm, job))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "flags"), [("USR1", TOLD), ("TERM", "")])
+def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
+    """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Agents are told
+    that it ends them (SIGTERM does anyway)."""
+    job = trains(slurm, "--time=1", f"--signal={name}@30", flags=flags)
+    second_life(slurm)
+    goes_on_from(slurm, job, saved(slurm, job))
     assert f"\nover {EXIT_SAVED}\n" in job.console.read_text()
 
 
@@ -50,7 +72,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(slurm: Slurm) -> None:
     slurm.cluster.run("scancel", str(job.number))
     slurm.await_end(job)
     assert slurm.told(job, "JobState") == "CANCELLED"
-    saved(slurm, job.console.read_text())
+    saved(slurm, job)
     slurm.world.nothing_left()
 
 
@@ -69,7 +91,7 @@ def test_the_machine_of_the_batch_script_loses_power(slurm: Slurm, no_kill: bool
         assert slurm.told(job, "JobState") == "RUNNING"
         assert slurm.nodes_of(job) == [other]
         slurm.cluster.run("scontrol", "requeue", str(job.number))
-    second_life(slurm, job)
+    second_life(slurm)
     step = markers(slurm)[-1]
     assert first not in slurm.nodes_of(job)
     goes_on_from(slurm, job, step)

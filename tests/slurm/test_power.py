@@ -7,12 +7,12 @@ import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.harness import Peer
+from tests.slurm import page
 from tests.slurm.conftest import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 QUICK = "--rdzv-conf=heartbeat_timeout=2,last_call_timeout=1"
-NO_KILL = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 
 
 def next_world(slurm: Slurm, size: int, before: list[Peer]) -> list[Peer]:
@@ -27,9 +27,8 @@ def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
     """2:3 on four nodes. The spare takes the place of the first that is lost; without another, the
     two that are left go on. No restart is charged, and Slurm has noticed nothing. When it does,
     that disturbs nobody."""
-    step = slurm.srun(
-        *("-N4", *NO_KILL, "elasticrun", "--nnodes=2:3", "--max-restarts=0", QUICK, PUPPET)
-    )
+    here = {"train.py": f"{QUICK} {PUPPET}"}
+    step = slurm.types(*page.command("srun -N4 --no-kill", here))
     peers = next_world(slurm, 3, [])
     busy = [slurm.host_of(peer) for peer in peers]
     (spare,) = set(slurm.cluster.nodes) - set(busy)

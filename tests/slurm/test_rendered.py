@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import psutil
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
@@ -24,5 +27,30 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     assert allreduce(slurm.world, peers) == [2, 2]
     finish(peers)
     slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "ExitCode") == "0:0"
+
+
+def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
+    """An agent is killed, a spare takes its place, and the training is done: srun ends with 137,
+    the job with 0."""
+    script = render(
+        "slurm", "--name", "tr", "--nnodes", "2", "--spares", "1", "--max-restarts", "0",
+        "--rdzv-conf", "last_call_timeout=1", "--", PUPPET,
+    ).out  # fmt: skip
+    job = slurm.sbatch(
+        script.replace("\ncode=$?\nown_code", '\ncode=$?; echo "srun $code"\nown_code')
+    )
+    peers = slurm.world.hub.ranks(2, world_size=2)
+    first = slurm.nodes_of(job)[0]
+    lost = next(peer for peer in peers if slurm.host_of(peer) != first)
+    above = [psutil.Process(lost.pid), *psutil.Process(lost.pid).parents()]
+    agent = next(one for one, parent in pairwise(above) if parent.name() == "bash")
+    agent.kill()
+    old = {peer.pid for peer in peers}
+    peers = slurm.world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in old)
+    finish(peers)
+    slurm.await_end(job)
+    assert "srun 137\n" in job.console.read_text()
     assert slurm.told(job, "JobState") == "COMPLETED"
     assert slurm.told(job, "ExitCode") == "0:0"

@@ -46,3 +46,26 @@ def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
         assert allreduce(slurm.world, ours) == [2, 2]
     finish(peers)
     job.until_text("over 0\n")
+
+
+@pytest.mark.parametrize(
+    ("park", "state", "code"), [("", "FAILED", "75:0"), ("--quarantine=1", "COMPLETED", "0:0")]
+)
+def test_a_node_is_excluded_and_the_job_is_done(
+    slurm: Slurm, park: str, state: str, code: str
+) -> None:
+    """srun ends with the highest code of its tasks, and the job with srun's: what Slurm shows of a
+    job that is done is the 75 of the node that was sent away, unless that one has stayed."""
+    step = f"elasticrun --nnodes=2:3 --node-id=$SLURMD_NODENAME --network-check {park} {PUPPET}"
+    job = slurm.sbatch(
+        f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 sh -c 'exec {step}'",
+        *("-N3", "-wn1,n2,n3"),
+        env={"ELASTICRUN_FAULT": "probe-fail@n2", "OMP_NUM_THREADS": "1"},
+    )
+    peers = slurm.world.hub.ranks(2, world_size=2)
+    assert "n2" not in map(slurm.host_of, peers)
+    job.until_text("it stays parked until the job ends" if park else "exit code 75")
+    finish(peers)
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == state
+    assert slurm.told(job, "ExitCode") == code

@@ -6,30 +6,46 @@ import re
 
 from tests.harness import until_file
 from tests.slurm.conftest import Batch, Slurm, meeting
-from tests.snapshots.conftest import TRAIN, starts
+from tests.snapshots.conftest import TRAIN, ends, starts
 
 ASKED = re.compile(r"every rank is asked to save step (\d+)")
 
-ENDLESS = 10**9
-"""Steps of a first life, which somebody must end."""
+RANKS = (0, 1)
+
+LIVES = """
+import os, runpy, sys
+first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+sys.argv += ["--steps", str(10**9 if first else 1)]
+runpy.run_path({train!r}, run_name="__main__")
+"""
+"""The first life is without an end, which somebody must make; the second has nothing left to do."""
+
+
+def two_lives(slurm: Slurm, persist_every: int = 0) -> list[str]:
+    """A training that ends in its second life: a script and its arguments."""
+    script = slurm.folder / "train.py"
+    script.write_text(LIVES.format(train=str(TRAIN)))
+    out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
+    out.mkdir()
+    persist = ("--persist-every", str(persist_every)) if persist_every else ()
+    return [str(script), "--every", "5", *persist, "--out", str(out), "--ckpt", str(ckpt)]
 
 
 def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0) -> Batch:
-    """A training on two nodes that ends in its second life; returns when it has begun."""
-    out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
-    out.mkdir()
-    steps = f"$([ ${{SLURM_RESTART_COUNT:-0}} = 0 ] && echo {ENDLESS} || echo 1)"
-    persist = f"--persist-every {persist_every}" if persist_every else ""
+    """Such a training on two nodes, whose script requeues it; returns when it has begun."""
     job = slurm.sbatch(
-        f"echo attempt ${{SLURM_RESTART_COUNT:-0}}\n"
         f"srun --ntasks-per-node=1 --no-kill {meeting('2', '$(hostname)')} {flags} "
-        f"{TRAIN} --steps {steps} --every 5 {persist} --out {out} --ckpt {ckpt}\n"
+        f"{' '.join(two_lives(slurm, persist_every))}\n"
         'code=$?; echo "over $code"\n'
         '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
         *("-N2", "--requeue", *options),
-        env={"OMP_NUM_THREADS": "1"},
     )
-    until_file(job.console, lambda shown: shown.count("snapshots take") == 2)
+    return begun(job)
+
+
+def begun(job: Batch) -> Batch:
+    """The same job, when all of its ranks have taken a snapshot."""
+    until_file(job.console, lambda shown: shown.count("snapshots take") == len(RANKS))
     return job
 
 
@@ -39,20 +55,25 @@ def markers(slurm: Slurm) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
 
-def saved(slurm: Slurm, shown: str) -> int:
+def saved(slurm: Slurm, job: Batch) -> int:
     """The step that all ranks were asked for; it is the only one in storage."""
-    step = int(ASKED.findall(shown)[-1])
+    step = int(ASKED.findall(job.console.read_text())[-1])
     assert markers(slurm) == [step]
     return step
 
 
-def second_life(slurm: Slurm, job: Batch) -> str:
-    """Wait for the next attempt; what the console showed when it began."""
-    return until_file(job.console, lambda shown: "attempt 1\n" in shown, 200)
+def second_life(slurm: Slurm) -> None:
+    """Wait until every rank has begun it."""
+    for rank in RANKS:
+        told = slurm.folder / "out" / f"rank-{rank}.jsonl"
+        until_file(told, lambda text: text.count('"start"') == 2, 200)
 
 
 def goes_on_from(slurm: Slurm, job: Batch, step: int) -> None:
-    """The second attempt takes up this step, on whatever nodes it is given, and ends well."""
-    job.until_text("over 0\n")
-    for rank in (0, 1):
+    """The second life takes up this step, on whatever nodes it is given, and ends well."""
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert slurm.told(job, "Restarts") == "1"
+    for rank in RANKS:
         assert starts(slurm.folder / "out", rank) == [0, step]
+        assert len(ends(slurm.folder / "out", rank)) == 1

@@ -1,5 +1,6 @@
 """State that outlives what is killed: whole jobs. Which test stands for what; names without a file
-are tests of this folder, and `test_table.py` sees to it that each of them exists.
+are tests of this folder, those without `test_` scripts of core/scripts, and `test_table.py` sees to
+it that each of them exists.
 
 What may happen, and what is lost then (docs/snapshots.md has the answers):
 
@@ -17,6 +18,8 @@ agent/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one
 agent/test_taken_over.py::test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more |
 | another training under the same name | \
 agent/test_taken_over.py::test_another_training_of_the_same_name_does_not_go_on_from_it |
+| a container is killed and started again | \
+containers/test_first_process.py::test_it_is_killed_and_started_again |
 | the agent is killed, its memory goes too | test_a_node_with_the_only_copy_is_lost |
 | the fork server is killed | test_the_fork_server_dies |
 | fork server, saver, agent or master in mid-persist | test_each_process_is_killed_in_mid_persist, \
@@ -29,11 +32,18 @@ test_killed_at_random_moments |
 | the master is killed | test_the_master_dies_and_then_a_rank, \
 test_each_process_is_killed_in_mid_persist, \
 core/test_breakpoint_save.py::test_a_stream_that_breaks_does_not_end_an_attempt |
+| no master answers for some snapshots | test_no_master_answers_for_three_snapshots |
 | a node is lost: DDP, HSDP | test_a_node_is_lost_and_all_have_the_same_state, \
-test_a_spare_takes_the_place_and_the_state |
+test_a_spare_takes_the_place_and_the_state, \
+checkpointing/test_hsdp.py::test_a_copy_of_a_shard_stands_for_it |
 | a node is lost: FSDP with replicas | test_a_spare_takes_over_what_the_lost_node_had, \
 test_the_rest_goes_on_alone |
 | a node is lost: FSDP without | test_a_node_with_the_only_copy_is_lost |
+| two nodes are lost together: FSDP with replicas | snapshots_replicas_neighbours_are_lost |
+| a node is excluded that has the only copy | test_an_excluded_node_stays_until_its_part_is_saved, \
+snapshots_convicted_node_stays_until_saved |
+| one is left over by node_unit that has the only copy | snapshots_node_unit_leaves_a_holder_over |
+| a death while a checkpoint is written in last call | snapshots_death_while_saving_in_last_call |
 | everything is lost | test_killed_at_random_moments (its last kill) |
 | another job, from storage | test_other_numbers_of_ranks_from_storage |
 | nodes come, nodes go | test_more_ranks_from_memory, \
@@ -53,7 +63,10 @@ checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |
 | a rank's own state, on a node that lives | test_a_living_rank_is_given_back_what_it_has_alone |
 | SIGTERM | test_one_node_leaves_and_the_other_goes_on, \
 test_one_node_leaves_and_all_have_the_same_state, test_the_only_node_leaves, \
-test_every_process_is_signalled, test_no_step_is_saved_in_time |
+test_all_nodes_leave_together, test_every_process_is_signalled, test_no_step_is_saved_in_time, \
+departing_no_spare_stands_by, departing_no_spare_comes_in_time |
+| SIGTERM between two rounds | test_a_node_leaves_between_two_rounds, departing_between_rounds, \
+departing_all_between_rounds |
 | a save fails in the script | \
 checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | no room for snapshots | test_shared_memory_that_is_too_small, \

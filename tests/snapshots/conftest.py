@@ -181,6 +181,15 @@ def flip(path: Path, step: int) -> None:
         segment.close()
 
 
+def watermark(path: Path) -> int:
+    """The newest step that a segment's ranks know to be whole."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        segment = Segment(memoryview(memory))
+        found = segment.watermark
+        segment.close()
+    return found
+
+
 @pytest.fixture
 def training(elastic_job: Job, tmp_path: Path) -> Iterator[Training]:
     """At the end nothing may be left in shared memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.config import EXIT_SAVED
+from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.testing.worlds import World
 from tests.snapshots.conftest import Training, ends, told
 
@@ -81,6 +82,36 @@ def test_the_only_node_leaves(training: Training) -> None:
     assert training.checkpoints() == [step]
     said = training.job.output(0)
     assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", said)
+
+
+def test_all_nodes_leave_together(training: Training) -> None:
+    """One step is named for both; the job is over when it is written, and may go on from there."""
+    begin(training, "fsdp2", nodes=2, nproc=1, nnodes="2")
+    for number in (0, 1):
+        training.job.signal(number, signal.SIGTERM)
+    step = saves(training)
+    training.finish(EXIT_SAVED)
+    assert training.checkpoints() == [step]
+    assert len(set(ASKED.findall(training.job.output(0) + training.job.output(1)))) == 1
+
+
+def test_a_node_leaves_between_two_rounds(training: Training) -> None:
+    """FSDP: no rank can save a step then; what they had before one failed is written out first. (An
+    agent that is stopped keeps the next round from beginning.)"""
+    world = begin(training, "fsdp2", nodes=2, nproc=1, nnodes="1:2", max_restarts=1)
+    job, leaves, stays = training.job, world.nodes[1], world.nodes[0]
+    dies = job.rank_pid(1)
+    job.freeze_node(stays, agent_only=True)
+    os.kill(dies, signal.SIGKILL)
+    job.wait_for(lambda status: any(n.activity == "joining" for n in status.nodes))
+    job.signal(leaves, signal.SIGTERM)
+    training.until(lambda: training.said("stays until its part of a checkpoint is saved"), "wait")
+    job.thaw_node(stays)
+    training.go_on()
+    result = job.result()
+    assert [result.exit_codes[number] for number in (leaves, stays)] == [EXIT_FAILED, 0]
+    assert training.starts(0) == [0, 7]
+    assert training.checkpoints()[0] == 7
 
 
 def test_every_process_is_signalled(training: Training) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
 
-from tests.snapshots.conftest import STEPS, Training, ends, fork_server
+from tests.snapshots.conftest import STEPS, Training, ends, fork_server, told, watermark
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +75,31 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     training.go_on()
     training.finish()
     assert training.starts(0) == [0, 7]
+    training.is_as_if_nothing_happened()
+
+
+def test_no_master_answers_for_three_snapshots(training: Training) -> None:
+    """Nobody says what is whole, so the newest step that is known to be is kept, and the one above
+    it: there is no slot for others. A rank dies; the ranks go on from what there is."""
+    args = ("--busy", "skip", "--print-at", "5")
+    job = training.start(*args, gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
+    training.open_gate(2)
+    job.wait_for_world(2, step=2)
+    training.until(lambda: [watermark(p) for p in training.segments()] == [2, 2], "step 2, whole")
+    victim = job.rank_pid(1)
+    job.freeze_master()
+    training.open_gate(5)
+
+    def skipped() -> list[int]:
+        last = [told(training.out, rank)[-1] for rank in (0, 1)]
+        return [line["skipped"] for line in last if "at" in line]
+
+    training.until(lambda: skipped() == [2, 2], "step 5 without two snapshots")
+    os.kill(victim, signal.SIGKILL)
+    job.thaw_master()
+    training.go_on()
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 3]
     training.is_as_if_nothing_happened()
 
 

@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.testing.watch import Deadline, Watch
 from tests.snapshots.conftest import LIMIT, Training, fork_server, saver
 from tests.snapshots.steadily import Steadily, freeze
@@ -56,14 +57,15 @@ def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
 
 
 def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
-    """What is being written is pinned: the ranks of the next life write beside it, not over it, and
-    what stands in storage in the end is what there was."""
+    """All at once. What is being written is pinned: the ranks of the next life write beside it, not
+    over it, and what stands in storage in the end is what there was."""
     jobs = Steadily(training, mib=24, keep=0)
     jobs.begin()
     jobs.trains()
     process = jobs.freeze_in_mid_persist()
     written = int(max(training.ckpt.glob("step-*")).name.removeprefix("step-"))
-    training.job.kill_rank(0)
+    both = [training.job.rank_pid(rank) for rank in (0, 1)]
+    processes.signal_all(lambda: both, signal.SIGKILL)
     training.job.wait_for(round=2, phase="running")
     process.send_signal(signal.SIGCONT)  # it writes on, and ranks begin to copy
     jobs.goes_on()

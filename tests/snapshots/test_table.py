@@ -19,7 +19,10 @@ def test_every_row_has_tests_that_exist() -> None:
         if row in ("| row | tests |", "| defect | tests |"):
             continue
         named = re.findall(r"(?:([\w/]+\.py)::)?\b(test_\w+)\b(?!\.py)", row)
-        assert named, f"no test stands for this row: {row}"
+        scripts = re.findall(r"\b(?:snapshots|departing)_\w+", row)
+        assert named or scripts, f"no test stands for this row: {row}"
+        for script in scripts:
+            assert (TESTS / "core/scripts" / f"{script}.txt").exists(), f"no script {script}"
         for file, name in named:
             source = (TESTS / file).read_text() if file else here
             assert f"def {name}(" in source, f"{file or 'this folder'} has no {name}"

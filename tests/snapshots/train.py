@@ -3,7 +3,7 @@ same bits as one that was never killed.
 
     train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
-             [--gate FILE] [--print-at STEP]... [--timeout SECONDS]
+             [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
@@ -11,7 +11,8 @@ ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal
 `stop` the others' collectives fail when `--timeout` is over). With `--poison 7` rank 1 dies in its
 first step of every life that goes on from step 7. With `--gate FILE` the ranks wait after each step
 until the file's number is above it. `--print-at 7` has the hash of the state written in step 7
-(`at`), and when a life goes on from there (`again`).
+(`at`; `skipped`: the snapshots that were left out so far), and when a life goes on from there
+(`again`).
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -155,6 +156,7 @@ def main() -> None:
     options.add_argument("--print-at", type=int, action="append", default=[])
     options.add_argument("--timeout", type=float, default=300)
     options.add_argument("--replicas", type=int, default=0)
+    options.add_argument("--busy", default="wait")
     args = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
@@ -167,7 +169,7 @@ def main() -> None:
         optim=optimizer,
         progress=progress,
         every=args.every,
-        on_busy="wait",
+        on_busy=args.busy,
         persist_every=args.persist_every,
         keep=Keep(last=args.keep),
         replicas=args.replicas,
@@ -186,7 +188,8 @@ def main() -> None:
         checkpointer.step(step + 1)
         tell_step(step + 1)
         if step + 1 in args.print_at:
-            tell(args.out, rank, at=fingerprint(model, optimizer))
+            skipped = checkpointer.stats.skipped
+            tell(args.out, rank, at=fingerprint(model, optimizer), skipped=skipped)
         planted = [one for one in args.die if int(one.split(":")[1]) == step + 1]
         if planted:
             dist.barrier()  # all have taken their snapshot

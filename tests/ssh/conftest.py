@@ -14,6 +14,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
+from tests import needs
 from tests.harness import LIMIT, MARK, SOCKET, Launched, Peer, World, clean_environment
 
 LOGIN: Final = "login"
@@ -118,5 +119,5 @@ def town(world: World, lab: Lab) -> Town:
     """Skipped, with the reason, where there can be no such hosts."""
     sshd = shutil.which("sshd", path=PATH)
     if sshd is None or shutil.which("ssh") is None:
-        pytest.skip("there is no sshd here (Debian: openssh-server, openssh-client)")
+        needs.lacking("there is no sshd here (Debian: openssh-server, openssh-client)")
     return Town(world, lab, sshd)

@@ -87,6 +87,14 @@ def test_what_was_condemned_no_longer_counts(folder: Folder) -> None:
     assert folder.committed() == [5, 6]
 
 
+def test_the_newest_above_and_below(folder: Folder) -> None:
+    for step in (5, 6, 7):
+        save(folder, step)
+    folder.condemn(7, "a byte of it was changed")
+    found = [folder.newest(below, above) for below, above in ((-1, 5), (-1, 6), (-1, 7), (6, -1))]
+    assert found == [6, -1, -1, 5]
+
+
 def test_it_is_removed_as_a_whole(folder: Folder) -> None:
     save(folder, 5)
     save(folder, 6)
@@ -132,6 +140,18 @@ def test_a_missing_or_a_cut_file_is_found_by_everyone(folder: Folder) -> None:
     assert "__2_1.1.a.distcp is missing" in folder.verify(5, 0, 3)
     folder.put(5, "__2_1.1.a.distcp", DATA[:-1])
     assert f"has {len(DATA) - 1} bytes, not {len(DATA)}" in folder.verify(5, 0, 3)
+
+
+def test_sizes_alone_can_be_compared(folder: Folder) -> None:
+    save(folder, 5, ranks=2)
+    flip(folder, 5, "__1_1.1.a.distcp", 9)
+    assert folder.verify(5, 0, 0) == ""
+    folder.put(5, "__1_1.1.a.distcp", DATA[:-1])
+    assert "not 12388" in folder.verify(5, 0, 0)
+    least = {"__0_1.1.a.distcp": len(DATA), "__1_1.1.a.distcp": len(DATA) - 1}
+    assert folder.short(5, least) == ""
+    assert "and 12388 were written" in folder.short(5, {**least, "__1_1.1.a.distcp": len(DATA)})
+    assert folder.short(5, {"__2_0.distcp": 0}) == "__2_0.distcp is missing"
 
 
 def test_a_cut_marker_is_found(folder: Folder) -> None:
@@ -201,5 +221,12 @@ def test_a_storage_that_is_away_is_no_verdict(
     if verdict:
         assert "is spoiled: it cannot be read whole" in folder.verify(5)
     else:
-        with pytest.raises(StorageError, match="cannot be read"):
+        with pytest.raises(StorageError, match="cannot be read: Stale file handle"):
             folder.verify(5)
+    monkeypatch.setattr(Sick, "readinto", late)
+    with pytest.raises(StorageError, match="cannot be read: TimeoutError"):
+        folder.verify(5)
+
+
+def late(*_: object) -> int:
+    raise TimeoutError

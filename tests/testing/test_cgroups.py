@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from elasticrun.testing import cgroups, processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Impossible
+from tests import needs
 from tests.harness import SCRIPTS
 
 SPIN = """
@@ -37,7 +41,7 @@ def group() -> Iterator[Group]:
     try:
         made = Group("test")
     except Impossible as why:
-        pytest.skip(str(why))
+        needs.lacking(str(why))
     yield made
     made.close()
     assert cgroups.folders(made.name) == []
@@ -94,3 +98,58 @@ def test_a_node_with_little_memory(elastic_job: Any) -> None:
     job = elastic_job(SCRIPTS / "eats.py", 0, memory=500 << 20)
     assert job.result().exit_codes == (1,)
     assert "the kernel was out of memory and killed it" in job.output(0)
+
+
+SPINS = """
+import itertools, time
+from elasticrun.testing import step
+for number in itertools.count():
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    step(number)
+"""
+
+
+def test_a_node_that_is_given_less_time_as_it_runs(elastic_job: Any, tmp_path: Path) -> None:
+    """0.2 cores: the 0.4 s of computing of eight steps take 2 s, less what was saved up."""
+    script = tmp_path / "spins.py"
+    script.write_text(SPINS)
+    job = elastic_job(script)
+    job.wait_for(step=0)
+    at = job.limit_cpus(0, 0.2)
+    last = job.steps()[-1].step
+    assert job.wait_for(step=last + 9).time - at > 1.0
+    job.limit_cpus(0, None)
+    job.wait_for(step=last + 20)
+
+
+HUNGRY = """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print(os.getpid(), "is hungry in life", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+signal.sigwait([signal.SIGUSR1])
+held = [b"x" * (1 << 24) for _ in range(128)]
+signal.pause()
+"""
+
+
+def test_a_node_that_is_given_less_memory_as_it_runs(elastic_job: Any, tmp_path: Path) -> None:
+    """A rank that somebody kills there is told from one that the kernel kills for its memory."""
+    script = tmp_path / "hungry.py"
+    script.write_text(HUNGRY)
+    job = elastic_job(script, max_restarts=1)
+
+    def rank(life: int) -> int:
+        job.wait_for_output(0, f"is hungry in life {life}")
+        return int(re.findall(rf"(\d+) is hungry in life {life}", job.output(0))[0])
+
+    first = rank(0)
+    job.limit_memory(0, 300 << 20)
+    os.kill(first, signal.SIGKILL)
+    second = rank(1)
+    assert "by signal 9" in job.output(0)
+    assert "out of memory" not in job.output(0)
+    os.kill(second, signal.SIGUSR1)
+    assert job.result().exit_codes == (1,)
+    assert job.output(0).count("the kernel was out of memory and killed it") == 1

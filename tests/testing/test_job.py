@@ -147,5 +147,18 @@ def test_a_host_without_power(elastic_job: Any) -> None:
     at = job.power_off(1)
     job.wait_for(step=1, world_size=1, since=at)
     at = job.restart_node(1) and at
-    job.limit_cpus(1, 1.0)
     job.wait_for(step=1, world_size=2, since=at)
+
+
+def test_a_slow_cable(elastic_job: Any) -> None:
+    """1 Mbit of every step passes a cable of 8 Mbit/s in 1/8 s at best. The words of its node pass
+    beside it: nobody is given up, though a node is after 2 s."""
+    job = elastic_job(*(SUMS, 100_000, 0, 1_000_000 // 32), nnodes=2, hosts=True, options=[QUICK])
+    quick = job.wait_for(step=1, world_size=2).step
+    at = job.slow(1, 8)
+    last = max(record.step for record in job.steps())
+    slow = job.wait_for(step=max(quick, last) + 11, world_size=2)
+    # The step that was under way at that moment aside.
+    assert slow.time - at > 10 / 8
+    assert {record.round for record in job.steps()} == {1}
+    assert {node.state for node in job.status().nodes} == {"alive"}

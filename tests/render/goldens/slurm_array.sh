@@ -5,18 +5,27 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --array=0-7%2
 #SBATCH --output=%x-%A_%a.out
-# one node that dies does not end the job: the others go on
+# one node that dies does not end the job: the others go on; but not without the one
+# where this script runs: then `scontrol requeue` the job, or `scancel` it
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 
 set -u
 # the first node hosts the job's master
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 12000))
+port=$((20000 + SLURM_JOB_ID % 9000))
 job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
 
+# srun ends with the highest code of all nodes, also of one that was excluded or
+# killed; the job's own is the one with which the first node ends
+own=$(mktemp)
+agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
+"$@"
+code=$?
+[ "$SLURM_NODEID" != 0 ] || [ ! -f "$0" ] || echo "$code" >"$0"
+exit "$code"'
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --cpus-per-task=4 \
-    elasticrun \
+    bash -c "$agent" "$own" elasticrun \
     --nnodes=2 \
     --nproc-per-node=1 \
     --rdzv-backend=c10d \
@@ -24,4 +33,7 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --rdzv-id="$job" \
     sweep.py
 code=$?
+own_code=$(cat "$own")
+rm -f "$own"
+case "$own_code" in 0 | 2 | 93 | 99) code=$own_code ;; esac
 exit "$code"

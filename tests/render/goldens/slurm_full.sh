@@ -12,10 +12,12 @@
 #SBATCH --output=logs/%x-%j.out
 #SBATCH --chdir=/home/me
 #SBATCH --exclusive
-# one node that dies does not end the job: the others go on
-#SBATCH --no-kill
+#SBATCH --constraint=[a|b]
+#SBATCH --exclude=n[1-4]
 # every node saves a step and leaves before the time is over
 #SBATCH --signal=USR1@300
+# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes
+# back into the queue; with it, it would hang if that is the node of this script
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
@@ -24,11 +26,19 @@ export NCCL_DEBUG=INFO
 export NOTE='it'"'"'s'
 # the first node hosts the job's master
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 12000))
+port=$((20000 + SLURM_JOB_ID % 9000))
 job="$SLURM_JOB_ID"
 
+# srun ends with the highest code of all nodes, also of one that was excluded or
+# killed; the job's own is the one with which the first node ends
+own=$(mktemp)
+agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
+"$@"
+code=$?
+[ "$SLURM_NODEID" != 0 ] || [ ! -f "$0" ] || echo "$code" >"$0"
+exit "$code"'
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --cpus-per-task=96 \
-    elasticrun \
+    bash -c "$agent" "$own" elasticrun \
     --nnodes=2:4 \
     --nproc-per-node=8 \
     --rdzv-backend=c10d \
@@ -41,8 +51,12 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --max-restarts=3 \
     --tee=3 \
     --save-at-breakpoint \
+    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     train.py --lr 3e-4 --note 'it'"'"'s $(HOME), "y"	or 1e3: # é' ''
 code=$?
+own_code=$(cat "$own")
+rm -f "$own"
+case "$own_code" in 0 | 2 | 93 | 99) code=$own_code ;; esac
 again=0
 case "$code" in
     99) again=1 ;; # told to leave, and a step of all ranks is saved

@@ -3,14 +3,15 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
-# one node that dies does not end the job: the others go on
+# one node that dies does not end the job: the others go on; but not without the one
+# where this script runs: then `scontrol requeue` the job, or `scancel` it
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 
 set -u
 # the first node hosts the job's master
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 12000))
+port=$((20000 + SLURM_JOB_ID % 9000))
 job="$SLURM_JOB_ID"
 
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \

@@ -1,0 +1,148 @@
+"""What all ranks go on from, and that before anything is loaded.
+
+Rank 0 compares memory with storage and tells the others. A checkpoint in storage is looked at by
+all ranks, each a part of it; where one finds it spoiled, rank 0 chooses once more, in the same life
+of the ranks: nothing has been loaded, so there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.storing import SpoiledError, Stored
+from elasticrun.storage.errors import StorageError
+from elasticrun.storage.folder import Folder
+
+LOOK_LIMIT: Final = 10.0
+"""Seconds for a look into storage, where there is a step in memory to go on from."""
+
+MOST_SPOILED: Final = 8
+"""Checkpoints found spoiled in one life, one after the other: then it is the storage."""
+
+
+class NotAgreed(RuntimeError):
+    """Another rank cannot look at the checkpoint; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both ways need to know."""
+
+    folder: Folder
+    rank: int
+    world_size: int
+    slots: int
+    keep_last: int
+    keep_every: int
+    verify: bool
+    replicas: int = 0
+    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+
+
+class Choice:
+    """One restore. `memory`: the step that can be had from memory, -1: none. Checkpoints of step
+    `rewound_from` and later ones are passed over; -1: none is. `tell`: a sentence to the
+    operator."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        board: Board,
+        tell: Callable[[str], None],
+        memory: int = -1,
+        rewound_from: int = -1,
+    ) -> None:
+        self._setting = setting
+        self._board = board
+        self._tell = tell
+        self._memory = memory
+        self._below = rewound_from
+        self._round = 0  # of choosing
+
+    def restore(self, state: State) -> tuple[str, int]:
+        """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
+        step. SpoiledError, NotAgreed, and whatever `Stored` raises."""
+        for self._round in range(MOST_SPOILED):
+            source, step = self._choose()
+            if source != "storage":
+                return source, step
+            stored, wrong = self._look(step)
+            if not wrong:
+                stored.load(state)
+                return source, step
+            if self._setting.rank == 0:
+                self._tell(wrong)
+            self._below = step
+        raise SpoiledError(
+            f"{MOST_SPOILED} checkpoints in {self._setting.folder.url} were found spoiled, one "
+            "after the other: see to the storage; the next start looks at those before them"
+        )
+
+    def _choose(self) -> tuple[str, int]:
+        """The larger step wins, and memory where they are equal."""
+        key = f"from/{self._round}"
+        if self._setting.rank != 0:
+            source, _, what = self._board.hear(key).partition(" ")
+            if source == "away":
+                raise NotAgreed(f"rank 0 cannot look into storage: {what}")
+            return source, int(what)
+        try:
+            stored = self._newest()
+        except Exception as error:  # the others must not wait for what is not to come
+            self._board.say(key, f"away {error!s:.500}")
+            raise
+        if self._memory >= 0 and self._memory >= stored:
+            chosen = ("memory", self._memory)
+        else:
+            chosen = ("storage", stored) if stored >= 0 else ("nothing", 0)
+        self._board.say(key, f"{chosen[0]} {chosen[1]}")
+        return chosen
+
+    def _newest(self) -> int:
+        """In storage; a step in memory does not wait for a storage that is away."""
+        folder, below, memory = self._setting.folder, self._below, self._memory
+        if memory < 0:
+            return folder.newest(below)
+        answer: SimpleQueue[int | Exception] = SimpleQueue()
+
+        def look() -> None:
+            try:
+                answer.put(folder.newest(below, above=memory))
+            except Exception as error:  # of a library that knows the storage
+                answer.put(error)
+
+        threading.Thread(target=look, name="elasticrun-look", daemon=True).start()
+        try:
+            found = answer.get(timeout=LOOK_LIMIT)
+        except Empty:
+            found = StorageError(f"{folder.url} has not answered for {LOOK_LIMIT:.0f} s")
+        if isinstance(found, int):
+            return found
+        self._tell(f"step {memory} is taken from memory, storage was not looked at: {found}")
+        return -1
+
+    def _look(self, step: int) -> tuple[Stored, str]:
+        """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded."""
+        setting, key = self._setting, f"whole/{self._round}"
+        try:
+            stored = Stored(
+                *(setting.folder, step, setting.rank, setting.world_size, setting.verify)
+            )
+            wrong = stored.fault()
+        except Exception as error:  # the others must not wait for this rank
+            self._board.object(key, f"away rank {setting.rank}: {error!s:.500}")
+            raise
+        if wrong:
+            wrong = stored.condemn(wrong)
+            self._board.object(key, f"spoiled {wrong}")
+            return stored, wrong
+        why, _, wrong = self._board.agreed(key).partition(" ")
+        if why == "away":
+            raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {wrong}")
+        return stored, wrong
