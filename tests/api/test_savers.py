@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.segment import VERSION
 from elasticrun.wire.snapshots import Checked, CheckSnapshot, FromSaver, SaverHere
 from elasticrun.wire.spawner import Pet, SpawnSaver
 from tests.api.test_probes import Agent, calling
@@ -31,7 +32,7 @@ class Saver:
             self.pid = born.pid
             self.socket, _ = listener.accept()
         self.socket.settimeout(LIMIT)
-        assert self.hear() == SaverHere(1, self.key, 0)
+        assert self.hear() == SaverHere(VERSION, self.key, 0)
 
     def hear(self) -> FromSaver:
         for message in self._frames.feed(self.socket.recv(65536)):
