@@ -33,11 +33,8 @@ def network() -> nn.Module:
     )
 
 
-def main() -> None:
-    """Train; the blocks take turns."""
-    pairs, steps = map(int, sys.argv[1:3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(pairs: int, steps: int) -> None:
+    """The blocks take turns."""
     torch.manual_seed(0)
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -66,6 +63,14 @@ def main() -> None:
                 line = {"name": name, "life": 0, "seconds": took / steps, "taken": taken}
                 file.write(json.dumps(line) + "\n")
     checkpointer.close()
+
+
+def main() -> None:
+    """Train. The model has gone before its process group is destroyed: where DDP has the last hold
+    on that, it waits in torch, with the interpreter's lock, for a thread that needs the lock."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(*map(int, sys.argv[1:3]))
     dist.destroy_process_group()
 
 
