@@ -73,6 +73,11 @@ class _Store:
     released: bool = False
     late: asyncio.TimerHandle | None = None
 
+    def forget_limit(self) -> None:
+        """It listens, or has gone."""
+        if self.late is not None:
+            self.late.cancel()
+
 
 class Stores:
     """Makes store hosts ready, tells of their ends, holds their ports."""
@@ -130,7 +135,7 @@ class Stores:
         if store is not None and not store.listening:
             store.listening = True
             self._tries = 0
-            _forget_limit(store)
+            store.forget_limit()
             self._deliver(StoreReady(store.endpoint))
 
     def gone(self, message: Exited | SpawnFailed) -> bool:
@@ -139,8 +144,7 @@ class Stores:
         if store is None:
             return False
         self._spawners.forget([message.key])
-        _forget_limit(store)
-        self._keep(store.held)
+        self._keep(store)
         if store.released:
             return True
         if store.listening:
@@ -157,15 +161,14 @@ class Stores:
         for key, store in list(self._stores.items()):
             if self._spawners.owner(key) is None:
                 del self._stores[key]
-                _forget_limit(store)
-                self._keep(store.held)
+                self._keep(store)
 
     def close(self) -> None:
         """Let every port go."""
         if self._wanted is not None:
             self._wanted.cancel()
         for store in self._stores.values():
-            _forget_limit(store)
+            store.forget_limit()
             store.held.close()
         while self._held:
             self._held.popleft().close()
@@ -175,7 +178,10 @@ class Stores:
             logger.warning("a store host does not listen %g s after its start: it is ended", limit)
             self._spawners.close_store(store.key)
 
-    def _keep(self, held: socket.socket) -> None:
+    def _keep(self, store: _Store) -> None:
+        """Of a store that has gone: its port."""
+        store.forget_limit()
+        held = store.held
         if self._hold <= 0:
             held.close()
             return
@@ -197,8 +203,3 @@ class Stores:
         logger.warning("%s; trying again in %g s", sentence, RETRY)
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().call_later(RETRY, self.prepare)
-
-
-def _forget_limit(store: _Store) -> None:
-    if store.late is not None:
-        store.late.cancel()

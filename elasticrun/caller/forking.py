@@ -20,7 +20,8 @@ MODULE = "torch.distributed"
 
 class Sparing:
     """Around a fork: the collector rests from before it until `in_fork`, in the child, and what is
-    not to be destroyed has a holder there."""
+    not to be destroyed has a holder: here for as long as the fork takes, in the child to its end,
+    since that never leaves the block."""
 
     def __init__(self) -> None:
         self._collects = True
@@ -42,14 +43,9 @@ class Sparing:
 
     def in_fork(self) -> None:
         """In the child: collect again, but never what the caller has made."""
-        _kept.extend(self._spared)
         gc.freeze()
         if self._collects:
             gc.enable()
-
-
-_kept: list[object] = []
-"""Of a child: until its end."""
 
 
 def _objects() -> list[object]:

@@ -7,6 +7,7 @@ every launcher has there. One rank alone needs none.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -39,10 +40,14 @@ class Board:
     def say(self, key: str, text: str) -> None:
         """For rank 0; nobody waits."""
         if not self._alone:
-            try:
-                self._reach().set(f"{self._prefix}/{key}", text)
-            except Exception as error:  # torch raises many kinds
-                raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+            self._tell(key, lambda store, name: store.set(name, text))
+
+    def _tell(self, key: str, act: Callable[[Any, str], object]) -> None:
+        """`act` on the store, with the key's whole name."""
+        try:
+            act(self._reach(), f"{self._prefix}/{key}")
+        except Exception as error:  # torch raises many kinds
+            raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
 
     def hear(self, key: str, limit: float = LIMIT) -> str:
         """What rank 0 said; waits for it, for so many seconds at most."""
@@ -60,22 +65,19 @@ class Board:
         """One rank's word on what all have to agree to, for `agreed`; the first one stands, and
         nobody waits."""
         if not self._alone:
-            try:
-                self._reach().compare_set(f"{self._prefix}/{key}", "", f"no {objection}")
-            except Exception as error:
-                raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+            self._tell(key, lambda store, name: store.compare_set(name, "", f"no {objection}"))
 
     def agreed(self, key: str) -> str:
         """This rank has no objection: wait until no rank has one (""), or for the first one's.
         BoardError if that takes longer than AGREE_LIMIT."""
         if self._alone:
             return ""
-        try:
-            store, name = self._reach(), f"{self._prefix}/{key}"
+
+        def agree(store: Any, name: str) -> None:
             if store.add(f"{name}/ranks", 1) == self._world_size:
                 store.compare_set(name, "", "yes")
-        except Exception as error:
-            raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+
+        self._tell(key, agree)
         return self._heard(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
 
     def _reach(self) -> Any:

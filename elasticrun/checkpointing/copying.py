@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -53,16 +52,13 @@ def copy_in(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
         copy_all(targets, sources)
         return
     each = max(LEAST_SHARE, sum(sizes) // (count * SHARES) + 1)
-    todo = deque(_shares(zip(targets, sources, sizes, strict=True), each))
+    todo = iter(_shares(zip(targets, sources, sizes, strict=True), each))  # the threads share it
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            while True:
-                share = todo.popleft()
+            for share in todo:
                 copy_all([target for target, _ in share], [source for _, source in share])
-        except IndexError:  # nothing is left
-            pass
         except BaseException as error:
             errors.append(error)
 

@@ -51,7 +51,7 @@ class Shard:
         return deserialise(bytes(found[place]))
 
 
-def in_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
+def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
     """The ranks of the old job, as this rank of the new one asks for their shards. First the one of
     its own number, if that lies on this node (`here`): it costs nothing, and has all of what is not
     sharded. Then those that had, of what is sharded in equal parts, what this rank has now."""
@@ -78,7 +78,7 @@ class Recall:
     def run(self, world_size: int) -> None:
         """Unusable, LineError; RuntimeError where this process has no room for it."""
         same = self._resume.world_size == world_size
-        self._order = in_order(
+        self._order = asking_order(
             self._state.rank, world_size, self._resume.world_size, here=self._resume.same
         )
         try:

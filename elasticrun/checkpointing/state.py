@@ -221,11 +221,10 @@ class State:
         places: dict[str, tuple[bool, int]] = {}
         for item in layout.items:
             value, target = flat.values.get(item.fqn, self), filled.get(item.fqn)
-            if target is not None and value is target and is_filled_item(item, target):
-                tensors.append(local(target))
-                places[item.fqn] = (True, len(tensors) - 1)
-                continue
-            if value is self or flat.paths[item.fqn] != item.path or not is_item(item, value):
+            filled_so = target is not None and value is target and is_filled_item(item, target)
+            if not filled_so and (
+                value is self or flat.paths[item.fqn] != item.path or not is_item(item, value)
+            ):
                 return None
             opaque = item.kind is ItemKind.BYTES
             places[item.fqn] = (not opaque, len(values) if opaque else len(tensors))

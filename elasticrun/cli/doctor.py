@@ -41,6 +41,7 @@ from elasticrun.wire.route import names_this_host_only
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from elasticrun.wire.channel import LinkError
 
@@ -217,42 +218,33 @@ async def _no_answer(master: Question, wrong: LinkError) -> Finding:
 
 def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    print_table(console, _table(findings))
+    # Text, not markup: what was seen may hold square brackets.
+    rows = [
+        [
+            Text(one.state.value, style=STYLES[one.state]),
+            *map(Text, (one.check, one.seen, one.todo)),
+        ]
+        for one in findings
+    ]
+    print_table(console, _table(("state", "check", "seen", "what to do"), rows))
     if settings:
         print()
-        print_table(console, _settings_table(settings))
+        shown = [tuple(map(Text, one)) for one in settings]
+        print_table(console, _table(("setting", "value", "source"), shown))
     counts = [(state, sum(f.state is state for f in findings)) for state in State]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("state", "check", "seen", "what to do"):
+    for title in titles:
         table.add_column(title, overflow="fold")
-    for finding in findings:
-        # Text, not markup: what was seen may hold square brackets.
-        table.add_row(
-            Text(finding.state.value, style=STYLES[finding.state]),
-            Text(finding.check),
-            Text(finding.seen),
-            Text(finding.todo),
-        )
-    return table
-
-
-def _settings_table(settings: Sequence[Setting]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("setting", "value", "source"):
-        table.add_column(title, overflow="fold")
-    for one in settings:
-        table.add_row(Text(one.name), Text(one.value), Text(one.source))
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -175,13 +175,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@cache
-def dtype_of(name: str) -> torch.dtype:
-    """Back from `dtype_name`."""
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
 def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
     fqn = write.index.fqn
     path = tuple(planner.mappings.get(fqn, (fqn,)))
@@ -240,7 +233,7 @@ def is_item(item: Item, value: Any) -> bool:
 def is_filled_item(item: Item, value: torch.Tensor) -> bool:
     """`is_item`, of a plain tensor of the item's sizes into which its elements were copied."""
     return (
-        value.dtype is dtype_of(item.dtype)
+        dtype_name(value.dtype) == item.dtype
         and value.requires_grad == item.requires_grad
         and not value.is_meta
     )

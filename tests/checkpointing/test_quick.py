@@ -26,7 +26,7 @@ from elasticrun.checkpointing import copying
 from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.modules import state_of
 from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.recalling import Recall, in_order
+from elasticrun.checkpointing.recalling import Recall, asking_order
 from elasticrun.checkpointing.state import Known, State
 from elasticrun.checkpointing.taking import Taker
 from elasticrun.dcp.collecting import no_collection
@@ -238,7 +238,7 @@ def test_no_more_shards_are_asked_for_than_have_what_is_needed(
     """But for one that lies here."""
     shards = [lay_out([chunk(rank, old)], 4096, "2.13") for rank in range(old)]
     for rank in range(new):
-        order = in_order(rank, new, old, here=here)
+        order = asking_order(rank, new, old, here=here)
         assert sorted(order) == list(range(old))
         cover, asked = Cover([chunk(rank, new)]), 0
         while not cover.whole:
@@ -315,6 +315,16 @@ def test_what_one_thread_cannot_copy_is_raised(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(copying, "threads_for", lambda nbytes: 2)
     with pytest.raises(RuntimeError, match="size"):
         copying.copy_in([torch.zeros(9), torch.zeros(3)], [torch.ones(9), torch.ones(4)])
+
+
+def test_whatever_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise IndexError("no such place")
+
+    monkeypatch.setattr(copying, "threads_for", lambda nbytes: 2)
+    monkeypatch.setattr(copying, "copy_all", fails)
+    with pytest.raises(IndexError, match="no such place"):
+        copying.copy_in([torch.zeros(9)], [torch.ones(9)])
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
