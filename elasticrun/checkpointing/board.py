@@ -42,10 +42,10 @@ class Board:
         if not self._alone:
             self._tell(key, lambda store, name: store.set(name, text))
 
-    def _tell(self, key: str, act: Callable[[Any, str], object]) -> None:
-        """`act` on the store, with the key's whole name."""
+    def _tell(self, key: str, act: Callable[[Any, str], Any]) -> Any:
+        """`act` on the store, with the key's whole name; what it returns."""
         try:
-            act(self._reach(), f"{self._prefix}/{key}")
+            return act(self._reach(), f"{self._prefix}/{key}")
         except Exception as error:  # torch raises many kinds
             raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
 
@@ -61,11 +61,13 @@ class Board:
         except Exception as error:
             raise BoardError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
 
-    def object(self, key: str, objection: str) -> None:
-        """One rank's word on what all have to agree to, for `agreed`; the first one stands, and
-        nobody waits."""
-        if not self._alone:
-            self._tell(key, lambda store, name: store.compare_set(name, "", f"no {objection}"))
+    def object(self, key: str, objection: str) -> str:
+        """One rank's word on what all have to agree to, for `agreed`; nobody waits. The first one
+        stands, and is returned."""
+        if self._alone:
+            return objection
+        stands = self._tell(key, lambda store, name: store.compare_set(name, "", f"no {objection}"))
+        return bytes(stands).decode().partition(" ")[2]
 
     def agreed(self, key: str) -> str:
         """This rank has no objection: wait until no rank has one (""), or for the first one's.

@@ -77,7 +77,7 @@ class Choice:
                 stored.load(state)
                 return source, step
             if self._setting.rank == 0:
-                self._tell(wrong)
+                self._tell(stored.condemn(wrong))
             self._below = step
         raise SpoiledError(
             f"{MOST_SPOILED} checkpoints in {self._setting.folder.url} were found spoiled, one "
@@ -128,7 +128,8 @@ class Choice:
         return -1
 
     def _look(self, step: int) -> tuple[Stored, str]:
-        """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded."""
+        """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded. Else what
+        the first one found, the same for all."""
         setting, key = self._setting, f"whole/{self._round}"
         try:
             stored = Stored(
@@ -138,11 +139,8 @@ class Choice:
         except Exception as error:  # the others must not wait for this rank
             self._board.object(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
-        if wrong:
-            wrong = stored.condemn(wrong)
-            self._board.object(key, f"spoiled {wrong}")
-            return stored, wrong
-        why, _, wrong = self._board.agreed(key).partition(" ")
+        heard = self._board.object(key, f"spoiled {wrong}") if wrong else self._board.agreed(key)
+        why, _, wrong = heard.partition(" ")
         if why == "away":
             raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {wrong}")
         return stored, wrong

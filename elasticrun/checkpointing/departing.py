@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from elasticrun.checkpointing.line import Line, LineError
 from elasticrun.wire.segment import NONE
+from elasticrun.wire.signals import SAID_AGAIN
 from elasticrun.wire.snapshots import Missed, PutsOff
 
 ASKED_LIMIT: Final = 5.0
@@ -33,10 +34,6 @@ WHOLE_LIMIT: Final = 5.0
 
 WORD_LIMIT: Final = 5.0
 """Seconds in which the agent says what is to be saved before a rank ends by a signal."""
-
-
-SAID_AGAIN: Final = 1.0
-"""Seconds after a SIGTERM in which another one is the same, as for the agent."""
 
 
 class PutOff:
@@ -90,7 +87,9 @@ class PutOff:
         if _is_main_thread():
             self._came = 0  # a handler that the script has made since may go on
         self.restore()
-        signal.raise_signal(signum)
+        # to the process, not to this thread: Linux gives it to the main one, and what that waits in
+        # is interrupted
+        os.kill(os.getpid(), signum)
 
     def restore(self) -> None:
         """Signals do what they did before."""

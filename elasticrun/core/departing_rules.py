@@ -24,9 +24,7 @@ from elasticrun.core.group_states import State
 from elasticrun.core.holding_rules import HoldingRules
 from elasticrun.core.parking_rules import ParkingRules
 from elasticrun.wire import messages as m
-
-SAID_AGAIN = 1.0
-"""Seconds after a SIGTERM in which another one is the same. (A second ^C is meant as one.)"""
+from elasticrun.wire.signals import SAID_AGAIN
 
 RESCUE = "rescue"
 """Stands for an attempt to persist that the master may begin when a node leaves without having

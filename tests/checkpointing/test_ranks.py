@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from elasticrun.checkpointing.board import Board
 from elasticrun.checkpointing.choosing import NotAgreed
 from elasticrun.checkpointing.memory import Mapped
 from elasticrun.storage.errors import StorageError
@@ -368,6 +369,45 @@ def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Pa
         "NotAgreed: step 2 in storage cannot be restored by all ranks: rank 1: it is on fire"
     )
     assert folder.condemned() == [3, 4]
+
+
+def restores_last(folder: str) -> tuple[int, list[str]]:
+    """Rank 0 looks once rank 1 has found a fault. The step, and what is said of it on a rank."""
+    verify, object_ = Folder.verify, Board.object
+
+    def verify_last(*args: Any) -> str:
+        dist.barrier()
+        return verify(*args)
+
+    def object_first(*args: Any) -> str:
+        stands = object_(*args)
+        dist.barrier()
+        return stands
+
+    if dist.get_rank() == 0:
+        Folder.verify = verify_last  # type: ignore[method-assign]
+    else:
+        Board.object = object_first  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found, _ = restores(folder, 99, True)
+    return found, [str(one.message) for one in said if "spoiled" in str(one.message)]
+
+
+def test_what_is_said_of_a_spoiled_checkpoint_is_what_was_found(tmp_path: Path) -> None:
+    """However late rank 0, which says it, looks itself."""
+    folder = Folder(str(tmp_path))
+    Ranks(two_steps, str(tmp_path), world=2).results()
+    add_manifest(folder, 2)
+    with open(f"{folder.path(2)}/__1_0.distcp", "r+b") as changed:
+        changed.write(b"other")
+    ours, theirs = Ranks(restores_last, str(tmp_path), world=2).results()
+    found = f"step 2 in {folder.url} is spoiled: __1_0.distcp was changed between bytes 0 and "
+    assert (ours[0], theirs) == (0, (0, []))
+    (said,) = ours[1]
+    assert found in said
+    assert said.endswith("; it will not be taken again")
+    assert Path(f"{folder.path(2)}/elasticrun.bad").read_text().startswith(found)
 
 
 def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(
