@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
+from elasticrun.testing import plan
 from elasticrun.testing.processes import await_end
 
 LIMIT = 60.0
@@ -78,11 +79,9 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free on loopback a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free on loopback, and that the kernel gives to nobody who asks for any:
+    it is bound seconds later, while other tests run."""
+    return plan.free_port()
 
 
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
@@ -364,11 +363,15 @@ class World:
         assert not living, f"still there after {limit:g} s: {[describe(p) for p in living]}"
 
     def kill_all(self) -> None:
-        """SIGKILL everything that carries the marker, until nothing does."""
+        """SIGKILL everything that carries the marker, until nothing does; at one moment, so that
+        nobody sees another's death."""
         for _ in range(20):
             living = self.survivors()
             if not living:
                 return
+            for process in living:
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
             for process in living:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -440,7 +443,7 @@ def _shm_in_use() -> set[str]:
             for line in maps.read_text(errors="replace").splitlines():
                 _, mark, name = line.partition("/dev/shm/")
                 if mark:
-                    used.add(name.removesuffix(" (deleted)"))
+                    used.add(name.removesuffix(" (deleted)").partition("/")[0])
     return used
 
 

@@ -12,9 +12,10 @@ reading the count for the first must not hide it from the second."""
 
 
 class OomKills:
-    """Watches the `oom_kill` counts of this process' own cgroup (v2, then v1), or of the whole host
-    where no cgroup tells. The counts at the time of making are those to compare with; one that was
-    out of sight then, since this process was put into another cgroup later, began with 0."""
+    """Watches the `oom_kill` counts of this process' own cgroup (v2, then v1; since Linux 5.2
+    without those of the groups below it, which are other people's), or of the whole host where no
+    cgroup tells. The counts at the time of making are those to compare with; one that was out of
+    sight then, since this process was put into another cgroup later, began with 0."""
 
     def __init__(self, files: Callable[[], Iterable[Path]] | None = None) -> None:
         self._files = files or _candidates
@@ -49,15 +50,21 @@ def _read(file: Path) -> int | None:
 
 
 def _candidates() -> list[Path]:
-    files = []
     try:
-        text = Path("/proc/self/cgroup").read_text()
+        return count_files(Path("/proc/self/cgroup").read_text())
     except OSError:
-        text = ""
-    for line in text.splitlines():
+        return count_files("")
+
+
+def count_files(groups: str) -> list[Path]:
+    """Where the count may stand for a process in these cgroups (text as in /proc/PID/cgroup, see
+    cgroups(7)), nearest first."""
+    files = []
+    for line in groups.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
-            files.append(Path("/sys/fs/cgroup" + path) / "memory.events")
+            group = Path("/sys/fs/cgroup" + path)
+            files += [group / "memory.events.local", group / "memory.events"]
         elif "memory" in controllers.split(","):
             files.append(Path("/sys/fs/cgroup/memory" + path) / "memory.oom_control")
             files.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))

@@ -14,9 +14,12 @@ import importlib.machinery
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+OURS = __name__.partition(".")[0]
+"""Our own package. Ranks get none of the modules that the server runs on: see `Stash.own`."""
 
 STAYS = ("threading", "_weakrefset")
 """Left in sys.modules: the interpreter looks there for the threads that it must wait for."""
@@ -40,10 +43,15 @@ def _is_standard(name: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names
 
 
+def is_ours(name: str) -> bool:
+    """Whether a module is of our own package."""
+    return name.partition(".")[0] == OURS
+
+
 def _unit(name: str) -> str:
-    """What comes back together: a package with all below it; of the standard library, one module,
-    since nobody imports all of `importlib` to get a part of it."""
-    return name if _is_standard(name) else name.partition(".")[0]
+    """What comes back together: a package with all below it; of the standard library and of ours,
+    one module, since nobody imports all of `importlib` to get a part of it."""
+    return name if _is_standard(name) or is_ours(name) else name.partition(".")[0]
 
 
 class Root:
@@ -62,6 +70,8 @@ class Stash:
         self.roots: list[Root] = []
         self.reads: dict[str, str] = {}
         """Environment variables that Python code read while it was imported, with the file."""
+        self.own: dict[str, Any] = {}
+        """Modules of our package that were imported for the ranks; nobody else has run on them."""
         self._modules: dict[str, Any] = {}
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
@@ -83,15 +93,18 @@ class Stash:
         for module in root.modules:
             self._owners.setdefault(module, root)
 
-    def seal(self, ours: str) -> None:
-        """Everything is imported: note what there is. `ours` is our package, which ranks import
-        anew. Called in the server, before the first fork."""
+    def seal(self) -> None:
+        """Everything is imported: note what there is. Called in the server, before the first
+        fork."""
         skip = (*self.baseline.modules, *STAYS)
         self._modules = {
             name: module
             for name, module in sys.modules.items()
-            if name not in skip and name != ours and not name.startswith(ours + ".")
+            if name not in skip and not is_ours(name)
         }
+        self._modules.update(self.own)
+        for name in self.own:
+            _unbind(name, self.own)
         for name in self._modules:
             self._units.setdefault(_unit(name), []).append(name)
         self._needs = {unit: self._needed_by(unit) for unit in self._units}
@@ -159,6 +172,8 @@ class Stash:
         names, roots = self._closure(name)
         for each in [each for each in self._modules if each in names]:
             sys.modules[each] = self._modules.pop(each)
+            if each in self.own:
+                _bind(each)
         if any(root.name == "torch" for root in roots):
             self._set_torch_state()
         tops = {each.partition(".")[0] for each in names} - set(sys.stdlib_module_names)
@@ -206,6 +221,21 @@ class Stash:
             os.sched_getaffinity(0) == self.baseline.affinity
         ):
             os.sched_setaffinity(0, self._affinity)  # libgomp binds the thread that loads it
+
+
+def _unbind(name: str, modules: Mapping[str, Any]) -> None:
+    """Where a package has what lies below it by name, `from package import name` imports nothing,
+    and brings back nothing."""
+    package, _, last = name.rpartition(".")
+    if package:
+        vars(modules[package]).pop(last, None)
+
+
+def _bind(name: str) -> None:
+    """As an import does it."""
+    package, _, last = name.rpartition(".")
+    if package in sys.modules:
+        setattr(sys.modules[package], last, sys.modules[name])
 
 
 def _set_filters(filters: Sequence[Any]) -> None:

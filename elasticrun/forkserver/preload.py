@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.envwatch import EnvironmentWatch
-from elasticrun.forkserver.lazy import Stash
+from elasticrun.forkserver.lazy import Stash, is_ours
 from elasticrun.wire.env import RANK_VARIABLES
 
 
@@ -70,6 +70,20 @@ class Preloader:
             if remark:
                 remarks.append(f"{name} is not preloaded: {remark}")
         return remarks
+
+    def import_own(self, name: str) -> None:
+        """A module of our own package, anew with all that it brings of it. Where that fails, ranks
+        import it themselves."""
+        kept = {each: sys.modules.pop(each) for each in [*sys.modules] if is_ours(each)}
+        try:
+            self._import(name)
+            self._stash.own = {each: sys.modules[each] for each in sys.modules if is_ours(each)}
+        except Exception:  # the rank's own import says it where it is seen
+            self._stash.own = {}
+        finally:
+            for each in [each for each in sys.modules if is_ours(each)]:
+                del sys.modules[each]
+            sys.modules.update(kept)
 
     def stale(self) -> str:
         """The first file that has changed since it was imported, or empty."""

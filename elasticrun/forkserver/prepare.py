@@ -16,11 +16,15 @@ from elasticrun.forkserver.program import hides_frames
 from elasticrun.wire.env import PYTHON_EXEC
 from elasticrun.wire.spawner import Configure, EntryKind
 
-PACKAGE = __name__.partition(".")[0]
-
 FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
 """What a Checkpointer imports of torch, and torch's optimizers when they are made: more than a
 second of one core; every life of every rank of a script that names one would pay it."""
+
+CHECKPOINTER = "elasticrun.checkpointing.checkpointer"
+"""Some 50 ms more. Not all of TRAINING, whose import looks at the rank's environment."""
+
+TRAINING = "elasticrun.training"
+"""By this name `--preload` asks for it where the script's own text names no Checkpointer."""
 
 
 @dataclass
@@ -79,7 +83,7 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     prepared.can_fork_stores = not (failure or verdict)
     reason = reason or backend or verdict
     if not reason:
-        prepared.stash.seal(PACKAGE)
+        prepared.stash.seal()
         reason = trust.shadowed(configure.entry, prepared.stash.top_names())
     if not reason and not hides_frames():
         prepared.remarks.append("this interpreter shows a frame of ours below the script's")
@@ -100,8 +104,12 @@ def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, al
         return f"torch cannot be imported here ({type(error).__name__}: {error})"[:300]
     prepared.torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
     if not alone:
-        modules = list(configure.preload)
-        if trust.takes_snapshots(configure.entry):
-            modules += [name for name in FOR_SNAPSHOTS if name not in modules]
+        modules = dict.fromkeys(configure.preload)
+        snapshots = TRAINING in modules or trust.takes_snapshots(configure.entry)
+        if snapshots:
+            modules = dict.fromkeys([*modules, *FOR_SNAPSHOTS])
+            modules.pop(TRAINING, None)
         prepared.remarks += prepared.preloader.import_modules(modules, refused)
+        if snapshots:
+            prepared.preloader.import_own(CHECKPOINTER)
     return ""

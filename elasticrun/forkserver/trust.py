@@ -151,9 +151,16 @@ def shadowed(entry: Entry, names: Iterable[str]) -> str:
         return ""
     for name in sorted(there.intersection(names)):
         spec = importlib.machinery.PathFinder.find_spec(name, [folder])
-        if spec is not None and spec.origin is not None:
+        if spec is not None and spec.origin is not None and not _is_loaded(name, spec.origin):
             return f"{spec.origin} stands in front of the installed {name}"
     return ""
+
+
+def _is_loaded(name: str, path: str) -> bool:
+    """Whether this is the file that the server has imported: a script that lies beside a package
+    which is installed from there."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(loaded, str) and os.path.realpath(loaded) == os.path.realpath(path)
 
 
 # ---------------------------------------------------------------- backends and builds

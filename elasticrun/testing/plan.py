@@ -78,7 +78,7 @@ class Plan:
         if host is not None:
             self._host, self._port = host.address, PORT
             return
-        self._host, self._port = LOOPBACK, _free_port()
+        self._host, self._port = LOOPBACK, free_port()
 
     def master_command(self, options: Sequence[str]) -> list[str]:
         """The words after `elasticrun` that run the master by hand."""
@@ -106,7 +106,7 @@ class Plan:
         ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port of loopback that is free now, and that the kernel gives to nobody who connects to
     something, so that it is still free when the master gets there."""
     first = LOWEST_PORT

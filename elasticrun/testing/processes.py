@@ -92,7 +92,11 @@ def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
 
 
 def kill_all(find: Callable[[], Iterable[int]], limit: float) -> set[int]:
-    """SIGKILL all that `find` finds and wait for their end, `limit` seconds at most; those left."""
+    """SIGKILL all that `find` finds and wait for their end, `limit` seconds at most; those left.
+
+    At one moment, as a machine that loses its power: they stand still before the first one dies, so
+    that no agent tells of its rank's death before its own turn comes."""
+    signal_all(find, signal.SIGSTOP)
     return await_end(signal_all(find, signal.SIGKILL), limit)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.agent import errorfiles
-from elasticrun.agent.oom import NEAR_US, OomKills
+from elasticrun.agent.oom import NEAR_US, OomKills, count_files
 from elasticrun.wire.messages import MAX_TEXT, Failure, FailureKind
 
 
@@ -224,6 +224,14 @@ def test_the_count_of_a_cgroup_that_was_entered_later(tmp_path: Path) -> None:
 def test_no_count_explains_nothing(tmp_path: Path) -> None:
     kills = OomKills(lambda: [tmp_path / "missing"])
     assert not kills.near(now_us())
+
+
+def test_on_cgroup_v2_the_groups_own_count_comes_first() -> None:
+    """`memory.events` counts what died in all groups below, in other people's jobs."""
+    own, below, *others = count_files("0::/user/job\n")
+    assert own == Path("/sys/fs/cgroup/user/job/memory.events.local")
+    assert below == Path("/sys/fs/cgroup/user/job/memory.events")
+    assert others == [Path("/proc/vmstat")]
 
 
 def test_this_hosts_count_can_be_read() -> None:

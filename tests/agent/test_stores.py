@@ -19,18 +19,15 @@ from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, S
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 
-HANGS_ONCE = """
+HANGS_AT_FIRST = """
 import pathlib, signal, sys
 here = pathlib.Path(__file__).parent.parent
-try:
-    (here / "hung").touch(exist_ok=False)
-except FileExistsError:
-    sys.path.remove(str(here))
-    del sys.modules["torch"]
-    import torch
-else:
+if not (here / "ended").exists():
     while True:
         signal.pause()
+sys.path.remove(str(here))
+del sys.modules["torch"]
+import torch
 """
 
 
@@ -45,7 +42,9 @@ class Limits(dict[bool, float]):
 class Node:
     """As much of an agent as a store needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Path | None = None) -> None:
+        """`ended`: a file that is made when a store host has ended."""
+        self._ended = ended
         self.events: list[AgentEvent] = []
         self.ends: list[str] = []
         self._came = asyncio.Event()
@@ -64,6 +63,8 @@ class Node:
         elif isinstance(message, StoreListening):
             self._stores.listening(message)
         elif isinstance(message, Exited | SpawnFailed):
+            if self._ended is not None:
+                self._ended.touch()
             assert self._stores.gone(message)
 
     async def has_store(self) -> None:
@@ -102,11 +103,12 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_store_host_that_hangs_is_replaced(
     fake_torch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake_torch.write_text(HANGS_ONCE)
-    node = Node()
+    fake_torch.write_text(HANGS_AT_FIRST)
+    ended = fake_torch.parent.with_name("ended")
+    node = Node(ended)
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
         asyncio.run(node.has_store())
-    assert fake_torch.parent.with_name("hung").exists()
+    assert ended.exists()
     (ready,) = node.events
     assert isinstance(ready, StoreReady)
     assert "a store host does not listen 0.2 s after its start: it is ended" in caplog.text

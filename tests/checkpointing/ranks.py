@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.forkserver import _forkserver
 from typing import Any
+
+from elasticrun.testing.plan import free_port
 
 LIMIT = 120.0
 
@@ -41,8 +42,7 @@ class Ranks:
 
     def __init__(self, body: Body, *args: Any, world: int, places: list[str] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.processes, self._answers = [], []
         for rank in range(world):
             env = {

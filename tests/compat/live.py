@@ -54,6 +54,12 @@ def agents(
     return [job(world, launcher, *meet, *flags, env=env, console=console) for _ in range(count)]
 
 
+def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
+    """The ranks of the next life."""
+    pids = {p.pid for p in old}
+    return world.hub.ranks(count, pid=lambda pid: pid not in pids)
+
+
 def allreduce(world: World, peers: list[Peer], limit: float = 60.0) -> list[int]:
     """Let all of these puppets sum up ones; what each of them got."""
     for peer in peers:

@@ -18,10 +18,13 @@ from elasticrun.testing import processes
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
 from tests.harness import LIMIT, World
-from tests.snapshots.conftest import STEPS, TRAIN, starts, watermark
+from tests.snapshots.conftest import STEPS, TRAIN, starts, until_printed, watermark
 
 GRACE = 30.0
 """Seconds that Kubernetes gives to a pod (terminationGracePeriodSeconds, where nobody sets it)."""
+
+SLEEPS = ("sleep", "sh -c sleep")
+"""Command lines of a child that sleeps, or is about to."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -54,12 +57,13 @@ def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
     ends, and that is before the kubelet's SIGKILL."""
     out, ckpt = world.scratch / "out", world.scratch / "ckpt"
     out.mkdir()
-    train = (str(TRAIN), "--steps", str(10**9), "--every", "5")
+    train = (str(TRAIN), "--steps", str(10**9), "--every", "5", "--print-at", "5")
     container = box(
         *("--standalone", "--nproc-per-node=2", *train, "--out", str(out), "--ckpt", str(ckpt)),
         env={"OMP_NUM_THREADS": "1"},
     )
-    container.launched.until_text("snapshots take")
+    for rank in (0, 1):
+        until_printed(out, rank)
     assert container.stop(GRACE) == EXIT_SAVED, container.launched.stderr
     (step,) = re.findall(r"every rank is asked to save step (\d+)", container.launched.stderr)
     assert [marker.parent.name for marker in ckpt.glob("step-*/.metadata")] == [
@@ -140,4 +144,4 @@ def orphans(parent: int) -> list[int]:
     """The children of process 1 that it has not started, those that were not reaped among them."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     named = {int(pid): (processes.state(int(pid)), processes.command(int(pid))) for pid in children}
-    return [pid for pid, (how, what) in named.items() if how == "Z" or what.startswith("sleep")]
+    return [pid for pid, (how, what) in named.items() if how == "Z" or what.startswith(SLEEPS)]

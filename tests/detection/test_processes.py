@@ -18,6 +18,7 @@ names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 dist.all_gather_object(seen, {name: os.environ[name] for name in names})
 if dist.get_rank() == 0:
     print(json.dumps(seen), flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -40,8 +41,11 @@ def test_srun_with_a_bare_command(world: World) -> None:
     """Two tasks find each other by what Slurm says; the first node's is the first rank's."""
     train = str(script(world))
     job = 700_000_000 + (hash(world.marker) % 1_000_000)
-    second = world.launch(ELASTICRUN, train, env=step(1, job))
-    first = world.launch(ELASTICRUN, train, env=step(0, job))
+    talkative = {"LOGLEVEL": "INFO"}
+    second = world.launch(ELASTICRUN, train, env=step(1, job) | talkative)
+    first = world.launch(ELASTICRUN, train, env=step(0, job) | talkative)
+    for agent in (first, second):
+        agent.until_text("ranks will be started by fork")
     assert [first.wait(), second.wait()] == [0, 0], first.stderr + second.stderr
     seen = json.loads(first.stdout)
     assert [one["RANK"] for one in seen] == ["0", "1"]

@@ -30,7 +30,8 @@ def crash(world: World, cycles: int, limit: float) -> None:
     assert len(world.hub.peers) == 2 * (cycles + 1)  # no life without its all_reduce
     first, last = counts
     assert last["descriptors"] <= first["descriptors"] + 2, counts
-    assert last["processes"] <= first["processes"] + 2, counts  # ranks that are just starting
+    # two ranks and two stores more or less: one life is ending, the next one begins
+    assert last["processes"] <= first["processes"] + 4, counts
     assert not await_exit([p.pid for p in world.survivors()], 10)
     assert not [name for name in os.listdir(world.tmp) if not name.startswith("torchelastic_")]
     left = [p for p in (world.scratch / "run").rglob("*") if p.is_file()]

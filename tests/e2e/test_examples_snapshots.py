@@ -100,9 +100,10 @@ def test_a_killed_rank_costs_no_bit_of_the_result(
     or later. What was saved at the breakpoint is no more than what was due."""
     flags = ("--max-restarts=3", "--restart-backoff=0", "--save-at-breakpoint")
     job = run(world, world.scratch / "cwd", ELASTICRUN, f"snapshots_{name}.py", *flags)
-    shown = job.until_text("step=50 life=0", LIMIT, stream="stdout")
+    shown = job.until_text(f"start rank={killed} life=0", LIMIT, stream="stdout")
     (pid,) = re.findall(rf"start rank={killed} life=0 pid=(\d+)", shown)
     (process,) = [p for p in job.below() if p.pid == int(pid)]
+    job.until_text("step=50 life=0", LIMIT, stream="stdout")
     process.send_signal(signal.SIGKILL)
     assert outcome(job) == ("1", undisturbed[name])
     again = [int(step) for step in re.findall(r"step=(\d+) life=1", job.stdout)]

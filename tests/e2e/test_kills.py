@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,7 +11,8 @@ import time
 import psutil
 import pytest
 
-from tests.compat.live import agents, allreduce, finish, job
+from elasticrun.testing.processes import is_master
+from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.harness import ELASTICRUN, Launched, Peer, World, await_exit, free_port, is_alive
 
 pytestmark = pytest.mark.slow
@@ -27,14 +29,8 @@ def agent_of(peer: Peer, jobs: list[Launched]) -> Launched:
 
 def master_of(world: World) -> psutil.Process:
     """The job's master; it is in a session of its own, so no parent leads to it for sure."""
-    (found,) = (p for p in world.survivors() if "elasticrun.master" in " ".join(p.cmdline()))
+    (found,) = (p for p in world.survivors() if is_master(p.pid))
     return found
-
-
-def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
-    """The ranks of the next life."""
-    pids = {p.pid for p in old}
-    return world.hub.ranks(count, pid=lambda pid: pid not in pids)
 
 
 def test_a_rank(world: World) -> None:
@@ -121,16 +117,18 @@ def test_all_of_a_node_of_three_costs_nothing(world: World) -> None:
     the others go on, and no budget was charged."""
     conf = "--rdzv-conf=last_call_timeout=1"
     jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), conf)
-    peers = world.hub.ranks(3)
+    peers = world.hub.ranks(3, world_size=3)  # two of them may have begun without the third
     assert allreduce(world, peers) == [3, 3, 3]
+    before = list(world.hub.peers)
     lost = agent_of(peers[2], jobs)
     assert lost.process.poll() is None
-    for process in [*lost.below(), psutil.Process(lost.pid)]:
-        if "elasticrun.master" not in " ".join(process.cmdline()):
+    everything = [*lost.below(), psutil.Process(lost.pid)]
+    for process in [process for process in everything if not is_master(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it went with the one before it
             process.kill()
     for peer in peers[:2]:
         peer.order("allreduce")  # they notice by the broken connection and fail
-    again = world.hub.ranks(2, world_size=2)
+    again = new_ranks(world, before, 2)
     assert [p.restart for p in again] == [0, 0]
     assert allreduce(world, again) == [2, 2]
     finish(again)

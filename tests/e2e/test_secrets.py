@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -30,9 +31,10 @@ def told(world: World) -> list[str]:
     the files of the job (its consoles, its logs, the run folder)."""
     found = []
     for process in world.survivors():
-        for what in ("environ", "cmdline"):
-            if SECRET.encode() in Path(f"/proc/{process.pid}/{what}").read_bytes():
-                found.append(f"{what} of {process.cmdline()}")
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended meanwhile
+            for what in ("environ", "cmdline"):
+                if SECRET.encode() in Path(f"/proc/{process.pid}/{what}").read_bytes():
+                    found.append(f"{what} of {process.cmdline()}")
     for path in world.scratch.rglob("*"):
         if path.is_file() and path.name != "token" and SECRET.encode() in path.read_bytes():
             found.append(str(path))

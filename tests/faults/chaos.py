@@ -183,17 +183,6 @@ def is_fork_server(process: psutil.Process, node: Node) -> bool:
     return process.ppid() == node.agent.pid and "forkserver" in " ".join(process.cmdline())
 
 
-def listening(pids: set[int]) -> set[int]:
-    """Ports on which any of these processes listens."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            for connection in psutil.Process(pid).net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    found.add(connection.laddr.port)
-    return found
-
-
 def count_descriptors(node: Node) -> int:
     """Of its agent."""
     return descriptors(node.agent.pid)

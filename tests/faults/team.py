@@ -6,6 +6,7 @@ from the step log (`steps.py`), never from the words of agents or master alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,13 +153,15 @@ class Team:
         began = time.monotonic()
         for process in node.processes():
             self._stopped.add(process.pid)
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
         return began
 
     def thaw(self, node: Node) -> None:
         """SIGCONT of all of them."""
         for process in node.processes():
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def freeze_agent(self, node: Node) -> float:
         """SIGSTOP of the agent alone: fork server and ranks go on."""
@@ -228,7 +230,7 @@ class Team:
         return "\n".join(f"{node.name}: {node.agent.stderr[-1500:]}" for node in self.nodes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def frozen(team: Team, node: Node) -> Iterator[float]:
     """A node that is silent for the length of the block; gives the moment it fell silent."""
     began = team.freeze(node)

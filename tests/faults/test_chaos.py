@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import random
 
-import psutil
 import pytest
 
-from tests.faults.chaos import NODES, Chaos, count_descriptors, listening, schedule
+from tests.faults.chaos import NODES, Chaos, count_descriptors, schedule
 from tests.faults.steps import Life
 from tests.faults.team import Team
 from tests.harness import Launched, World
@@ -36,13 +35,9 @@ def storm(world: World, seed: int, seconds: float) -> None:
     try:
         chaos.run(acts)
         steady(team, chaos, chaos.whole())
-        pids = {p.pid for p in world.survivors()}
-        ports = listening(pids)
         team.finish(but=tuple(chaos.lost))
         assert chaos.master.wait() == 0
         world.nothing_left(20)
-        everybody = {p.pid for p in psutil.process_iter()}
-        assert not ports & listening(everybody - pids)
     except BaseException:
         print(f"seed {seed}: {'; '.join(map(str, acts))}\ndone: {chaos.words()}")
         raise

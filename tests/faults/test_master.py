@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from elasticrun.testing.processes import is_master
 from tests.counting import QUICK, tell
 from tests.faults.team import Team
 from tests.harness import World, await_exit
@@ -36,9 +37,7 @@ def another_master(team: Team, dead: int) -> int:
 
 def masters(team: Team) -> list[int]:
     """Pids of all masters of this test that live."""
-    return [
-        p.pid for p in team.world.survivors() if "elasticrun.master" in " ".join(p.cmdline()[:5])
-    ]
+    return [p.pid for p in team.world.survivors() if is_master(p.pid)]
 
 
 def test_while_the_ranks_run(world: World, request: pytest.FixtureRequest) -> None:

@@ -163,7 +163,9 @@ def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: floa
         def harm() -> None:
             life = team.log.last
             rank = next(r for r, name in life.nodes.items() if name == "n1")
-            team.rank(life, rank).order("chat")
+            peer = team.rank(life, rank)
+            peer.order("chat")
+            world.hub.word(peer, "done", what="chat")
             with frozen_volume(folder, seconds):
                 let_pass(seconds / 2)
                 team.log.lives()

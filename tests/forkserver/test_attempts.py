@@ -72,12 +72,9 @@ class Play:
         self.begins("write_parts", attempt)
 
     def begins(self, kind: str, attempt: str) -> None:
-        """Go on until this work has begun."""
+        """Wait until this work has begun."""
         began, _ = self.storage.of(kind, attempt)
-        while not began.is_set():
-            assert self.woken.acquire(timeout=LIMIT), f"{kind} of {attempt} does not begin"
-            for call in self.inbox.take():
-                call()
+        assert began.wait(LIMIT), f"{kind} of {attempt} does not begin"
 
     def ends(self, kind: str, attempt: str) -> None:
         """Let it end, and hear of it."""

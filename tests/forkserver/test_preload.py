@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import elasticrun
 from elasticrun.wire.spawner import Learned, Notice, Stale
 from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
 
@@ -97,32 +98,81 @@ def test_only_installed_packages_are_preloaded(tmp_path: Path, name: str) -> Non
 
 
 IMPORTS = """
-import json, sys
+import json, os, sys
 ran = []
 sys.addaudithook(lambda event, args: event == "exec" and ran.append(args[0].co_filename))
 import torch
 import torch.distributed.checkpoint
 torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
-found = [name for name in ran if "distributed" in name or "_dynamo" in name]
+import elasticrun.checkpointing.checkpointer
+ours = f"elasticrun{os.sep}checkpointing"
+found = [name for name in ran if "distributed" in name or "_dynamo" in name or ours in name]
 json.dump(found, open(sys.argv[1], "w"))
 """
 
 
 @pytest.mark.parametrize(
-    ("text", "there"),
-    [("from elasticrun.training import Checkpointer", True), ("checkpointer = None", False)],
+    ("text", "preload", "there"),
+    [
+        ("from elasticrun.training import Checkpointer", [], True),
+        ("checkpointer = None", ["elasticrun.training"], True),
+        ("checkpointer = None", [], False),
+    ],
 )
 def test_what_a_checkpointer_needs_is_there_for_a_script_that_names_it(
-    tmp_path: Path, text: str, there: bool
+    tmp_path: Path, text: str, preload: list[str], there: bool
 ) -> None:
-    """Without a word of the user's; other scripts do not wait for it at their start."""
+    """Without a word of the user's, or by our name for it; other scripts do not wait for it at
+    their start."""
     out = tmp_path / "out"
     entry = script(tmp_path / "s.py", IMPORTS + text + "\n", str(out))
-    with Driver(entry, env=plain_environment()) as driver:
+    with Driver(entry, env=plain_environment(), preload=preload) as driver:
         assert driver.ready().mode == "fork"
         assert driver.run(entry).code == 0
         assert (json.loads(out.read_text()) == []) is there
         assert driver.all_of(Notice) == []
+
+
+OWN = """
+# names elasticrun's Checkpointer
+import sys
+import elasticrun, elasticrun.wire
+assert not [name for name in sys.modules if name.startswith(("torch", "elasticrun.checkpointing"))]
+import elasticrun.training
+assert "torch" not in sys.modules
+assert elasticrun.training.__spec__.loader.get_source("elasticrun.training")
+from elasticrun.training import Checkpointer
+assert "torch" in sys.modules
+from elasticrun.wire import env, segment
+assert elasticrun.wire.env is env is sys.modules["elasticrun.wire.env"]
+assert not [name for name in sys.modules if name.startswith("elasticrun.forkserver")]
+import elasticrun.config
+Checkpointer("/nowhere", x={"n": 1}).close()
+"""
+
+
+def test_our_own_modules_come_back_one_by_one(tmp_path: Path) -> None:
+    """Fresh ones that the server has not run on; torch with those alone that need it."""
+    entry = script(tmp_path / "s.py", OWN)
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        for _ in range(2):
+            assert driver.run(entry).code == 0
+        assert driver.all_of(Notice) == []
+
+
+def test_a_script_beside_the_package_it_uses_is_forked(tmp_path: Path) -> None:
+    """An editable install, or a checkout in PYTHONPATH."""
+    folder = Path(elasticrun.__file__).parent
+    (tmp_path / "elasticrun").symlink_to(folder)
+    entry = script(tmp_path / "s.py", OWN)
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+    (tmp_path / "elasticrun").unlink()
+    (tmp_path / "elasticrun").mkdir()
+    (tmp_path / "elasticrun" / "__init__.py").touch()
+    with Driver(entry, env=plain_environment()) as driver:
+        assert "stands in front of the installed elasticrun" in driver.ready().reason
 
 
 def test_a_changed_file_is_run_as_it_is_now(tmp_path: Path, package: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal, Sweep
+from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal, Sweep, Swept
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -298,6 +298,7 @@ def test_a_signal_to_a_rank_alone(server: Driver, tmp_path: Path) -> None:
         assert psutil.Process(child).is_running()
         server.tell(Sweep((key,), 5.0))
         assert not gone([child])
+        assert server.wait(Swept, lambda said: said.keys == (key,)).stuck == ()
 
 
 def test_a_signal_right_after_the_start_is_not_lost(server: Driver, tmp_path: Path) -> None:

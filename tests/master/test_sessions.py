@@ -230,7 +230,7 @@ def test_a_wrong_message_ends_its_stream_with_a_sentence(
 
 def test_who_does_not_introduce_himself_in_time_is_dropped() -> None:
     async def run() -> None:
-        async with serving(prove_limit=0.2) as served:
+        async with serving(prove_limit=2.0) as served:
             for said, due in (((), "Knock"), ((KNOCK,), "Proof"), ((KNOCK, PROOF), "Hello")):
                 ended = await _raw(served, *said)
                 assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -193,7 +193,7 @@ def test_a_dribbler_has_one_limit_for_all_it_says() -> None:
             assert "no Hello came in time" in await call.details()
 
     async def serve() -> None:
-        async with serving(prove_limit=0.6) as served:
+        async with serving(prove_limit=2.0) as served:
             await run(served)
             assert not served.brain.events
 
@@ -241,7 +241,7 @@ LATE, BAD = "no Knock came in time", "no report of elasticrun"
 )
 def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
     async def run() -> None:
-        async with serving(prove_limit=0.3) as served, served.agent() as agent:
+        async with serving(prove_limit=2.0) as served, served.agent() as agent:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
             writer.write(said)
             async with asyncio.timeout(LIMIT):
@@ -261,7 +261,7 @@ def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
     shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)
 
     async def run() -> None:
-        async with serving(prove_limit=0.3) as served, served.agent() as agent:
+        async with serving(prove_limit=2.0) as served, served.agent() as agent:
             _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
             writer.write(shut)
             await _until(lambda: served.ear.unproved == 1)

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.wire.segment import Segment
+from tests.harness import until_file
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 12
@@ -61,6 +63,11 @@ def starts(out: Path, rank: int) -> list[int]:
 
 def ends(out: Path, rank: int) -> list[str]:
     return [line["end"] for line in told(out, rank) if "end" in line]
+
+
+def until_printed(out: Path, rank: int) -> None:
+    """Wait until a rank that runs with `--print-at` is past that step and its snapshot."""
+    until_file(out / f"rank-{rank}.jsonl", lambda text: '"at"' in text)
 
 
 class Training:
@@ -172,22 +179,34 @@ def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
     return found
 
 
-def flip(path: Path, step: int) -> None:
-    """One bit of the first tensor of this step, in a segment."""
+@contextmanager
+def opened(path: Path) -> Iterator[Segment]:
+    """A segment that others use meanwhile."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         segment = Segment(memoryview(memory))
+        try:
+            yield segment
+        finally:
+            segment.close()
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the first tensor of this step, in a segment."""
+    with opened(path) as segment:
         (snapshot,) = (s for s in segment.snapshots() if s.step == step)
         segment.payload(snapshot.slot)[segment.layout().tensors[0].payload] ^= 1
-        segment.close()
 
 
 def watermark(path: Path) -> int:
     """The newest step that a segment's ranks know to be whole."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        segment = Segment(memoryview(memory))
-        found = segment.watermark
-        segment.close()
-    return found
+    with opened(path) as segment:
+        return segment.watermark
+
+
+def asked(path: Path) -> int:
+    """The step that a segment's rank is asked to save."""
+    with opened(path) as segment:
+        return segment.save_at
 
 
 @pytest.fixture

@@ -116,9 +116,10 @@ class Steadily:
         self.training.until(under_way, "five steps of a life")
         return self.present()
 
-    def goes_on(self) -> None:
-        """Wait for the next life: it has the newest step that all ranks had."""
-        over = max(life.number for life in self.present())
+    def goes_on(self, before: list[Life]) -> None:
+        """Wait for the life after `before`, which was looked at before anything was done to it: it
+        has the newest step that all ranks had."""
+        over = max(life.number for life in before)
         self._await_life(over + 1)
         every = [lives(self.training.out, rank) for rank in range(WORLD)]
         last = [next(life for life in of if life.number == over) for of in every]

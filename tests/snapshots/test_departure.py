@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.testing.worlds import World
-from tests.snapshots.conftest import Training, ends, told
+from tests.snapshots.conftest import Training, asked, ends, told
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,11 @@ def saves(training: Training) -> int:
         found[:] = [int(step) for text in texts for step in ASKED.findall(text)]
         return bool(found)
 
-    training.until(told_now, "step that is asked for")
+    def read() -> bool:
+        return told_now() and {asked(path) for path in training.segments()} == {found[-1]}
+
+    # where ranks read it: at the gate, which is that step, they cannot say that they are past it
+    training.until(read, "step that is asked for")
     training.open_gate(found[-1])
     return found[-1]
 

@@ -43,7 +43,7 @@ def test_a_rank_dies_twice_after_progress(training: Training) -> None:
 def test_a_rank_hangs(training: Training) -> None:
     """The others' collective ends it, as torch's watchdog would."""
     training.start(
-        "--die", "1:7:stop", "--timeout", "2", max_restarts=1, options=["--restart-grace=1"]
+        "--die", "1:7:stop", "--timeout", "15", max_restarts=1, options=["--restart-grace=1"]
     )
     training.finish()
     assert training.starts(0) == training.starts(1) == [0, 7]
@@ -202,11 +202,12 @@ def test_a_state_that_kills_is_given_up(training: Training) -> None:
 
 
 def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
-    """Periodic checkpoints, the last of them ordered just before the end; old ones are removed."""
+    """Periodic checkpoints, the last of them ordered just before the end; old ones are removed (the
+    job's end does not wait for that of the last one)."""
     training.start("--persist-every", "3", "--keep", "2")
     training.finish()
     assert training.checkpoints()[-1] == STEPS
-    assert len(training.checkpoints()) <= 2
+    assert 3 not in training.checkpoints()
     assert not list(training.ckpt.glob("**/*.tmp"))
 
 

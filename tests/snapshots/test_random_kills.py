@@ -48,7 +48,7 @@ class Killing:
             self._training.lose_memory()
         else:
             self._kill_ranks(victim, before)
-            self._jobs.goes_on()
+            self._jobs.goes_on(before)
 
     def _pause(self, most: float) -> None:
         time.sleep(self._moments.uniform(0.0, most))  # the moment is what is tested

@@ -9,15 +9,16 @@ from tests.snapshots.conftest import Training, ends, flip
 
 pytestmark = pytest.mark.slow
 
-ON_TWO = "step 7 is whole in memory, on two nodes"
+ON_TWO = "step {} is whole in memory, on two nodes"
 
 
 def begin(training: Training, mode: str = "fsdp2", **options: object) -> ElasticJob:
-    """Two nodes of one rank, stopped at step 7, which is on both."""
+    """Two nodes of one rank, stopped at step 7, which is on both, as step 6 before it."""
     job = training.start("--replicas", "1", mode=mode, gated=True, nproc=1, **options)  # type: ignore[arg-type]
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
-    job.wait_for(lambda status: ON_TWO in status.snapshot)
+    for step in (6, 7):  # at the gate: a step that another one follows at once need not be copied
+        training.open_gate(step)
+        job.wait_for_world(2, step=step)
+        job.wait_for(lambda status, step=step: ON_TWO.format(step) in status.snapshot)
     return job
 
 

@@ -78,8 +78,8 @@ def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> N
     assert max(record.round for record in job.steps()) == newest, "the ranks do not notice"
 
     at = job.freeze_node(1)
-    assert {processes.state(pid) for pid in job.nodes[1].pids()} == {"T"}
     job.wait_for(step=1, world_size=2, since=at)
+    assert {processes.state(pid) for pid in job.nodes[1].pids()} == {"T"}
     at = job.thaw_node(1)
     job.wait_for(step=1, world_size=3, since=at)
 

@@ -234,10 +234,11 @@ def test_a_master_that_was_away_is_found_again() -> None:
 
 @pytest.mark.slow
 def test_without_the_options_it_is_not_found_for_long() -> None:
-    """gRPC's back-off has grown beyond the limit by then."""
+    """gRPC's back-off has grown beyond the limit by then: it dials before 6.2 s and after 7.4 s
+    (1 s at first, 1.6 times that each time, up to a fifth more or less)."""
     names = ("grpc.max_reconnect_backoff_ms", "grpc.initial_reconnect_backoff_ms")
     slow = without(c.CLIENT_OPTIONS, *names, "grpc.min_reconnect_backoff_ms")
-    assert not aio.run(_found_again(slow, down=6.0, limit=1.0))
+    assert not aio.run(_found_again(slow, down=6.4, limit=0.9))
 
 
 # ---------------------------------------------------------------- one connection each, bounds
