@@ -48,7 +48,8 @@ def test_the_script_of_the_page(slurm: Slurm) -> None:
     """A signal to the step, as `--signal=TERM@...` sends it before the time limit: everything is
     saved when srun returns, and the script puts its job back into the queue."""
     here = {"--nproc-per-node=8": "--nproc-per-node=1", "train.py": shlex.join(two_lives(slurm))}
-    job = begun(slurm.sbatch(page.script("#!/bin/bash", here)))
+    job = slurm.sbatch(page.script("#!/bin/bash", here))
+    begun(slurm)
     slurm.cluster.run("scancel", "--signal=TERM", str(job.number))
     second_life(slurm)
     goes_on_from(slurm, job, saved(slurm, job))

@@ -33,7 +33,8 @@ def test_two_jobs_whose_time_is_over(slurm: Slurm) -> None:
         "--requeue", "1", "--", *two_lives(other),
     ).out  # fmt: skip
     rendered, plain = other.sbatch(script), trains(slurm)
-    ends_in(other, begun(rendered), LEAD + 20)
+    begun(other)
+    ends_in(other, rendered, LEAD + 20)
     ends_in(slurm, plain, 1)
 
     slurm.await_end(plain)

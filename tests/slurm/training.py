@@ -6,7 +6,7 @@ import re
 
 from tests.harness import until_file
 from tests.slurm.conftest import Batch, Slurm, meeting
-from tests.snapshots.conftest import TRAIN, ends, starts
+from tests.snapshots.conftest import TRAIN, ends, starts, until_printed
 
 ASKED = re.compile(r"every rank is asked to save step (\d+)")
 
@@ -28,7 +28,8 @@ def two_lives(slurm: Slurm, persist_every: int = 0) -> list[str]:
     out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
     out.mkdir()
     persist = ("--persist-every", str(persist_every)) if persist_every else ()
-    return [str(script), "--every", "5", *persist, "--out", str(out), "--ckpt", str(ckpt)]
+    every = ("--every", "5", "--print-at", "5")
+    return [str(script), *every, *persist, "--out", str(out), "--ckpt", str(ckpt)]
 
 
 def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0) -> Batch:
@@ -40,13 +41,14 @@ def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0)
         '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
         *("-N2", "--requeue", *options),
     )
-    return begun(job)
-
-
-def begun(job: Batch) -> Batch:
-    """The same job, when all of its ranks have taken a snapshot."""
-    until_file(job.console, lambda shown: shown.count("snapshots take") == len(RANKS))
+    begun(slurm)
     return job
+
+
+def begun(slurm: Slurm) -> None:
+    """Wait until every rank has taken a snapshot: before its first step it has nothing to save."""
+    for rank in RANKS:
+        until_printed(slurm.folder / "out", rank)
 
 
 def markers(slurm: Slurm) -> list[int]:
