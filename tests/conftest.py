@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from elasticrun.testing.hosts import Lab
 from elasticrun.wire.serverstart import ignored_signals
 from tests import needs
 from tests.counting import Counting
 from tests.harness import World
+
+settings.register_profile("a machine that stands still now and then", deadline=None)
+settings.load_profile("a machine that stands still now and then")
 
 
 def pytest_configure() -> None:

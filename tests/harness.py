@@ -173,13 +173,15 @@ class Hub:
 
         return list(self.until(enough, f"{count} ranks with {_words(wanted)}", limit))
 
-    def word(self, peer: Peer, event: str, limit: float = LIMIT, **wanted: Any) -> dict[str, Any]:
-        """The first message of this peer named `event`; waits for it."""
+    def word(
+        self, peer: Peer, event: str, limit: float = LIMIT, nth: int = 1, **wanted: Any
+    ) -> dict[str, Any]:
+        """The first (`nth`) message of this peer named `event`; waits for it."""
 
         def there() -> dict[str, Any] | None:
-            for message in peer.said:
-                if message["event"] == event and _fits(message, wanted):
-                    return message
+            found = [m for m in list(peer.said) if m["event"] == event and _fits(m, wanted)]
+            if len(found) >= nth:
+                return found[nth - 1]
             assert not peer.gone, f"rank {peer.hello} went without saying {event!r}"
             return None
 
@@ -389,7 +391,7 @@ class World:
                     job.process.kill()
                     job.process.wait()
             if strict:
-                self.nothing_left(10)
+                self.nothing_left()
                 left = self.new_shm()
                 assert not left, f"left in /dev/shm: {left}"
         finally:

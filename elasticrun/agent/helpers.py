@@ -44,7 +44,7 @@ MAX_TAKEN: Final = 10
 HEALTHY_AFTER: Final = 10.0
 """A helper that lived this long starts again at once."""
 
-RECORD_LIMIT: Final = 1.0
+RECORD_LIMIT: Final = 5.0
 """Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
 
 

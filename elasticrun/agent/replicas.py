@@ -38,7 +38,8 @@ _NOTHING: Final = (-1, -1, -1)
 
 
 class Replicas:
-    """Those of this node. `say` reports to the master, `changed` is called when more is held."""
+    """Those of this node. `say` reports to the master, `changed` is called when what is held has
+    changed."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Replicas:
         self._ranks: set[int] = set()  # that the newest orders name
         self._newest: tuple[RoundName, int] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._untidy = False  # a copy was under way when something could have gone
         self.wanted = False
         """Whether the ranks of this node want them."""
 
@@ -70,6 +72,7 @@ class Replicas:
         self._orders.clear()
         self._ranks.clear()
         self._newest = None
+        self._untidy = False  # this life has no whole step yet
 
     def close(self) -> None:
         """The agent ends."""
@@ -87,6 +90,7 @@ class Replicas:
             self._newest = name
             self._orders.clear()
             self._ranks.clear()
+            self._untidy = False  # what older orders have copied stays until this step counts
         self._ranks.update(order.ranks)
         if len(self._orders) < MAX_ORDERS and order not in self._orders:
             self._orders.append(order)
@@ -96,17 +100,26 @@ class Replicas:
 
     def tidy(self) -> None:
         """The present life has a whole step of its own: what no order names any more can go, and
-        what a rank had before its state was laid out anew."""
-        if self._task is None:
-            held = [one for one in self._segments.held if one.replica >= 0]
-            newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
-            for one in held:
-                newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
-            for one in held:
-                old = _newest(one) < newest[one.replica]
-                if (old or one.replica not in self._ranks) and not one.pinned():
-                    self._savers.forget(one)
-                    self._segments.drop(one)
+        what a rank had before its state was laid out anew. While a copy is under way nothing does:
+        it goes at the end of that."""
+        self._untidy = self._task is not None
+        if self._untidy:
+            return
+        held = [one for one in self._segments.held if one.replica >= 0]
+        newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
+        for one in held:
+            newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
+        gone = [
+            one
+            for one in held
+            if (_newest(one) < newest[one.replica] or one.replica not in self._ranks)
+            and not one.pinned()
+        ]
+        for one in gone:
+            self._savers.forget(one)
+            self._segments.drop(one)
+        if gone:
+            self._changed()
 
     # ------------------------------------------------------------ one order
 
@@ -116,6 +129,8 @@ class Replicas:
                 await self._copy(self._orders.pop(0))
         finally:
             self._task = None
+        if self._untidy:
+            self.tidy()
 
     async def _copy(self, order: Replicate) -> None:
         """All that it names."""

@@ -95,12 +95,12 @@ class Tail:
         self._pass_on([self.prefix + line + b"\n" for line in lines])
         return len(data)
 
-    def finish(self) -> None:
+    def finish(self, got: Callable[[int], None]) -> None:
         """Read to where the file ends now, however long somebody goes on writing; then the rest of
-        a line that has no end, and close."""
+        a line that has no end. `got` is told the bytes of each turn."""
         size = os.fstat(self.fd).st_size
-        while os.lseek(self.fd, 0, os.SEEK_CUR) < size and self.turn():
-            pass
+        while os.lseek(self.fd, 0, os.SEEK_CUR) < size and (count := self.turn()):
+            got(count)
         if self.held:
             self._pass_on([self.prefix + self.held.rstrip(b"\r") + b"\n"])
             self.held = b""
@@ -279,8 +279,11 @@ class Reader:
             logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self._close(tail)
             return 0
-        self.progress += count
+        self._got(count)
         return count
+
+    def _got(self, count: int) -> None:
+        self.progress += count
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -289,7 +292,7 @@ class Reader:
     def _finish(self, tails: list[Tail]) -> None:
         for tail in list(tails):
             try:
-                tail.finish()
+                tail.finish(self._got)  # at each turn: `stop` would take a long rest for a hang
             except OSError as error:
                 logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self.progress += 1

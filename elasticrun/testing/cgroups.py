@@ -153,7 +153,8 @@ def remove(name: str) -> None:
     processes.kill_all(functools.partial(members, name), KILL_LIMIT)
     for folder in folders(name):
         for below, _, _ in os.walk(folder, topdown=False):
-            os.rmdir(below)
+            with contextlib.suppress(FileNotFoundError):  # who removes it too was faster
+                os.rmdir(below)
 
 
 def members(name: str) -> list[int]:

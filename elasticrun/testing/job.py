@@ -19,6 +19,7 @@ from elasticrun.testing.cgroups import Group
 from elasticrun.testing.fleet import LEFTOVER_LIMIT, JobError, Where, mistake, variables
 from elasticrun.testing.plan import Plan
 from elasticrun.testing.waits import TIMEOUT, Result, Watched
+from elasticrun.wire.messages import JobStatus
 
 __all__ = ["ElasticJob", "JobError", "Result", "start"]
 
@@ -137,11 +138,16 @@ class ElasticJob(Watched):
         return at
 
     def rank_pid(self, rank: int) -> int:
-        """The process of this rank, as the master's status has it."""
-        status = self.status()
-        for node in status.nodes:
-            if node.group_rank >= 0 and 0 <= rank - node.first_rank < len(node.pids):
-                return node.pids[rank - node.first_rank]
+        """The process of this rank, as the master's status has it. A rank may be in a step before
+        its agent has told the master of it: that is waited for."""
+
+        def known(status: JobStatus) -> bool:
+            never = status.phase == "ended" or not 0 <= rank < status.world_size
+            return never or bool(_pid(status, rank))
+
+        status = self._wait_status(known, f"the process of rank {rank}", TIMEOUT)
+        if pid := _pid(status, rank):
+            return pid
         raise JobError(f"no rank {rank} runs; the job is {status.phase}: {status.reason}")
 
     def freeze_node(self, number: int, *, agent_only: bool = False) -> float:
@@ -228,6 +234,14 @@ class ElasticJob(Watched):
         """End all of these."""
         self._cable(0 if self.nodes else "master")[0].mend()
         return _now()
+
+
+def _pid(status: JobStatus, rank: int) -> int:
+    """The process of this rank; 0: none is known."""
+    for node in status.nodes:
+        if node.group_rank >= 0 and 0 <= rank - node.first_rank < len(node.pids):
+            return node.pids[rank - node.first_rank]
+    return 0
 
 
 def _now() -> float:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from elasticrun.testing import processes
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 from elasticrun.wire.published import Published, published
 
-ANSWER_LIMIT: Final = 2.0
-"""Seconds a page may take; a frozen master does not answer at all."""
+ANSWER_LIMIT: Final = 10.0
+"""Seconds a page may take: for the first visit a master imports what serves it, on a machine that
+may have other things to do. One that is stopped does not answer, and is not asked."""
 
 MAX_PAGE: Final = 64 * 1024 * 1024
 CLONE_NEWNET: Final = 0x4000_0000
@@ -44,6 +46,8 @@ def ask(master: Published) -> JobStatus:
     """The job as this master sees it. NoAnswer."""
     if not master.status_url:
         raise NoAnswer(f"the master of process {master.pid} has no status page")
+    if processes.state(master.pid) == "T":
+        raise NoAnswer(f"the master of process {master.pid} is stopped")
     where = urlsplit(master.status_url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_LIMIT)
     try:

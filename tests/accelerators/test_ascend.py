@@ -176,7 +176,7 @@ def test_npu_smi_that_hangs_is_given_up_with_all_it_started(
     environ = npu_smi(tmp_path, "sleep 1000 &\nwait")
     began = time.monotonic()
     (finding,) = bad(four.examine(4, environ))
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     assert finding.state is State.FAILED
     assert finding.seen == "npu-smi could not be asked: no answer within 0.5 s"
 

@@ -58,11 +58,15 @@ def test_a_child_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> No
     """The grandchild writes into a fifo and keeps it open: its EOF is the proof."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    began = time.monotonic()
-    with pytest.raises(NoAnswer, match="no answer within 1 s"):
-        text_of(["/bin/sh", "-c", f"(echo up; exec sleep 1000) > {fifo} & wait"], os.environ, 1.0)
-    assert time.monotonic() - began < 10.0
-    os.set_blocking(read, True)
-    with open(read) as file:
-        assert file.read() == "up\n"
+    shell = ["/bin/sh", "-c", f"(echo up; exec sleep 1000) > {fifo} & wait"]
+    for limit in (1.0, 10.0):  # where the machine pauses, 1 s is too short for a word
+        read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match=f"no answer within {limit:g} s"):
+            text_of(shell, os.environ, limit)
+        assert time.monotonic() - began < 60.0
+        os.set_blocking(read, True)
+        with open(read) as file:
+            if (text := file.read()) == "up\n":
+                break
+    assert text == "up\n"

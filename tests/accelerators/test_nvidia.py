@@ -306,7 +306,7 @@ def test_nvml_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nvidia, "has_driver", lambda: True)
     began = time.monotonic()
     (finding,) = Nvidia().examine(1, nvml(tmp_path, hangs=True))
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     assert finding.state is State.FAILED
     assert finding.seen == "NVML could not be asked: no answer within 1 s"
 

@@ -9,7 +9,7 @@ import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
 from tests.agent.played import Node, layout_of, play
-from tests.agent.test_snapshots_socket import ONE, checked, persist
+from tests.agent.test_snapshots_socket import ONE, checked, next_of, persist
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_checkpoint_that_ranks_may_be_reading_is_not_removed(
         one = (0,) if writers == 1 else (0, 1)
         node.snapshots.obey(persist(41, ranks=one, writers=writers, rewound_from=60))
         await checked(saver, writers)
-        order = await asyncio.to_thread(saver.hear, s.PersistParts)
+        order = await next_of(saver, s.PersistParts)
         assert (order.keep_last, order.in_use) == kept
         assert order.rewound_from == 60
 
@@ -55,8 +55,7 @@ def test_what_an_older_life_left_is_written_while_the_next_one_restores() -> Non
         assert (await node.rank(0)).resume.rewound_from == 5
         node.snapshots.obey(persist(1, reason="breakpoint"))
         await checked(saver, 2)
-        while not isinstance(order := await asyncio.to_thread(saver.hear, object), s.PersistParts):
-            pass
+        order = await next_of(saver, s.PersistParts)
         assert (order.keep_last, order.in_use) == (0, ())
 
     play(body)

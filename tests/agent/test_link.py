@@ -24,6 +24,7 @@ from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refu
 from tests.agent.configs import agent_config
 from tests.aio import run
 from tests.harness import LIMIT
+from tests.wire.test_channel import held_port
 
 CONFIG = agent_config()
 
@@ -31,15 +32,16 @@ CONFIG = agent_config()
 @pytest.fixture
 def master() -> Iterator[tuple[MasterProcess, Endpoint]]:
     """A job master as an agent starts it."""
-    process = MasterProcess(CONFIG, Endpoint("127.0.0.1", 0))
-    try:
-        answer = json.loads(os.read(process.ready_fd, 4096))
-        yield process, Endpoint("127.0.0.1", answer["port"])
-    finally:
-        process.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.process.pid, signal.SIGCONT)
-        process.process.wait(LIMIT)
+    with held_port() as port:  # one of them is served on again
+        process = MasterProcess(CONFIG, Endpoint("127.0.0.1", port))
+        try:
+            answer = json.loads(os.read(process.ready_fd, 4096))
+            yield process, Endpoint("127.0.0.1", answer["port"])
+        finally:
+            process.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.process.pid, signal.SIGCONT)
+            process.process.wait(LIMIT)
 
 
 def hello(**changes: Any) -> Hello:

@@ -14,9 +14,9 @@ import pytest
 
 from elasticrun.agent.console import ConsoleWriter
 from elasticrun.agent.logs import LogsUnusable, RankOutput
-from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES
+from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
 from elasticrun.config import LogPlan
-from tests.harness import LIMIT
+from tests.harness import LIMIT, until_file
 
 
 class Pipe:
@@ -327,13 +327,32 @@ def test_a_frozen_console_drops_lines_and_counts_them(
         for number in range(lines):
             file.write(b"line %d\n" % number)
         file.write(b"needle\n")
+    filtered = Path(logs[0].stdout).parent.parent / "filtered_stdout.log"
+    until_file(filtered, lambda text: text.endswith("needle\n"))
     output.rank_exited(0)
     with caplog.at_level("WARNING", logger="elasticrun"):
         dropped = output.close(0.2)
     assert 0 < dropped <= lines + 1
     assert f"{dropped} lines of rank output were not shown" in caplog.text
-    filtered = Path(logs[0].stdout).parent.parent / "filtered_stdout.log"
     assert filtered.read_text() == "[default0]:needle\n"
+
+
+def test_a_long_rest_is_progress_at_each_turn(tmp_path: Path) -> None:
+    """`stop` gives up on a reader that makes none, and that is not one which reads on."""
+    reader = Reader()
+    seen: list[int] = []
+
+    class Console:
+        def put(self, _: list[bytes]) -> None:
+            seen.append(reader.progress)
+
+    path = tmp_path / "stdout.log"
+    path.write_bytes(b"line\n" * READ_BYTES)
+    tail = Tail(0, str(path), b"", Console())  # type: ignore[arg-type]
+    tail.fd = os.open(path, os.O_RDONLY)
+    reader._tails.append(tail)
+    reader._finish([tail])
+    assert seen == [turn * READ_BYTES for turn in range(5)]
 
 
 def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe, Pipe]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -360,9 +361,14 @@ def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Pat
                 node = nodes[event["Heard"]["session"]]
                 said.setdefault(node, []).append(report["Steps"])
     assert set(said) == {"n0", "n1"}
-    last = {node: reports[-1] for node, reports in said.items()}
-    slow, fast = sorted(last.values(), key=lambda one: -one["own"])
-    assert slow["own"] > 1.5 * fast["own"] > 0.0
-    assert slow["waited"] < fast["waited"]
-    assert slow["step"] <= 59
+    # Of all reports the middle one: a pause of the machine spoils one or two.
+    knowing = [[one for one in reports if one["own"] > 0.0] for reports in said.values()]
+    middle = [
+        tuple(median(one[name] for one in reports) for name in ("own", "waited"))
+        for reports in knowing
+    ]
+    (own, waited), (slow_own, slow_waited) = sorted(middle)
+    assert slow_own > 1.5 * own > 0.0
+    assert slow_waited < waited
+    assert max(one["step"] for reports in said.values() for one in reports) <= 59
     assert len(said["n0"]) >= 3

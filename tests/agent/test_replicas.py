@@ -7,6 +7,8 @@ import mmap
 import os
 from typing import Any, TypeVar
 
+import pytest
+
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.layout import PAGE
@@ -97,6 +99,17 @@ async def told(node: Node, *steps: int) -> m.Holdings:
         lambda said: sorted(one.step for one in said.held if one.replica) == list(steps),
         m.Holdings,
     )
+
+
+async def told_of_rank(node: Node, rank: int, *steps: int) -> m.Holdings:
+    """The inventory, once it lists replicas of exactly these steps, and all of this rank alone."""
+
+    def good(said: m.Holdings) -> bool:
+        found = [one for one in said.held if one.replica]
+        alone = all((one.first_rank, len(one.contents)) == (rank, 1) for one in found)
+        return alone and sorted(one.step for one in found) == list(steps)
+
+    return await node.master.until(good, m.Holdings)
 
 
 async def copied(node: Node, saver: Saver, step: int, *ranks: int) -> None:
@@ -263,8 +276,53 @@ def test_what_no_order_names_any_more_goes() -> None:
         await told(node, 5, 6)
         assert len(node.snapshots._segments.held) == 2
         node.snapshots.obey(m.Watermark(two, 6))
+        await told_of_rank(node, 1, 5, 6)
         (held,) = node.snapshots._segments.held
         assert held.replica == 1
+
+    play(body, several=True)
+
+
+def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end() -> None:
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0, 1)
+        await told(node, 5)
+        node.snapshots.obey(order(6, 1))
+        fetch = await saver.gives_size()
+        node.snapshots.obey(m.Watermark(ONE, 6))
+        assert len(node.snapshots._segments.held) == 2
+        await saver.fills(fetch)
+        await told_of_rank(node, 1, 5, 6)
+        (held,) = node.snapshots._segments.held
+        assert held.replica == 1
+
+    play(body, several=True)
+
+
+@pytest.mark.parametrize("life", [1, 2])
+def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(life: int) -> None:
+    """What was whole then is not what counts now."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        saver = await there(node)
+        await copied(node, saver, 5, 0, 1)
+        await told(node, 5)
+        node.snapshots.obey(order(6, 1))
+        fetch = await saver.gives_size()
+        node.snapshots.obey(m.Watermark(ONE, 6))
+        if life == 2:
+            node.begin(2, restore=m.Restore(ONE, 6, 6))
+        else:
+            node.snapshots.obey(order(7, 1))
+        await saver.fills(fetch)
+        if life == 1:
+            await saver.copies()
+        assert node.snapshots._replicas._task is not None
+        await node.snapshots._replicas._task
+        assert len(node.snapshots._segments.held) == 2
 
     play(body, several=True)
 
@@ -284,6 +342,7 @@ def test_what_a_rank_had_before_its_state_grew_goes() -> None:
         await told(node, 5, 6)
         assert len(node.snapshots._segments.held) == 3  # until the step counts
         node.snapshots.obey(m.Watermark(ONE, 6))
+        await told_of_rank(node, 0, 6)
         (held,) = node.snapshots._segments.held
         assert (held.replica, held.sizes.layout) == (0, saver.layout.key)
 

@@ -446,7 +446,7 @@ def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
             attempt = f"a{number}"
             node.snapshots.obey(persist(1, attempt=attempt))
             await checked(saver, 2)
-            await asyncio.to_thread(saver.hear, s.PersistParts)
+            await next_of(saver, s.PersistParts)
             saver.say(s.PartsDone(attempt, True, "", 1, 0.1))
             await node.master.until(lambda p: p.ok, m.Persisted)
             node.snapshots.obey(m.PersistOver(attempt, ONE, 1, False, "tried again"))
@@ -528,7 +528,7 @@ def test_a_wanted_step_is_pinned_written_committed_and_free_again() -> None:
         assert [rank.segment.free_slot() for rank in ranks] == [None, None]
         node.snapshots.obey(persist(1))
         await checked(saver, 2)
-        order = await asyncio.to_thread(saver.hear, s.PersistParts)
+        order = await next_of(saver, s.PersistParts)
         assert (order.step, order.folder, order.keep_last, order.coordinates) == (
             *(1, "/runs/a", 3),
             True,
@@ -576,6 +576,7 @@ def test_what_is_being_written_stays_pinned_over_a_new_life() -> None:
         ranks = await node.ranks()
         await node.both(ranks, 2)
         assert ranks[0].segment.free_slot() is None
+        await next_of(saver, s.PersistParts)
         saver.say(s.PartsDone("a1", True, "", 1, 0.1))
         await node.master.until(lambda p: p.ok, m.Persisted)
         node.snapshots.obey(m.PersistOver("a1", ONE, 1, True, ""))

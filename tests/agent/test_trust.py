@@ -26,6 +26,7 @@ from tests.agent.configs import agent_config
 from tests.agent.test_link import Heard
 from tests.certificates import Authority
 from tests.master.people import LIMIT, hello, serving
+from tests.wire.test_channel import held_port
 from tests.wire.test_tls import raw
 
 TOKEN = "what all nodes of the job know"
@@ -122,9 +123,8 @@ def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(
 ) -> None:
     """Nor is it told anything but knocks: no proof, no Hello. When the master is back, all is."""
 
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            port = served.endpoint.port
+    async def run(port: int) -> None:
+        async with serving(token=TOKEN, port=port) as served:
             started = linked(served.endpoint, Trust(TOKEN))
             heard = await started.__aenter__()
             await heard.until(lambda events: LinkBack() in events)
@@ -138,8 +138,8 @@ def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(
         assert not heard.orders(m.End)
         assert all(welcome.term != WELCOME.term for welcome in heard.orders(m.Welcome))
 
-    with caplog.at_level(logging.WARNING, "elasticrun"):
-        aio.run(run())
+    with caplog.at_level(logging.WARNING, "elasticrun"), held_port() as port:
+        aio.run(run(port))
     assert len([line for line in caplog.messages if "the ranks go on" in line]) == 1
 
 
@@ -222,13 +222,14 @@ def test_tls_that_does_not_fit_is_one_sentence(
 
 
 def test_the_probe_knows_a_master_over_tls_and_nobody(files: Mapping[str, Tls]) -> None:
-    async def run() -> None:
-        async with serving(tls=raw(files["good"])) as served:
+    async def run(port: int) -> None:
+        async with serving(tls=raw(files["good"]), port=port) as served:
             where = served.endpoint
             assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.HTTP2, "")
         assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.NOBODY, "")
 
-    aio.run(run())
+    with held_port() as port:
+        aio.run(run(port))
 
 
 def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Mapping[str, Tls]) -> None:
@@ -259,10 +260,9 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(
         for source, target in ((which.cert, own.cert), (which.key, own.key)):
             Path(target).write_bytes(Path(source).read_bytes())
 
-    async def run() -> None:
+    async def run(port: int) -> None:
         put(good)
-        async with serving(tls=raw(good)) as served:
-            port = served.endpoint.port
+        async with serving(tls=raw(good), port=port) as served:
             started = linked(served.endpoint, Trust(files=own))
             heard = await started.__aenter__()
             await heard.until(lambda events: LinkBack() in events)
@@ -275,7 +275,8 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(
             await heard.until(lambda _: heard.count(LinkBack) == 2)
             await started.__aexit__(None, None, None)
 
-    aio.run(run())
+    with held_port() as port:
+        aio.run(run(port))
 
 
 # ---------------------------------------------------------------- what an agent makes of its config

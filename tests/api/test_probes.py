@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import selectors
 import signal
@@ -164,6 +165,7 @@ def test_a_caller_s_probes_meet_fail_and_end() -> None:
 
 @pytest.mark.slow
 def test_a_caller_s_probes_end_with_the_conversation() -> None:
+    gc.collect()  # what earlier tests have left must not be closed in between
     descriptors = len(os.listdir("/proc/self/fd"))
     holder, port = held_port()
     with holder, calling("spawn") as agent:
@@ -172,7 +174,7 @@ def test_a_caller_s_probes_end_with_the_conversation() -> None:
         for key in keys:
             agent.hears(key, done=False)
     assert gone(pids) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_probe_that_cannot_be_watched_is_not_left_alone(

@@ -19,11 +19,15 @@ from elasticrun.launcher import LaunchConfig, LaunchError, elastic_launch
 from tests.harness import LIMIT
 
 SCRIPT = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 rank = os.environ["RANK"]
-pathlib.Path(sys.argv[1], "rank" + rank).write_text(json.dumps(
+draft, done = (pathlib.Path(sys.argv[1], name + rank) for name in ("draft", "rank"))
+draft.write_text(json.dumps(
     [sys.argv[2:], os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RUN_ID"]]))
+draft.rename(done)
 if "fail" in sys.argv and rank == "1":
+    while not done.with_name("rank0").exists():  # who has not written yet would be stopped
+        time.sleep(0.01)
     raise RuntimeError("this rank was told to fail")
 """
 

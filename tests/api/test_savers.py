@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import socket
@@ -59,6 +60,7 @@ def test_a_caller_s_saver_lives_as_long_as_its_conversation() -> None:
 
 
 def test_a_caller_s_saver_is_replaced_and_ends_with_the_agent() -> None:
+    gc.collect()  # what earlier tests have left must not be closed in between
     descriptors = len(os.listdir("/proc/self/fd"))
     with calling("spawn") as agent:
         first, second = Saver(agent), Saver(agent)
@@ -67,4 +69,4 @@ def test_a_caller_s_saver_is_replaced_and_ends_with_the_agent() -> None:
     assert gone([first.pid, second.pid]) == []
     first.socket.close()
     second.socket.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors

@@ -81,6 +81,7 @@ class PlayedAgent:
         self._wake, self._stop = socket.socketpair()
         self._peers: dict[int, Peer] = {}
         self._waiting: dict[int, tuple[Peer, int]] = {}
+        self._looking = threading.Lock()  # tests look, too
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -166,7 +167,8 @@ class PlayedAgent:
             self._commit(here, message)
             self.look()
         elif isinstance(message, AwaitRoom):
-            self._waiting[here.local_rank] = (peer, message.whole)
+            with self._looking:
+                self._waiting[here.local_rank] = (peer, message.whole)
             self.look()
         elif isinstance(message, WantShard):
             self._shard(peer, message.rank)
@@ -180,12 +182,13 @@ class PlayedAgent:
 
     def look(self) -> None:
         """Answer who waits for what has come."""
-        for local_rank, (peer, whole) in list(self._waiting.items()):
-            segment = self.current[local_rank].segment
-            come = segment.watermark >= whole or segment.save_at > whole
-            if (come and whole >= 0) or (whole < 0 and segment.free_slot() is not None):
-                del self._waiting[local_rank]
-                peer.sock.sendall(encode(RoomThere()))
+        with self._looking:
+            for local_rank, (peer, whole) in list(self._waiting.items()):
+                segment = self.current[local_rank].segment
+                come = segment.watermark >= whole or segment.save_at > whole
+                if (come and whole >= 0) or (whole < 0 and segment.free_slot() is not None):
+                    del self._waiting[local_rank]
+                    peer.sock.sendall(encode(RoomThere()))
 
     def _give(self, peer: Peer, here: RankHere, need: NeedSegment) -> None:
         if self.no_segment:

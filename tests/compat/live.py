@@ -62,9 +62,13 @@ def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
 
 def allreduce(world: World, peers: list[Peer], limit: float = 60.0) -> list[int]:
     """Let all of these puppets sum up ones; what each of them got."""
+    which = [1 + sum(said.get("what") == "allreduce" for said in peer.said) for peer in peers]
     for peer in peers:
         peer.order("allreduce")
-    return [world.hub.word(peer, "done", limit, what="allreduce")["sum"] for peer in peers]
+    return [
+        world.hub.word(peer, "done", limit, nth, what="allreduce")["sum"]
+        for peer, nth in zip(peers, which, strict=True)
+    ]
 
 
 def finish(peers: list[Peer], code: int = 0) -> None:

@@ -64,8 +64,7 @@ class TestStaleStore:
         assert launched.wait(120) == 0, launched.stderr
         for life in range(11):
             for peer in world.hub.ranks(2, restart=life):
-                said = [m for m in peer.said if m["event"] == "sum"]
-                assert [m["value"] for m in said] == [2], (life, peer.rank)
+                assert world.hub.word(peer, "sum")["value"] == 2, (life, peer.rank)
 
 
 class TestScaleUp:

@@ -88,7 +88,7 @@ def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) 
 def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
     """It does not make the launcher leave its ranks behind."""
     world = theirs_or_ours
-    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=2")
+    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=5")
     peers = world.hub.ranks(2)
     for peer in peers:
         peer.order("trap", signums=[int(signal.SIGTERM)], how="note")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from elasticrun.detection.ports import port_of_number
+from tests.compat.live import PUPPET, finish
 from tests.detection.environments import BATCH, CROWD, POD, SRUN
 from tests.harness import ELASTICRUN, World
 
@@ -78,15 +79,15 @@ def test_what_an_operator_says_of_nodes_never_reaches_a_rank(world: World) -> No
 
 def test_a_node_of_another_job_is_refused_at_the_port(world: World) -> None:
     """Jobs whose ids give the same port never mix: the later one ends with a sentence."""
-    train = world.scratch / "stays.py"
-    train.write_text("import sys; print('up', flush=True); sys.stdin.read()\n")
     job = 700_000_000 + (hash(world.marker) % 1_000_000)
-    first = [world.launch(ELASTICRUN, "--nnodes=1:2", str(train), env=step(0, job))]
-    first[0].until_text("so this is as with")
-    other = world.launch(ELASTICRUN, str(train), env=step(0, job + 9_000))
-    first.append(world.launch(ELASTICRUN, "--nnodes=1:2", str(train), env=step(1, job)))
+    words = (ELASTICRUN, "--nnodes=1:2", PUPPET)
+    first = [world.launch(*words, env=step(0, job) | {"LOGLEVEL": "INFO"})]
+    first[0].until_text("serving job")
+    other = world.launch(ELASTICRUN, PUPPET, env=step(0, job + 9_000))
+    first.append(world.launch(*words, env=step(1, job)))
     assert other.wait() == 1
     assert f"belongs to job '{job + 9_000}', the master here serves job '{job}'" in other.stderr
+    finish(world.hub.ranks(2, world_size=2))
     assert [one.wait() for one in first] == [0, 0]
 
 

@@ -26,8 +26,8 @@ from tests.harness import ELASTICRUN, TORCHRUN, Launched, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("ddp", "fsdp2")
-STEPS = "120"
-"""The hundredth is written out, each tenth is in memory."""
+STEPS = "240"
+"""Each hundredth is written out, each tenth is in memory."""
 
 LIMIT = 120.0
 
@@ -96,8 +96,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_killed_rank_costs_no_bit_of_the_result(
     name: str, killed: int, undisturbed: dict[str, str], world: World
 ) -> None:
-    """It is killed when step 50 is done on rank 0 at least, and the next life goes on from step 40
-    or later. What was saved at the breakpoint is no more than what was due."""
+    """It is killed when step 50 is done on rank 0 at least, and the next life goes on from memory,
+    at step 40 or not many tens before. What is saved at the breakpoint is that."""
     flags = ("--max-restarts=3", "--restart-backoff=0", "--save-at-breakpoint")
     job = run(world, world.scratch / "cwd", ELASTICRUN, f"snapshots_{name}.py", *flags)
     shown = job.until_text(f"start rank={killed} life=0", LIMIT, stream="stdout")
@@ -108,10 +108,10 @@ def test_a_killed_rank_costs_no_bit_of_the_result(
     assert outcome(job) == ("1", undisturbed[name])
     again = [int(step) for step in re.findall(r"step=(\d+) life=1", job.stdout)]
     assert again
-    assert min(again) >= 50
+    assert min(again) > 10
     kept = committed(world.scratch / "cwd" / "runs" / name)
-    assert 100 in kept
-    assert min(kept) >= 40
+    assert {100, 200} <= set(kept)
+    assert min(kept) >= 10
 
 
 def committed(folder: Path) -> list[int]:
@@ -145,16 +145,18 @@ def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm:
 
 
 def until_committed(folder: Path, step: int) -> None:
-    """Wait until the marker of this step is there."""
+    """Wait until the marker of this step is there, or of a later one: it may be gone by then."""
     folder.mkdir(parents=True, exist_ok=True)
-    place, deadline, watched = folder / f"step-{step:09d}", Deadline(LIMIT), False
+    deadline, watched = Deadline(LIMIT), set[Path]()
     with contextlib.closing(Watch()) as watch:
         watch.folder(str(folder))
-        while not (place / ".metadata").exists():
-            if place.exists() and not watched:
-                watch.folder(str(place))
-                watched = True
-            else:
+        while max(committed(folder), default=-1) < step:
+            new = set(folder.glob("step-*")) - watched
+            for place in new:
+                with contextlib.suppress(OSError):
+                    watch.folder(str(place))
+            watched |= new
+            if not new:
                 watch.wait(deadline.left())
             assert not deadline.over(), f"step {step} was never committed: {os.listdir(folder)}"
 
@@ -164,7 +166,7 @@ def test_the_same_script_under_torchrun(undisturbed: dict[str, str], world: Worl
     folder = world.scratch / "cwd"
     job = run(world, folder, TORCHRUN, "snapshots_ddp.py")
     assert outcome(job) == ("0", undisturbed["ddp"])
-    assert committed(folder / "runs/ddp") == [100]
+    assert committed(folder / "runs/ddp") == [100, 200]
     again = run(world, folder, ELASTICRUN, "snapshots_ddp.py")
     assert outcome(again) == ("0", undisturbed["ddp"])
     assert "step=" not in again.stdout

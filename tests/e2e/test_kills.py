@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -11,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from elasticrun.testing.processes import is_master
+from elasticrun.testing.processes import is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.harness import ELASTICRUN, Launched, Peer, World, await_exit, free_port, is_alive
 
@@ -81,7 +80,7 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 def test_the_master(world: World) -> None:
     """The ranks train on and finish as if nothing had happened."""
-    jobs = agents(world, ELASTICRUN, 2, "2", free_port(), "--rdzv-conf=master_lost_timeout=2")
+    jobs = agents(world, ELASTICRUN, 2, "2", free_port())
     peers = world.hub.ranks(2)
     assert allreduce(world, peers) == [2, 2]
     master_of(world).kill()
@@ -122,10 +121,9 @@ def test_all_of_a_node_of_three_costs_nothing(world: World) -> None:
     before = list(world.hub.peers)
     lost = agent_of(peers[2], jobs)
     assert lost.process.poll() is None
-    everything = [*lost.below(), psutil.Process(lost.pid)]
-    for process in [process for process in everything if not is_master(process.pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it went with the one before it
-            process.kill()
+    everything = [lost.pid, *(process.pid for process in lost.below())]
+    node = [pid for pid in everything if not is_master(pid)]
+    assert not kill_all(lambda: node, GONE_WITHIN)
     for peer in peers[:2]:
         peer.order("allreduce")  # they notice by the broken connection and fail
     again = new_ranks(world, before, 2)

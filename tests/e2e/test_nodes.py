@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -72,9 +73,16 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     )  # fmt: skip
     first = counting.first(2)
     counted.wait_for_output("master", "round 1 begins")
-    before = [counted.output(who) for who in ("master", 0, 1)]
+
+    def shown() -> list[str]:
+        """What is said of this machine comes when it has been looked at, some seconds later."""
+        texts = [counted.output(who) for who in ("master", 0, 1)]
+        lines = [line for text in texts for line in text.splitlines()]
+        return [line for line in lines if "this machine" not in line and "ports" not in line]
+
+    before = shown()
     counting.goes_on(first, 300)  # 3 s at least, several beats
-    assert [counted.output(who) for who in ("master", 0, 1)] == before
+    assert shown() == before
     assert len(counting.finish()) == 1
     assert counted.master_node is not None
     assert counted.master_node.exit_code == 0
@@ -94,7 +102,9 @@ def test_an_agent_that_is_pid_1(world: World) -> None:
     first[1].order("die")
     again = world.hub.ranks(2, restart=1)
     assert allreduce(world, again) == [2, 2]
-    assert not [p for p in launched.below() if p.status() == psutil.STATUS_ZOMBIE]
+    deadline = time.monotonic() + LIMIT
+    while any(p.status() == psutil.STATUS_ZOMBIE for p in launched.below()):  # reaped in its turn
+        assert time.monotonic() < deadline
     for peer in again:
         peer.order("trap", signums=[int(signal.SIGTERM)])
         world.hub.word(peer, "done", what="trap")

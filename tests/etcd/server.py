@@ -38,8 +38,9 @@ class EtcdServer:
         """Start it, again after `kill` with all it knew; returns when it serves. `tls`: its files,
         and whoever comes must have a certificate of their authority."""
         self._tls = tls
+        fresh = not self._lives
         for _ in range(5):
-            if not self.port or not self._lives:
+            if fresh:
                 self.port, self._peer = free_port(), free_port()
             log = self._launch()
 

@@ -104,13 +104,13 @@ def test_a_prefix_is_not_its_neighbour(etcd_server: EtcdServer) -> None:
 def test_a_lease_takes_its_keys_with_it(etcd_server: EtcdServer) -> None:
     async def body() -> None:
         async with client(etcd_server.url) as c:
-            short, kept, long = await c.grant(2), await c.grant(2), await c.grant(600)
+            short, kept, long = await c.grant(8), await c.grant(8), await c.grant(600)
+            renewing = asyncio.create_task(_renew_on(c, kept))
             for name, lease in (("short", short), ("kept", kept), ("long", long)):
                 await c.txn((), (etcd.put(JOB + name, b"", lease),))
             follower = Follower(c)
             await follower.until(lambda: follower.states)
             assert set(follower.states[0]) == {"short", "kept", "long"}
-            renewing = asyncio.create_task(_renew_on(c, kept))
             await follower.until(lambda: "short" not in follower.states[-1])
             assert {"kept", "long"} <= set(follower.states[-1])
             assert not await c.renew(short)
@@ -195,7 +195,7 @@ def test_servers_are_asked_in_turn(etcd_server: EtcdServer) -> None:
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             dead, black = free_port(), mute.getsockname()[1]
-            async with client(dead, black, etcd_server.port, limit=0.5) as c:
+            async with client(dead, black, etcd_server.port, limit=3.0) as c:
                 assert (await c.txn((), (etcd.put(JOB + "x", b""),))).succeeded
                 follower = Follower(c)
                 await follower.until(lambda: follower.states)

@@ -25,7 +25,8 @@ def test_the_store_of_an_old_round(world: World) -> None:
     old = first.steps[0].store
     host, _, port = old.rpartition(":")
     zombie = first.pids[2]  # not of the node that serves the store
-    with frozen(team, next(node for node in team.nodes if node.name == first.nodes[2])):
+    stood_still = next(node for node in team.nodes if node.name == first.nodes[2])
+    with frozen(team, stood_still):
         second = team.log.world_of(2, after=first)
         assert is_alive(zombie)  # a zombie of the old round, and it has not been reaped
         assert second.steps[0].store != old
@@ -35,6 +36,7 @@ def test_the_store_of_an_old_round(world: World) -> None:
             other.bind((host, int(port)))
         assert refused.value.errno == errno.EADDRINUSE
     assert not await_exit([zombie])
+    stood_still.agent.until_text("the master answers again")  # which ends with the job
     team.finish()
 
 

@@ -166,13 +166,14 @@ def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: floa
             peer = team.rank(life, rank)
             peer.order("chat")
             world.hub.word(peer, "done", what="chat")
-            with frozen_volume(folder, seconds):
+            with frozen_volume(folder):
                 let_pass(seconds / 2)
                 team.log.lives()
                 held = max(life.whole_steps())
                 let_pass(seconds / 4)
                 team.log.lives()
                 assert max(life.whole_steps()) == held  # the disk holds the rank that prints
+                let_pass(seconds / 4)
 
         unharmed(team, harm)
 
@@ -200,22 +201,24 @@ def volume(scratch: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def frozen_volume(folder: Path, seconds: float) -> Iterator[None]:
-    """No write to the file system passes until `seconds` have gone by. It is thawed by a process
-    of its own, so that no end of this test leaves somebody asleep in the kernel for ever."""
+def frozen_volume(folder: Path) -> Iterator[None]:
+    """No write to the file system passes within the block. It is thawed by a process of its own,
+    so that no end of this test leaves somebody asleep in the kernel for ever."""
     code = (
-        "import fcntl, os, sys, time\n"
+        "import fcntl, os, select, sys\n"
         "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
         "fcntl.ioctl(fd, 0xC0045877, 0)\n"  # FIFREEZE
         "print('frozen', flush=True)\n"
-        "time.sleep(float(sys.argv[2]))\n"
+        "select.select([0], [], [], 60)\n"
         "fcntl.ioctl(fd, 0xC0045878, 0)\n"  # FITHAW
     )
     freezer = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(seconds)],
+        [sys.executable, "-c", code, str(folder)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    assert freezer.stdin is not None
     assert freezer.stdout is not None
     if freezer.stdout.readline() != b"frozen\n":
         freezer.wait()
@@ -223,5 +226,6 @@ def frozen_volume(folder: Path, seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        freezer.stdin.close()
         freezer.wait()
         freezer.stdout.close()

@@ -86,7 +86,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
 
 def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
-    job = health.start("2", CHECK, "--rdzv-conf=join_timeout=12", fault="probe-fail=comm@node1")
+    job = health.start("2", CHECK, "--rdzv-conf=join_timeout=30", fault="probe-fail=comm@node1")
     result = job.result()
     assert result.exit_codes == (1, 1), health.said()
     assert PAIR.search(health.said(0)), health.said(0)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import time
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -68,7 +69,10 @@ def test_noise_at_both_ports(home: Path) -> None:
             head = (b"", PREFACE, PREFACE + SETTINGS, PREFACE + SETTINGS + b"\xff\xff\xff\0\0")
             _shout(ports[turn % 2], chance.choice(head) + noise)
         aio.run(_is_well(master))
-        assert _fds(master) <= fds + 4
+        deadline = time.monotonic() + LIMIT
+        while _fds(master) > fds + 4:  # gRPC closes them in threads of its own
+            assert time.monotonic() < deadline
+            aio.run(_is_well(master))
         assert _rss_kb(master) < before + 20_000
         master.cut()
         assert master.ended() == (0, "")  # and not a word of it on the user's terminal

@@ -62,7 +62,8 @@ def test_a_closed_port_and_somebody_elses() -> None:
 def test_a_port_that_says_too_little(
     hang_up: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", 0.3)
+    limit = LIMIT if hang_up else 0.3
+    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", limit)
 
     async def visited(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"half")
@@ -123,7 +124,7 @@ def test_anything_else_in_the_place_of_the_question() -> None:
 
 def test_who_never_asks_is_let_go() -> None:
     async def run() -> None:
-        async with serving(prove_limit=1.0) as served:
+        async with serving() as served:
             call = await _proved(served)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert await call.details() == "no ReachMe came in time"
@@ -136,6 +137,7 @@ def test_who_never_asks_is_let_go() -> None:
 def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are dialled now hold up nobody for long: the next one is told so."""
     monkeypatch.setattr(server, "MAX_REACHING", 1)
+    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
 
     visited: list[asyncio.StreamWriter] = []
     came = asyncio.Event()

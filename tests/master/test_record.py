@@ -153,6 +153,7 @@ async def opened(folder: Path, now: float | None = None) -> AsyncIterator[Sqlite
         yield store
     finally:
         await store.close(over=False)
+        store._thread.join(LIMIT)  # a slow disk's last word may come after `close`
 
 
 async def _written(store: SqliteStore, what: Facts) -> None:

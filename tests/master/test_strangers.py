@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_dribbler_has_one_limit_for_all_it_says() -> None:
             assert "no Hello came in time" in await call.details()
 
     async def serve() -> None:
-        async with serving(prove_limit=2.0) as served:
+        async with serving() as served:
             await run(served)
             assert not served.brain.events
 
@@ -222,6 +223,18 @@ def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
     aio.run(run())
 
 
+@contextlib.contextmanager
+def hurried(served: Served) -> Iterator[None]:
+    """Who is to prove itself has less time than the transport, whose pings a raw connection does
+    not answer; for others, on a machine that stands still now and then, it would be too little."""
+    doorstep = served.ear._doorstep
+    usual, doorstep._limit = doorstep._limit, 2.0
+    try:
+        yield
+    finally:
+        doorstep._limit = usual
+
+
 OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
 LATE, BAD = "no Knock came in time", "no report of elasticrun"
 
@@ -241,13 +254,16 @@ LATE, BAD = "no Knock came in time", "no report of elasticrun"
 )
 def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
     async def run() -> None:
-        async with serving(prove_limit=2.0) as served, served.agent() as agent:
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
-            writer.write(said)
-            async with asyncio.timeout(LIMIT):
-                heard = await reader.readuntil(b"grpc-status")
-                while told not in heard.decode(errors="replace"):
-                    heard += await reader.read(4096)
+        async with serving() as served, served.agent() as agent:
+            with hurried(served):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+                writer.write(said)
+                async with asyncio.timeout(LIMIT):
+                    heard = await reader.readuntil(b"grpc-status")
+                    while told not in heard.decode(errors="replace"):
+                        more = await reader.read(4096)
+                        assert more, heard
+                        heard += more
             await agent.send(m.Beat(1))
             assert await hear(agent) == m.Echo(1)
             await served.is_well()
@@ -261,11 +277,12 @@ def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
     shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)
 
     async def run() -> None:
-        async with serving(prove_limit=2.0) as served, served.agent() as agent:
-            _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
-            writer.write(shut)
-            await _until(lambda: served.ear.unproved == 1)
-            await _until(lambda: served.ear.unproved == 0)
+        async with serving() as served, served.agent() as agent:
+            with hurried(served):
+                _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+                writer.write(shut)
+                await _until(lambda: served.ear.unproved == 1)
+                await _until(lambda: served.ear.unproved == 0)
             await agent.send(m.Beat(1))
             assert await hear(agent) == m.Echo(1)
             await served.is_well()

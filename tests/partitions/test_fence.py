@@ -9,6 +9,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.testing.job import ElasticJob
+from tests.harness import await_exit
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,8 +47,8 @@ def test_a_node_that_is_cut_off_trains_on_alone(cluster: Build) -> None:
 def test_two_nodes_that_see_each_other_but_not_the_master(cluster: Build) -> None:
     """(b) the same with A and B, both cut off from the master and not from each other."""
     job = cluster("1:4", 2, master=True, conf=times(master_lost_timeout=LOST))
-    job.cut(0, "master")
-    at = job.cut(1, "master")
+    at = job.cut(0, "master")
+    job.cut(1, "master")
     job.add_node()
     fence(job, at, newcomer=2)
     heal(job, 0, 1, whole=3)
@@ -57,6 +58,7 @@ def heal(job: ElasticJob, *given_up: int, whole: int) -> None:
     """These agents have ended with the code for it; started again, they make the job whole."""
     at = job.mend()
     for number in given_up:
+        assert not await_exit([job.nodes[number].pid])
         assert job.nodes[number].exit_code == EXIT_FAILED
         assert f"no master answered for {LOST:g} s" in job.output(number)
         job.restart_node(number)

@@ -1,6 +1,6 @@
 """A small real training script: DDP on gloo, a checkpoint every few steps, resumes where it stood.
 
-Arguments: how many steps, the folder of the checkpoint, seconds between steps (0.02 if not given).
+Arguments: how many steps, the folder of the checkpoint, seconds between steps (0.05 if not given).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrun.testing import step
 
 STEPS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
-PAUSE = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02
+PAUSE = float(sys.argv[3]) if len(sys.argv) > 3 else 0.05
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 1)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.harness import until_file
 from tests.render.rendered import render
 from tests.slurm.conftest import Slurm
 
@@ -25,6 +26,7 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     peers = slurm.world.hub.ranks(2, world_size=2)
     assert {peer.run_id for peer in peers} == {str(job.number)}
     assert allreduce(slurm.world, peers) == [2, 2]
+    until_file(job.console, lambda shown: "spare: the round is full" in shown)
     finish(peers)
     slurm.await_end(job)
     assert slurm.told(job, "JobState") == "COMPLETED"

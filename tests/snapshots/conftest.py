@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ class Training:
         self.out.mkdir()
         self.job: ElasticJob
         self.mode, self.steps, self.world = "ddp", STEPS, 2
+        self.round = 1  # the master's number of that in which the test begins
+        self._whole = 0  # ranks without which a life is none of the test's
 
     def start(
         self,
@@ -115,10 +118,17 @@ class Training:
         fresh.write_text(str(step))
         fresh.rename(self.gate)
 
+    def all_there(self) -> None:
+        """Wait, with the gate still shut, until the world has all of its ranks: where fewer nodes
+        are enough, a job may begin without one that is late, and once more when it has come."""
+        status = self.job.wait_for(world_size=self.world)
+        assert status.round is not None
+        self.round, self._whole = status.round.number, self.world
+
     def go_on(self) -> None:
-        """Open the gate once something has ended the first round: not before, or the ranks that
-        are to be stopped would go on."""
-        self.job.wait_for(round=2, phase="running")
+        """Open the gate once something has ended the round that the test began in: not before, or
+        the ranks that are to be stopped would go on."""
+        self.job.wait_for(round=self.round + 1, phase="running")
         self.open_gate()
 
     def finish(self, code: int = 0) -> None:
@@ -132,7 +142,10 @@ class Training:
         assert [ends(self.out, rank) for rank in range(self.world)] == [[end] for end in expected]
 
     def starts(self, rank: int = 0) -> list[int]:
-        return starts(self.out, rank)
+        """As `starts` has it, without lives before all were there (`all_there`)."""
+        lives = [line for line in told(self.out, rank) if "start" in line]
+        whole = dropwhile(lambda line: line["world"] < self._whole, lives)
+        return [line["start"] for line in whole]
 
     def segments(self, *, replicas: bool = False) -> list[Path]:
         """Files in shared memory, without locks: of ranks, or of replicas."""

@@ -84,9 +84,14 @@ class Steadily:
 
     def end(self) -> None:
         """Let the ranks end by themselves, all at the same step."""
+        ranks = [psutil.Process(life.pid) for life in self.present()]
+        for rank in ranks:  # or one might be past that step before it is written down
+            freeze(self.training, rank)
         fresh = self._until.with_suffix(".new")
         fresh.write_text(str(max(life.begun for life in self.present()) + 20))
         fresh.rename(self._until)
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
         self.training.finish()
         self.look_at_storage()
 

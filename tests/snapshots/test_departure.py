@@ -23,6 +23,7 @@ ASKED = re.compile(r"every rank is asked to save step (\d+)")
 def begin(training: Training, mode: str = "ddp", **options: Any) -> World:
     """Two ranks, stopped at step 7."""
     job = training.start(mode=mode, gated=True, steps=STEPS, **options)
+    training.all_there()
     training.open_gate(7)
     return job.wait_for_world(2, step=7)
 
@@ -52,7 +53,7 @@ def one_of_two_leaves(training: Training, mode: str) -> int:
     world = begin(training, mode, nodes=2, nproc=1, nnodes="1:2")
     training.job.signal(world.nodes[1], signal.SIGTERM)
     step = saves(training)
-    training.job.wait_for(round=2, phase="running")
+    training.job.wait_for(round=training.round + 1, phase="running")
     return step
 
 
@@ -104,6 +105,8 @@ def test_a_node_leaves_between_two_rounds(training: Training) -> None:
     agent that is stopped keeps the next round from beginning.)"""
     world = begin(training, "fsdp2", nodes=2, nproc=1, nnodes="1:2", max_restarts=1)
     job, leaves, stays = training.job, world.nodes[1], world.nodes[0]
+    # the ranks' log tells of step 7 before the agents do, and one of them is about to be stopped
+    job.wait_for(lambda status: "step 7 is whole in memory" in status.snapshot)
     dies = job.rank_pid(1)
     job.freeze_node(stays, agent_only=True)
     os.kill(dies, signal.SIGKILL)

@@ -9,10 +9,10 @@ Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resum
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
 ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal's name (after
 `stop` the others' collectives fail when `--timeout` is over). With `--poison 7` rank 1 dies in its
-first step of every life that goes on from step 7. With `--gate FILE` the ranks wait after each step
-until the file's number is above it. `--print-at 7` has the hash of the state written in step 7
-(`at`; `skipped`: the snapshots that were left out so far), and when a life goes on from there
-(`again`).
+first step of every life that goes on from step 7. With `--gate FILE` the ranks wait before the
+first step of all and after each step until the file's number is above that of the step (0 before
+the first). `--print-at 7` has the hash of the state written in step 7 (`at`; `skipped`: the
+snapshots that were left out so far), and when a life goes on from there (`again`).
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -179,6 +179,8 @@ def main() -> None:
     tell(args.out, rank, start=start, world=world, life=life, seen=progress["place"].seen)
     if start in args.print_at:
         tell(args.out, rank, again=fingerprint(model, optimizer))
+    if start == 0:
+        wait_for(args.gate, 0)
     for step in range(start, args.steps):
         if start == args.poison and rank == 1:
             die("kill")

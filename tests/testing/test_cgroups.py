@@ -148,7 +148,7 @@ def test_a_node_that_is_given_less_memory_as_it_runs(elastic_job: Any, tmp_path:
     job.limit_memory(0, 300 << 20)
     os.kill(first, signal.SIGKILL)
     second = rank(1)
-    assert "by signal 9" in job.output(0)
+    job.wait_for_output(0, "by signal 9")
     assert "out of memory" not in job.output(0)
     os.kill(second, signal.SIGUSR1)
     assert job.result().exit_codes == (1,)

@@ -13,6 +13,7 @@ import pytest
 
 from elasticrun.testing import hosts, processes
 from elasticrun.testing.hosts import NETNS, Lab
+from elasticrun.testing.watch import Deadline
 from tests import needs
 
 ECHO = """
@@ -34,23 +35,30 @@ while True:
 
 ASK = """
 import socket, sys, time
-count, limit = int(sys.argv[2]), float(sys.argv[3])
+count, limit, to_the_end = int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "True"
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 s.connect((sys.argv[1], 9000))
 s.settimeout(limit)
-back, fastest = 0, 1e9
+back, fastest = set(), 1e9
+
+def returns(word):
+    try:
+        s.send(word)
+        while word not in back:
+            back.add(s.recv(100))
+        return True
+    except OSError:
+        return False
+
 for number in range(count):
     began = time.monotonic()
-    try:
-        s.send(b"%d" % number)
-        while s.recv(100) != b"%d" % number:
-            pass
-    except OSError:
-        continue
-    back += 1
-    fastest = min(fastest, time.monotonic() - began)
-print(back, fastest)
+    if returns(b"%d" % number):
+        fastest = min(fastest, time.monotonic() - began)
+while to_the_end and not returns(b"end"):
+    pass
+print(len(back - {b"end"}), fastest)
 """
+"""How many datagrams have come back by the end, those that took longer than the limit too."""
 
 
 class Street:
@@ -72,11 +80,19 @@ class Street:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def ask(
-        self, sender: str, receiver: str, count: int = 1, limit: float = 5.0
+        self,
+        sender: str,
+        receiver: str,
+        count: int = 1,
+        limit: float = 5.0,
+        *,
+        to_the_end: bool = False,
     ) -> tuple[int, float]:
-        """How many of `count` datagrams came back, and how long the fastest took."""
-        address = self.lab.hosts[receiver].address
-        said, _ = self.on(sender, ASK, address, str(count), str(limit)).communicate(timeout=60)
+        """How many of `count` datagrams came back, and how long the fastest took. The next one is
+        sent after `limit` seconds at most. `to_the_end`: until a last one is back, which none of
+        them can be behind."""
+        words = (self.lab.hosts[receiver].address, str(count), str(limit), str(to_the_end))
+        said, _ = self.on(sender, ASK, *words).communicate(timeout=60)
         back, fastest = said.split()
         return int(back), float(fastest)
 
@@ -166,14 +182,18 @@ def test_a_host_that_is_heard_but_does_not_hear(street: Street) -> None:
     street.lab.one_way("b", "a")
     street.heard("b")
     assert street.ask("a", "b", count=3, limit=LOST)[0] == 0
-    assert street.heard("b") == 3
+    heard, deadline = 0, Deadline(60)
+    while heard < 3 and not deadline.over():  # what was sent last may still be on its way
+        heard += street.heard("b")
+    assert heard == 3
     assert street.ask("c", "a")[0] == 1
 
 
 def test_loss_and_delay(street: Street) -> None:
     """200 datagrams, of which 30 % are lost on the way back: 140 return, give or take 6 sigma."""
+    street.ask("a", "b")  # so that each knows the other's hardware address
     street.lab.loss("a", 0.3)
-    back, _ = street.ask("a", "b", count=200, limit=0.05)
+    back, _ = street.ask("a", "b", count=200, limit=0.01, to_the_end=True)
     assert 100 <= back <= 180
     street.lab.mend()
     street.lab.delay("a", 0.1)
@@ -269,8 +289,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, keeper_too: b
     owner.wait(60)
     assert not processes.await_end([keeper], 60)
     if keeper_too:
-        assert (NETNS / namespace).exists()
-        hosts.sweep()
+        hosts.sweep()  # if no lab of another test has done so by now
     assert not (NETNS / namespace).exists()
     assert not processes.await_end([sleeper], 10)
     owner.communicate(timeout=60)

@@ -53,7 +53,7 @@ def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> N
         SUMS, *LONG, nnodes="2:3", nodes=2, max_restarts=3, options=["--grow=now", QUICK]
     )
     status = job.wait_for(world_size=2)
-    assert [node.node for node in status.nodes] == ["node0", "node1"]
+    assert sorted(node.node for node in status.nodes) == ["node0", "node1"]
     job.wait_for(step=3, world_size=2)
     _misuse(job)
 
@@ -79,7 +79,8 @@ def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> N
 
     at = job.freeze_node(1)
     job.wait_for(step=1, world_size=2, since=at)
-    assert {processes.state(pid) for pid in job.nodes[1].pids()} == {"T"}
+    frozen = job.nodes[1].pids(masters=False)  # the next master may have been started there
+    assert {processes.state(pid) for pid in frozen} == {"T"}
     at = job.thaw_node(1)
     job.wait_for(step=1, world_size=3, since=at)
 
@@ -152,13 +153,18 @@ def test_a_host_without_power(elastic_job: Any) -> None:
 
 def test_a_slow_cable(elastic_job: Any) -> None:
     """1 Mbit of every step passes a cable of 8 Mbit/s in 1/8 s at best. The words of its node pass
-    beside it: nobody is given up, though a node is after 2 s."""
-    job = elastic_job(*(SUMS, 100_000, 0, 1_000_000 // 32), nnodes=2, hosts=True, options=[QUICK])
+    beside it: nobody is given up, though a node is after 5 s without."""
+    job = elastic_job(
+        *(SUMS, 100_000, 0, 1_000_000 // 32),
+        nnodes=2,
+        hosts=True,
+        options=["--rdzv-conf=heartbeat_timeout=5"],
+    )
     quick = job.wait_for(step=1, world_size=2).step
     at = job.slow(1, 8)
     last = max(record.step for record in job.steps())
-    slow = job.wait_for(step=max(quick, last) + 11, world_size=2)
+    slow = job.wait_for(step=max(quick, last) + 45, world_size=2)
     # The step that was under way at that moment aside.
-    assert slow.time - at > 10 / 8
+    assert slow.time - at > 44 / 8
     assert {record.round for record in job.steps()} == {1}
     assert {node.state for node in job.status().nodes} == {"alive"}

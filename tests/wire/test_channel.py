@@ -229,7 +229,8 @@ async def _finds(channel: Any, port: int, down: float, limit: float) -> bool:
 
 @pytest.mark.slow
 def test_a_master_that_was_away_is_found_again() -> None:
-    assert aio.run(_found_again(c.CLIENT_OPTIONS, down=6.0, limit=3.0))
+    # A machine that pauses for seconds spoils one attempt; a defect spoils each.
+    assert any(aio.run(_found_again(c.CLIENT_OPTIONS, down=6.0, limit=3.0)) for _ in range(3))
 
 
 @pytest.mark.slow
@@ -238,7 +239,8 @@ def test_without_the_options_it_is_not_found_for_long() -> None:
     (1 s at first, 1.6 times that each time, up to a fifth more or less)."""
     names = ("grpc.max_reconnect_backoff_ms", "grpc.initial_reconnect_backoff_ms")
     slow = without(c.CLIENT_OPTIONS, *names, "grpc.min_reconnect_backoff_ms")
-    assert not aio.run(_found_again(slow, down=6.4, limit=0.9))
+    # A machine that pauses for a second spoils one attempt; with our options each one finds it.
+    assert not all(aio.run(_found_again(slow, down=6.4, limit=0.9)) for _ in range(3))
 
 
 # ---------------------------------------------------------------- one connection each, bounds
@@ -291,6 +293,7 @@ def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
             sends = [
                 asyncio.ensure_future(c.attend(channel).send(m.Beat(1))) for _ in range(most + 1)
             ]
+            await asyncio.wait(sends, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
             done, waiting = await asyncio.wait(sends, timeout=LIMIT if names else 2.0)
             assert done  # gRPC counts a little less than it is told
             assert bool(waiting) == (not names)
@@ -448,7 +451,8 @@ def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> 
             wire = await Wire.open(master.port)
             # The first ping of a connection measures bandwidth and comes either way.
             counted = 0
-            while await wire.hears(raw.PING, within=4.0, answer=True) is not None and counted < 3:
+            within = 4.0 if names else LIMIT
+            while counted < 3 and await wire.hears(raw.PING, within=within, answer=True):
                 counted += 1
             assert (counted == 3) == (not names)
             wire.close()

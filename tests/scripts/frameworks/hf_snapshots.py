@@ -63,7 +63,7 @@ def main(folder: str, dies_after: int) -> None:
         learning_rate=3e-2, logging_steps=4, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     fate = Fate(dies_after)
-    snapshots = Snapshots(os.path.join(folder, "snapshots"), every=1)
+    snapshots = Snapshots(os.path.join(folder, "snapshots"), every=1, on_busy="wait")
     trainer = Trainer(
         GPT2LMHeadModel(shape), arguments, train_dataset=Counting(), callbacks=[snapshots, fate]
     )

@@ -65,7 +65,7 @@ def main(folder: str, dies_after: int) -> None:
         accelerator="cpu", devices=2, num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Snapshots(os.path.join(folder, "snapshots"), every=1), fate],
+        callbacks=[Snapshots(os.path.join(folder, "snapshots"), every=1, on_busy="wait"), fate],
     )  # fmt: skip
     model = Line()
     data = torch.tensor([[0.7]]).repeat(64, 1)
