@@ -29,8 +29,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import plan
-from elasticrun.testing.processes import await_end
+from elasticrun.testing import plan, processes
 
 LIMIT = 60.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -86,7 +85,15 @@ def free_port() -> int:
 
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
     """Wait until these processes (anybody's children) have exited; the pids that have not."""
-    return await_end(pids, limit)
+    return processes.await_end(pids, limit)
+
+
+def await_true(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+    """Wait for what tells nobody of itself."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"no {what} within {limit:g} s"
+        threading.Event().wait(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -368,16 +375,9 @@ class World:
         """SIGKILL everything that carries the marker, until nothing does; at one moment, so that
         nobody sees another's death."""
         for _ in range(20):
-            living = self.survivors()
-            if not living:
+            if not self.survivors():
                 return
-            for process in living:
-                with contextlib.suppress(psutil.Error):
-                    process.suspend()
-            for process in living:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            await_exit([p.pid for p in living], 5)
+            processes.kill_all(lambda: [process.pid for process in self.survivors()], 5)
 
     def new_shm(self) -> list[str]:
         """Entries of /dev/shm younger than this world that no living process has mapped."""

@@ -118,6 +118,22 @@ async def copied(node: Node, saver: Saver, step: int, *ranks: int) -> None:
         await saver.copies()
 
 
+async def holds_two(node: Node) -> Saver:
+    """Step 5 of two ranks has been copied to this node, and told."""
+    node.begin(1)
+    saver = await there(node)
+    await copied(node, saver, 5, 0, 1)
+    await told(node, 5)
+    return saver
+
+
+async def keeps_rank_one(node: Node) -> None:
+    """Of those two, only what rank 1 had is kept, in the step that followed too."""
+    await told_of_rank(node, 1, 5, 6)
+    (held,) = node.snapshots._segments.held
+    assert held.replica == 1
+
+
 def test_what_is_copied_is_told_like_what_is_held() -> None:
     async def body(node: Node) -> None:
         node.begin(1)
@@ -264,10 +280,7 @@ def test_what_no_order_names_any_more_goes() -> None:
     """The ring has changed: another node holds it now."""
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0, 1)
-        await told(node, 5)
+        saver = await holds_two(node)
         node.begin(2, restore=m.Restore(ONE, 5, 6))
         two = RoundName(7, 2, "n2")
         await node.rank(0)
@@ -276,27 +289,20 @@ def test_what_no_order_names_any_more_goes() -> None:
         await told(node, 5, 6)
         assert len(node.snapshots._segments.held) == 2
         node.snapshots.obey(m.Watermark(two, 6))
-        await told_of_rank(node, 1, 5, 6)
-        (held,) = node.snapshots._segments.held
-        assert held.replica == 1
+        await keeps_rank_one(node)
 
     play(body, several=True)
 
 
 def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end() -> None:
     async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0, 1)
-        await told(node, 5)
+        saver = await holds_two(node)
         node.snapshots.obey(order(6, 1))
         fetch = await saver.gives_size()
         node.snapshots.obey(m.Watermark(ONE, 6))
         assert len(node.snapshots._segments.held) == 2
         await saver.fills(fetch)
-        await told_of_rank(node, 1, 5, 6)
-        (held,) = node.snapshots._segments.held
-        assert held.replica == 1
+        await keeps_rank_one(node)
 
     play(body, several=True)
 
@@ -306,10 +312,7 @@ def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(life: 
     """What was whole then is not what counts now."""
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0, 1)
-        await told(node, 5)
+        saver = await holds_two(node)
         node.snapshots.obey(order(6, 1))
         fetch = await saver.gives_size()
         node.snapshots.obey(m.Watermark(ONE, 6))
@@ -331,10 +334,7 @@ def test_what_a_rank_had_before_its_state_grew_goes() -> None:
     """Else each change would leave two slots of the state behind."""
 
     async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0, 1)
-        await told(node, 5)
+        saver = await holds_two(node)
         node.snapshots.obey(m.Watermark(ONE, 5))
         assert len(node.snapshots._segments.held) == 2
         saver.layout = layout_of(5000)

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from elasticrun.testing.processes import is_master
+from elasticrun.testing.processes import is_master, kill_all
 from tests.faults.steps import Life, StepLog
-from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, Launched, Peer, World, free_port
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, SCRIPTS, Launched, Peer, World, free_port
 
 STEPPER = str(SCRIPTS / "stepper.py")
 STALLING = str(SCRIPTS / "stalling.py")
@@ -42,13 +42,9 @@ class Node:
 
     def kill(self) -> float:
         """kill -9 of the agent and its ranks at one moment; that moment."""
-        victims = self.processes()
+        victims = [process.pid for process in self.processes()]
         began = time.monotonic()
-        for process in victims:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        assert not kill_all(lambda: victims, LIMIT)
         self.agent.process.wait()
         return began
 

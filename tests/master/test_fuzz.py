@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import time
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -16,6 +15,7 @@ from elasticrun.core.job import Job
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import LinkError, attend, open_channel
 from tests import aio
+from tests.harness import await_true
 from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving
 from tests.master.test_process import Process, home, started
 from tests.wire import strategies as draw
@@ -69,10 +69,8 @@ def test_noise_at_both_ports(home: Path) -> None:
             head = (b"", PREFACE, PREFACE + SETTINGS, PREFACE + SETTINGS + b"\xff\xff\xff\0\0")
             _shout(ports[turn % 2], chance.choice(head) + noise)
         aio.run(_is_well(master))
-        deadline = time.monotonic() + LIMIT
-        while _fds(master) > fds + 4:  # gRPC closes them in threads of its own
-            assert time.monotonic() < deadline
-            aio.run(_is_well(master))
+        # gRPC closes them in threads of its own
+        await_true(lambda: _fds(master) <= fds + 4, "end of the strangers' descriptors")
         assert _rss_kb(master) < before + 20_000
         master.cut()
         assert master.ended() == (0, "")  # and not a word of it on the user's terminal

@@ -10,8 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,12 +22,10 @@ import pytest
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.wire.segment import Segment
-from tests.harness import until_file
+from tests.harness import await_true, until_file
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 12
-LIMIT = 60.0
-"""Seconds that anything may take."""
 
 Job = Callable[..., ElasticJob]
 
@@ -162,12 +158,7 @@ class Training:
                     continue
                 shutil.rmtree(folder)
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for what tells nobody of itself."""
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert time.monotonic() < deadline, f"no {what} within {LIMIT} s"
-            threading.Event().wait(0.02)
+    until = staticmethod(await_true)
 
     def checkpoints(self) -> list[int]:
         """Steps with a marker."""

@@ -9,7 +9,8 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.watch import Deadline, Watch
-from tests.snapshots.conftest import LIMIT, Training, fork_server, saver
+from tests.harness import LIMIT
+from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Steadily, freeze
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
