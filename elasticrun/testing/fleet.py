@@ -18,7 +18,10 @@ from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, overlap
 from elasticrun.testing.watch import Deadline, Watch
 from elasticrun.wire.messages import JobStatus
 
-LEFTOVER_LIMIT: Final = 10.0
+TIMEOUT: Final = 60.0
+"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
+
+LEFTOVER_LIMIT: Final = 30.0
 """Seconds after the end of an agent in which all that it started must be gone."""
 
 Where = int | Literal["master"]
@@ -42,7 +45,9 @@ def variables(env: Mapping[str, object] | None) -> dict[str, str]:
 class Fleet:
     """The nodes of one job; `nodes` are those that were started so far, by their number."""
 
-    def __init__(self, plan: Plan, scratch: Path, *, hosts: bool) -> None:
+    def __init__(self, plan: Plan, scratch: Path, *, hosts: bool, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        """Seconds that anything awaited may take where no other limit is given."""
         self.nodes: list[Node] = []
         self.master_node: Node | None = None
         """The master that was started by hand."""
@@ -71,7 +76,6 @@ class Fleet:
         master: bool,
         master_options: Sequence[str],
         together: bool,
-        timeout: float,
     ) -> None:
         """Start the master, then `count` nodes; called once by `start`."""
         if master:
@@ -79,11 +83,11 @@ class Fleet:
             self._plan.place(self.master_node.host)
             command = self._plan.master_command(master_options)
             self._start(self.master_node, command, {})
-            self._await_master(self.master_node, timeout)
+            self._await_master(self.master_node)
         for number in range(count):
             node = self.add_node()
             if not master and number == (count - 1 if together else 0):
-                self._await_master(node, timeout)
+                self._await_master(node)
 
     def add_node(
         self,
@@ -141,8 +145,8 @@ class Fleet:
         self._said.process(node.pid)
         self._stepped.process(node.pid)
 
-    def _await_master(self, node: Node, timeout: float) -> None:
-        deadline = Deadline(timeout)
+    def _await_master(self, node: Node) -> None:
+        deadline = Deadline(self.timeout)
         while True:
             ended = node.exit_code
             if page.masters(self._runs):

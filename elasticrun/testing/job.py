@@ -16,9 +16,16 @@ from typing import Final
 
 from elasticrun.testing import page, processes
 from elasticrun.testing.cgroups import Group
-from elasticrun.testing.fleet import LEFTOVER_LIMIT, JobError, Where, mistake, variables
+from elasticrun.testing.fleet import (
+    LEFTOVER_LIMIT,
+    TIMEOUT,
+    JobError,
+    Where,
+    mistake,
+    variables,
+)
 from elasticrun.testing.plan import Plan
-from elasticrun.testing.waits import TIMEOUT, Result, Watched
+from elasticrun.testing.waits import Result, Watched
 from elasticrun.wire.messages import JobStatus
 
 __all__ = ["ElasticJob", "JobError", "Result", "start"]
@@ -55,9 +62,10 @@ def start(
     `master`: run `elasticrun master` by hand, with `master_options`, in the place of a master that
     node 0 starts. `cpus`, `memory`: what each node may use from its start, in cores' worth of time
     and bytes (needs root; else the test is skipped). `together`: start all nodes at the same
-    moment; else the others follow when the master of node 0 serves. Returns when the master serves,
-    `timeout` seconds at most: the other nodes may be on their way. ValueError for what can never
-    run, JobError when it does not start.
+    moment; else the others follow when the master of node 0 serves. `timeout`: seconds that a wait
+    for this job may take, where it has no `timeout` of its own. Returns when the master serves: the
+    other nodes may be on their way. ValueError for what can never run, JobError when it does not
+    start.
     """
     plan = Plan(
         script=str(script),
@@ -74,11 +82,9 @@ def start(
     count = plan.min_nodes if nodes is None else nodes
     if count < 0 or (count == 0 and not master):
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
-    job = ElasticJob(plan, scratch, hosts=hosts)
+    job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
     register(job)  # from here on the fixture ends it, whatever comes
-    job.begin(
-        count, master=master, master_options=master_options, together=together, timeout=timeout
-    )
+    job.begin(count, master=master, master_options=master_options, together=together)
     return job
 
 
@@ -145,7 +151,7 @@ class ElasticJob(Watched):
             never = status.phase == "ended" or not 0 <= rank < status.world_size
             return never or bool(_pid(status, rank))
 
-        status = self._wait_status(known, f"the process of rank {rank}", TIMEOUT)
+        status = self._wait_status(known, f"the process of rank {rank}", None)
         if pid := _pid(status, rank):
             return pid
         raise JobError(f"no rank {rank} runs; the job is {status.phase}: {status.reason}")

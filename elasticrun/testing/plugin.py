@@ -16,6 +16,25 @@ if TYPE_CHECKING:
 
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
+LIMIT = "elasticrun_timeout"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One limit for all waits of a project, which knows how busy its machines are."""
+    parser.addini(LIMIT, "seconds that anything awaited of an elastic_job may take (default: 60)")
+
+
+def _limit(config: pytest.Config) -> dict[str, float]:
+    word = str(config.getini(LIMIT) or "")
+    try:
+        seconds = float(word) if word else None
+    except ValueError:
+        seconds = 0.0
+    if seconds is None:
+        return {}
+    if not 0.0 < seconds < float("inf"):
+        raise pytest.UsageError(f"{LIMIT}={word}: a number of seconds is wanted, as in {LIMIT}=180")
+    return {"timeout": seconds}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,12 +67,14 @@ def elastic_job(
     from elasticrun.testing.job import start
 
     jobs: list[ElasticJob] = request.node.stash.setdefault(JOBS, [])
+    limit = _limit(request.config)
 
     def factory(script: Any, *args: Any, **options: Any) -> ElasticJob:
         __tracebackhide__ = True  # a mistake is shown at the line of the test that made it
         scratch = tmp_path_factory.mktemp("elastic-job")
         try:
-            job = start(script, *args, scratch=scratch, register=jobs.append, **options)
+            own = {**limit, **options}
+            job = start(script, *args, scratch=scratch, register=jobs.append, **own)
         except Impossible as why:
             pytest.skip(str(why))
         return job

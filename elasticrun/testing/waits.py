@@ -15,9 +15,6 @@ from elasticrun.testing.watch import Deadline
 from elasticrun.testing.worlds import World, gap, story, worlds
 from elasticrun.wire.messages import JobStatus
 
-TIMEOUT: Final = 60.0
-"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
-
 ASK_AGAIN: Final = 1.0
 """The status is asked for when an agent or a master has said something, and at the latest after so
 many seconds, since not every change has a line."""
@@ -42,7 +39,7 @@ class Result:
 
 class Watched(Fleet):
     """A job, to those who look on. `since`, where a method has it: CLOCK_MONOTONIC, seconds, as all
-    that does something to a job returns it."""
+    that does something to a job returns it. `timeout`: the job's own where none is given."""
 
     # ------------------------------------------------------------ worlds
 
@@ -68,7 +65,7 @@ class Watched(Fleet):
         step: int | None = None,
         round: int | None = None,
         since: float | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> World:
         """Wait for a world, every rank of which has completed a step (`step`: that or a later one).
         JobError when there is none within `timeout` seconds, or when every agent has ended.
@@ -76,7 +73,7 @@ class Watched(Fleet):
         `world_size`: its ranks. `round`: that world (`World.round`) and no other. `since`: the
         first such world of those that began after this moment. Without both: the newest world.
         """
-        deadline = Deadline(timeout)
+        deadline = self._deadline(timeout)
         while True:
             over = self._over()
             found = self.worlds()
@@ -87,7 +84,7 @@ class Watched(Fleet):
                 size = "" if world_size is None else f" of {world_size} ranks"
                 what = "a step" if step is None else f"step {step}"
                 raise self._failed(
-                    f"a world{size} all of which completed {what}", over, timeout, story(found)
+                    f"a world{size} all of which completed {what}", over, deadline, story(found)
                 )
             self._stepped.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
@@ -95,13 +92,13 @@ class Watched(Fleet):
     # ------------------------------------------------------------ words, steps, status
 
     def wait_for_output(
-        self, number: Where, text: str | re.Pattern[str], *, timeout: float = TIMEOUT
+        self, number: Where, text: str | re.Pattern[str], *, timeout: float | None = None
     ) -> str:
         """Wait until a node's agent or ranks have printed `text` (a pattern is searched for); all
         that they have printed then. JobError when they have not within `timeout` seconds, or when
         the agent has ended."""
         node = self._named(number)
-        deadline = Deadline(timeout)
+        deadline = self._deadline(timeout)
         while True:
             over = node.exit_code is not None
             said = node.output()
@@ -110,20 +107,20 @@ class Watched(Fleet):
             if over or deadline.over():
                 words = text if isinstance(text, str) else text.pattern
                 tail = f"its last words:\n{node.tail()}"
-                raise self._failed(f"{node.name} to print {words!r}", over, timeout, tail)
+                raise self._failed(f"{node.name} to print {words!r}", over, deadline, tail)
             self._said.wait(deadline.left())
 
     @overload
     def wait_for(
         self, *, step: int, world_size: int | None = ..., since: float | None = ...,
-        timeout: float = ...,
+        timeout: float | None = ...,
     ) -> Step: ...  # fmt: skip
 
     @overload
     def wait_for(
         self, condition: Callable[[JobStatus], object] | None = ..., *,
         world_size: int | None = ..., round: int | None = ..., phase: str | None = ...,
-        reason: str | None = ..., timeout: float = ...,
+        reason: str | None = ..., timeout: float | None = ...,
     ) -> JobStatus: ...  # fmt: skip
 
     def wait_for(
@@ -136,7 +133,7 @@ class Watched(Fleet):
         phase: str | None = None,
         reason: str | None = None,
         since: float | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> Step | JobStatus:
         """Wait until the job is as described; JobError when it is not within `timeout` seconds, or
         when every agent has ended.
@@ -168,9 +165,9 @@ class Watched(Fleet):
         return self._wait_status(fits, ", ".join(words) or "the condition", timeout)
 
     def _wait_step(
-        self, step: int, world_size: int | None, since: float | None, timeout: float
+        self, step: int, world_size: int | None, since: float | None, timeout: float | None
     ) -> Step:
-        deadline = Deadline(timeout)
+        deadline = self._deadline(timeout)
         while True:
             over = self._over()
             if found := _first(self.steps(), step, world_size, since):
@@ -178,13 +175,13 @@ class Watched(Fleet):
             if over or deadline.over():
                 size = "" if world_size is None else f" of a world of {world_size}"
                 last = self._log.steps[-1] if self._log.steps else "none"
-                raise self._failed(f"step {step}{size}", over, timeout, f"the last step: {last}")
+                raise self._failed(f"step {step}{size}", over, deadline, f"the last step: {last}")
             self._stepped.wait(deadline.left())
 
     def _wait_status(
-        self, fits: Callable[[JobStatus], bool], what: str, timeout: float
+        self, fits: Callable[[JobStatus], bool], what: str, timeout: float | None
     ) -> JobStatus:
-        deadline = Deadline(timeout)
+        deadline = self._deadline(timeout)
         last: JobStatus | str = "never asked"
         while True:
             over = self._over()
@@ -195,17 +192,17 @@ class Watched(Fleet):
             except JobError as error:
                 last = str(error)
             if over or deadline.over():
-                raise self._failed(what, over, timeout, f"the last status: {last}")
+                raise self._failed(what, over, deadline, f"the last status: {last}")
             self._said.wait(min(ASK_AGAIN, deadline.left()))
             time.sleep(ASK_SPACING)
 
-    def result(self, timeout: float = TIMEOUT) -> Result:
+    def result(self, timeout: float | None = None) -> Result:
         """Wait until every agent has ended. JobError when one has not within `timeout` seconds."""
-        deadline = Deadline(timeout)
+        deadline = self._deadline(timeout)
         while not self._over():
             if deadline.over():
                 running = [n.name for n in self.nodes if n.exit_code is None]
-                raise self._failed(f"the end of {', '.join(running)}", False, timeout, "")
+                raise self._failed(f"the end of {', '.join(running)}", False, deadline, "")
             self._stepped.wait(deadline.left())
         if self.master_node is not None and not self.master_node.killed:
             processes.await_end([self.master_node.pid], deadline.left())
@@ -215,9 +212,12 @@ class Watched(Fleet):
             ok=all(node.killed or node.exit_code == 0 for node in self.nodes),
         )
 
-    def _failed(self, what: str, over: bool, timeout: float, seen: str) -> JobError:
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self.timeout if timeout is None else timeout)
+
+    def _failed(self, what: str, over: bool, deadline: Deadline, seen: str) -> JobError:
         ends = ", ".join(f"{node.name} {node.outcome()}" for node in self.nodes)
-        when = f"it did not come within {timeout:g} s"
+        when = f"it did not come within {deadline.seconds:g} s"
         if over:
             when = "every agent ended" if self._over() else "it ended"
         return JobError(f"waited for {what}, but {when} ({ends}); {seen}")

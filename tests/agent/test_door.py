@@ -344,7 +344,7 @@ def test_a_tcpstore_goes_through() -> None:
         assert host.stdout is not None
         gate.tell(store=f"127.0.0.1:{int(host.stdout.readline())}")
         done = subprocess.run(
-            [*command, str(gate.port), "client"], capture_output=True, text=True, timeout=120
+            [*command, str(gate.port), "client"], capture_output=True, text=True, timeout=240
         )
         assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
         assert host.stdin is not None

@@ -113,7 +113,7 @@ def test_orphans_are_reaped_and_a_callers_child_is_not(tmp_path: Path) -> None:
             process.stdin.close()  # the orphan ends, and is ours to reap by now
             while below(os.getpid(), without={mine.pid}):
                 reaped.clear()
-                await asyncio.wait_for(reaped.wait(), 30)
+                await asyncio.wait_for(reaped.wait(), 240)
             print(json.dumps({"code": code, "orphans": len(orphans), "mine": mine.wait()}))
         asyncio.run(main())
         """,

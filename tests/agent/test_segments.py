@@ -77,7 +77,7 @@ def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> None:
     code = "import sys; from tests.agent.test_segments import be_killed; be_killed(*sys.argv[1:])"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code, str(shm), job, node]
-    done = subprocess.run(command, cwd=root, timeout=120, check=False)
+    done = subprocess.run(command, cwd=root, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL
 
 
@@ -411,7 +411,7 @@ def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) 
     command = [*needs.tmpfs(tmp_path, "1m"), sys.executable, "-c", SMALL_TMPFS, str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=root, capture_output=True, text=True, timeout=240, check=False
     )
     assert "could not be taken (No space left on device)" in done.stdout, done.stderr
     assert "left []" in done.stdout

@@ -96,7 +96,7 @@ class PlayedAgent:
 
     def until(self, kind: type, count: int = 1) -> list[Any]:
         with self._news:
-            assert self._news.wait_for(lambda: len(self.of(kind)) >= count, 60), self.said
+            assert self._news.wait_for(lambda: len(self.of(kind)) >= count, 240), self.said
         return self.of(kind)
 
     def next_life(
@@ -112,7 +112,7 @@ class PlayedAgent:
         old = of or self.resume.present
         held = [(f"{old.number}", step, rank) for rank in range(world)]
         with self._news:
-            assert self._news.wait_for(lambda: self.held.keys() >= set(held), 60), self.said
+            assert self._news.wait_for(lambda: self.held.keys() >= set(held), 240), self.said
         same = ranks is None or ranks == world
         self.resume = Resume(Named(1, number, "a"), old, step, world, same)
         self.ranks = ranks if ranks is not None else self.ranks
@@ -238,7 +238,7 @@ class PlayedAgent:
         if self._stop.fileno() < 0:
             return
         self._stop.send(b"x")
-        self._thread.join(60)
+        self._thread.join(240)
         for peer in self._peers.values():
             peer.sock.close()
         for sock in (self._listener, self._wake, self._stop):

@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticrun.testing.plan import free_port
 
-LIMIT = 120.0
+LIMIT = 240.0
 
 Body = Callable[..., Any]
 

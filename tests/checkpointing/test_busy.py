@@ -51,7 +51,7 @@ def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path
     thread = threading.Thread(target=free)
     thread.start()
     ckpt.step(3)
-    thread.join(60)
+    thread.join(240)
     assert (ckpt.stats.snapshots, ckpt.stats.skipped) == (3, 0)
     assert len(agent.of(AwaitRoom)) == 1  # asked once, not again and again
     ckpt.close()
@@ -162,7 +162,7 @@ def test_the_last_save_of_torch_is_there_or_it_is_said_that_it_is_not(
         [sys.executable, "-c", LAST, str(tmp_path), wait],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert not done.returncode, done.stderr

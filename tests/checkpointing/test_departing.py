@@ -90,7 +90,7 @@ def ended(body: str) -> tuple[int, list[str]]:
         [sys.executable, "-c", SCRIPT.format(body=body)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert not done.stderr, done.stderr
@@ -361,7 +361,7 @@ def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> 
         [sys.executable, "-c", WITH_AN_AGENT],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout.split()) == (-15, ["2", "3", "4"]), done.stderr

@@ -28,7 +28,7 @@ def command(
     """Run the real command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "elasticrun", *words], cwd=cwd, capture_output=True, text=True,
-        env=clean_environment() | dict(environ or {}), timeout=120, stdin=subprocess.DEVNULL,
+        env=clean_environment() | dict(environ or {}), timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_completion(shell: str, tmp_path: Path) -> None:
     for flag in ("rdzv-endpoint", "rdzv_endpoint", "restart-backoff"):
         assert flag in done.stdout
     if shell == "bash":
-        checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=60)
+        checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, timeout=240)
         assert checked.returncode == 0
 
 

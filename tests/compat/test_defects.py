@@ -61,7 +61,7 @@ class TestStaleStore:
             *("--nproc-per-node=2", "--max-restarts=10", "--restart-backoff=0"),
             *(str(SCRIPTS / "crash_cycles.py"), "10"),
         )
-        assert launched.wait(120) == 0, launched.stderr
+        assert launched.wait(240) == 0, launched.stderr
         for life in range(11):
             for peer in world.hub.ranks(2, restart=life):
                 assert world.hub.word(peer, "sum")["value"] == 2, (life, peer.rank)
@@ -185,7 +185,7 @@ class TestGraceOnRestarts:
         stubborn.order("trap", signums=[int(signal.SIGTERM)], how="ignore")
         world.hub.word(stubborn, "done")
         other.order("exit", code=3)
-        finish(world.hub.ranks(2, limit=20, restart=1))
+        finish(world.hub.ranks(2, restart=1))
         assert launched.wait() == 0
 
 
@@ -227,7 +227,7 @@ class TestOrphans:
             pids += [peer.pid, world.hub.word(peer, "done")["pid"]]
         launched.process.kill()
         launched.wait()
-        assert not await_exit(pids, 10)
+        assert not await_exit(pids, 240)
         world.nothing_left(10)
 
 

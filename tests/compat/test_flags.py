@@ -191,7 +191,7 @@ def test_pet_variables_reach_the_command() -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PET_")} | variables
     done = subprocess.run(
         [sys.executable, "-m", "elasticrun", "--dry-run", "s.py"],
-        env=environ, capture_output=True, text=True, check=True, timeout=60,
+        env=environ, capture_output=True, text=True, check=True, timeout=240,
     )  # fmt: skip
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.split()}
     for name, value in variables.items():
@@ -284,7 +284,7 @@ def test_reading_flags_imports_no_heavy_module() -> None:
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240
     )
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "grpc", "google", "asyncio", "rich", "uvicorn", "psutil", "numpy"}

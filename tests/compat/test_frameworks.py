@@ -20,7 +20,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 FOLDER = SCRIPTS / "frameworks"
 RESULT = re.compile(r"(?P<prefix>.*)RESULT (?P<result>\{.*?\})")

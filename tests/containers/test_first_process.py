@@ -27,7 +27,7 @@ GRACE = 30.0
 SLEEPS = ("sleep", "sh -c sleep")
 """Command lines of a child that sleeps, or is about to."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_it_reaps_orphans_and_forwards_signals(box: Box, world: World) -> None:

@@ -11,7 +11,7 @@ from tests.containers.conftest import Box
 from tests.containers.container import MIB
 from tests.harness import SCRIPTS, World
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 OOM = "the kernel was out of memory and killed it"
 

@@ -10,7 +10,7 @@ from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
 from tests.harness import SCRIPTS, World
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_small_dev_shm(box: Box, world: World) -> None:

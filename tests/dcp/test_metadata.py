@@ -98,7 +98,7 @@ def test_at_three_ranks(tmp_path: Path) -> None:
     torch.save(expected(), tmp_path / "expected.pt")
     ranks = [sys.executable, str(SCRIPT), "3", folder.path(7), str(tmp_path / "expected.pt")]
     done = subprocess.run(
-        [*ranks, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=150
+        [*ranks, str(tmp_path / "meeting")], capture_output=True, text=True, timeout=240
     )
     assert done.stdout == "[0, 0, 0]\n", done.stderr
 
@@ -108,7 +108,7 @@ def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     save(folder, two_ranks())
     command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
     done = subprocess.run(
-        [*command, folder.path(7), str(out)], capture_output=True, text=True, timeout=120
+        [*command, folder.path(7), str(out)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     found = torch.load(out, weights_only=False)

@@ -73,7 +73,7 @@ def run(*words: str, cwd: Path, environ: dict[str, str]) -> subprocess.Completed
     """The real command."""
     return subprocess.run(
         [sys.executable, "-m", "elasticrun", *words], cwd=cwd, capture_output=True, text=True,
-        env=clean_environment() | environ, timeout=120, stdin=subprocess.DEVNULL,
+        env=clean_environment() | environ, timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 

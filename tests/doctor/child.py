@@ -12,7 +12,7 @@ from elasticrun.wire.findings import Finding, State
 from tests import needs
 from tests.harness import clean_environment
 
-LIMIT = 60.0
+LIMIT = 240.0
 """Seconds for a child, which takes one or two."""
 
 TELL = """

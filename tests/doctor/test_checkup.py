@@ -20,7 +20,7 @@ def test_they_run_side_by_side_and_are_told_in_order() -> None:
     together = threading.Barrier(3)
 
     def look(name: str) -> Callable[[], list[Finding]]:
-        return lambda: [ok(name, str(together.wait(60) >= 0))]
+        return lambda: [ok(name, str(together.wait(240) >= 0))]
 
     found = checkup.run([Check(name, look(name), limit=60) for name in "abc"])
     assert [finding.check for finding in found] == ["a", "b", "c"]

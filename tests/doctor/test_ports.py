@@ -34,11 +34,11 @@ def test_an_open_port_shows_its_nonce_to_everyone_and_closes() -> None:
         name = f"elasticrun-port-{asked.port}"
         (thread,) = [thread for thread in threading.enumerate() if thread.name == name]
         for host in (HERE, "localhost"):
-            with socket.create_connection((host, asked.port), timeout=60) as visitor:
+            with socket.create_connection((host, asked.port), timeout=240) as visitor:
                 assert visitor.makefile("rb").read() == asked.nonce
     with pytest.raises(OSError):
-        socket.create_connection((HERE, asked.port), timeout=60)
-    thread.join(60)
+        socket.create_connection((HERE, asked.port), timeout=240)
+    thread.join(240)
     assert not thread.is_alive()
 
 

@@ -54,6 +54,5 @@ def test_thirty_times(world: World) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_two_hundred_times(world: World) -> None:
     crash(world, 200, 300)

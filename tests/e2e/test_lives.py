@@ -97,5 +97,5 @@ def test_no_orphan_where_ranks_are_execed(world: World, words: tuple[str, ...]) 
         pids += [peer.pid, world.hub.word(peer, "done")["pid"]]
     launched.process.kill()
     launched.wait()
-    assert not await_exit(pids, 10)
+    assert not await_exit(pids, 240)
     world.nothing_left(10)

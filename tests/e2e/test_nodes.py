@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_be_reaped(world: World) -> None:
         pytest.skip("this host does not let us trace")
     try:
         failing.order("exit", code=3)
-        assert launched.wait(120) == 75, launched.stderr
+        assert launched.wait(240) == 75, launched.stderr
     finally:
         os.waitpid(held.pid, 0x40000000)  # __WALL: the tracer lets go
     assert str(held.pid) in launched.stderr

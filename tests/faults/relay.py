@@ -81,7 +81,7 @@ class Relay:
             done.set()
 
         self._loop.call_soon_threadsafe(body)
-        assert done.wait(60), "the relay's loop does not turn"
+        assert done.wait(240), "the relay's loop does not turn"
 
     def pause(self, seconds: float) -> None:
         """Let nothing pass for so long."""
@@ -108,7 +108,7 @@ class Relay:
     def close(self) -> None:
         """End it and its connections."""
         self._call(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(240)
         self._listener.close()
 
 

@@ -196,7 +196,7 @@ class Team:
             env=self.world.environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr

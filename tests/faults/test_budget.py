@@ -18,7 +18,7 @@ def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
     """The first restart is immediate; then it waits 1, 2 and 4 s. The budget is the job's: four
     restarts in all, whichever of the two nodes the failing rank is on."""
     job = counting.start("2", max_restarts=4, env={"COUNTS_FAILING_RANKS": "0"})
-    assert job.result(120).exit_codes == (1, 1)
+    assert job.result().exit_codes == (1, 1)
     worlds = job.worlds()
     assert [world.restarts for world in worlds] == [0, 1, 2, 3, 4]
     waits = [after.began - before.ended for before, after in pairwise(worlds)]
@@ -32,7 +32,7 @@ def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
 def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     """`--restart-backoff=0`, as torchrun restarts."""
     job = counting.start("1", NO_BACKOFF, max_restarts=4, env={"COUNTS_FAILING_RANKS": "0"})
-    assert job.result(120).exit_codes == (1,)
+    assert job.result().exit_codes == (1,)
     assert [world.restarts for world in job.worlds()] == [0, 1, 2, 3, 4]
     assert "the next restart waits" not in job.output(0)
 
@@ -99,7 +99,7 @@ def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
         max_restarts=4,
         env={"COUNTS_FAILING_RANKS": "0,1,2"},
     )
-    assert job.result(120).exit_codes == (1, 1, 1)
+    assert job.result().exit_codes == (1, 1, 1)
     worlds = job.worlds()
     assert worlds[-1].restarts == 4
     assert worlds[-1].world_size == 3
@@ -116,7 +116,7 @@ def test_a_rank_that_dies_wherever_it_runs(counting: Counting) -> None:
         max_restarts=6,
         env={"COUNTS_FAILING_RANKS": "0"},
     )
-    assert set(job.result(120).exit_codes) == {1}
+    assert set(job.result().exit_codes) == {1}
     worlds = job.worlds()
     assert worlds[-1].restarts == 6
     assert len({world.nodes[0] for world in worlds}) <= 2

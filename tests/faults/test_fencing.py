@@ -31,7 +31,7 @@ def test_the_store_of_an_old_round(world: World) -> None:
         assert is_alive(zombie)  # a zombie of the old round, and it has not been reaped
         assert second.steps[0].store != old
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host, int(port)), timeout=240).close()
         with socket.socket() as other, pytest.raises(OSError) as refused:
             other.bind((host, int(port)))
         assert refused.value.errno == errno.EADDRINUSE
@@ -128,7 +128,7 @@ def test_nothing_of_a_node_is_left(world: World) -> None:
     leaver.agent.wait()
     second = team.log.world_of(1, after=first)
     assert second.restart == 0
-    assert not await_exit(pids, 10)
+    assert not await_exit(pids, 240)
     with contextlib.suppress(FileNotFoundError):
         assert not [p for p in pids if os.path.exists(f"/proc/{p}/fd")]
     team.finish(but=(leaver,))

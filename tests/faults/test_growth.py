@@ -43,7 +43,6 @@ def test_a_node_joins(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
     """After its first minute a round is not given up for a newcomer before the cool-down is over;
     who waits is told why, and status says until when."""
@@ -81,7 +80,6 @@ def test_eight_agents_started_over_ten_seconds(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_eight_agents_started_over_forty_seconds(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:

@@ -24,7 +24,7 @@ from tests.faults.relay import Relay, relay_to
 from tests.faults.team import Team, descriptors
 from tests.harness import World
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SHORT = 7.0
 """Seconds of a stall in `make test`; a node that says nothing at all is dead after about 5."""

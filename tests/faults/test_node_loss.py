@@ -36,7 +36,7 @@ def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
     first = counting.first(2)
     (rank,) = (rank for rank, node in first.nodes.items() if node == 1)
     at = job.kill_agent(1)
-    assert not processes.await_end([first.pids[rank]], 10)
+    assert not processes.await_end([first.pids[rank]], 240)
     second = job.wait_for_world(1, since=at)
     assert second.restarts == 0
     counting.finish()

@@ -303,7 +303,7 @@ def test_every_block_is_hashed(
 def test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     """A forked saver dies at its first call to the system, the next at its second, and so on."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=170
+        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     deaths, old, new = map(int, done.stdout.split())

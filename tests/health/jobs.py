@@ -88,7 +88,7 @@ class Health:
             [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     assert listed["host"] == next(n["host"] for n in page["nodes"] if n["node"] == "node0")
     assert "compute" in listed["reason"]
     assert 3000 < listed["remaining"] <= 3600
-    with urllib.request.urlopen(f"{url}metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}metrics", timeout=240) as answer:
         assert re.search(r"^elasticrun_\w*excluded\w* 1\.0$", answer.read().decode(), re.M)
     shown = health.shown()
     assert re.search(r"excluded.*node1|node1.*excluded", shown, re.S), shown
@@ -133,6 +133,6 @@ def _page(said: str) -> str:
 
 
 def _json(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=240) as answer:
         page: dict[str, Any] = json.loads(answer.read())
     return page

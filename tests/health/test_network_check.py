@@ -179,7 +179,7 @@ def test_a_fault_that_nobody_understands() -> None:
         env={**clean_environment(), "ELASTICRUN_FAULT": "probe-fails@node1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2, done.stderr

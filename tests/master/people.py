@@ -26,7 +26,7 @@ from elasticrun.wire.channel import Attendance, attend, listen, make_server, ope
 from elasticrun.wire.ids import Endpoint, RoundName, mint_incarnation
 from elasticrun.wire.tls import Pem
 
-LIMIT = 60.0
+LIMIT = 240.0
 """Seconds to wait for what must come; far above what it takes."""
 
 SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 30.0, 600.0)

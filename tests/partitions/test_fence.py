@@ -12,7 +12,7 @@ from elasticrun.testing.job import ElasticJob
 from tests.harness import await_exit
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 LOST = 5.0
 """master_lost_timeout of these jobs, seconds."""

@@ -14,7 +14,7 @@ from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import Step
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:

@@ -9,7 +9,7 @@ from tests.compat.live import allreduce, finish
 from tests.harness import World
 from tests.pods.conftest import ANY_ADDRESS, IndexedJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:

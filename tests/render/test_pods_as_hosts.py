@@ -15,7 +15,7 @@ from tests.compat.live import PUPPET, allreduce, finish
 from tests.harness import LIMIT, Launched, Peer, World, clean_environment
 from tests.render.rendered import Printed, expanded, render
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 

@@ -48,14 +48,14 @@ def run(script: str, folder: Path, *, code: int = 0, own: int | None = None, **e
     the first node's agent with `own` (else `code`)."""
     file = folder / "job.sh"
     file.write_text(script, encoding="utf-8")
-    subprocess.run(["bash", "-n", str(file)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(file)], check=True, timeout=240)
     variables = {
         "PATH": "/usr/bin:/bin", "SEEN": str(folder), "CODE": str(code), "SLURM_JOB_ID": "70123",
         "SLURM_JOB_NODELIST": "n[1-2]", "OWN": str(code if own is None else own), "SIGNAL": "",
         "TMPDIR": str(folder), **environ,
     }  # fmt: skip
     words = ["bash", "-c", f'{PLAYED}\nexec bash "$0"', str(file)]
-    done = subprocess.run(words, env=variables, timeout=60, capture_output=True)
+    done = subprocess.run(words, env=variables, timeout=240, capture_output=True)
     assert done.stderr == b""
     said = []
     for name in ("srun", "scontrol"):
@@ -159,7 +159,7 @@ def test_the_port_is_the_one_that_detection_takes(tmp_path: Path) -> None:
     (line,) = (line for line in script.splitlines() if line.startswith("port="))
     jobs = (1, 8999, 9000, 9400, 9500, 18400, 2**26)
     words = "".join(f"SLURM_JOB_ID={job}; {line}; echo $port; " for job in jobs)
-    done = subprocess.run(["bash", "-c", words], capture_output=True, timeout=60, check=True)
+    done = subprocess.run(["bash", "-c", words], capture_output=True, timeout=240, check=True)
     assert list(map(int, done.stdout.split())) == [port_of_number(job) for job in jobs]
     assert not {29400, 29500} & set(PORTS)
 

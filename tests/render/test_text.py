@@ -69,5 +69,5 @@ def test_kubectl_reads_it_as_well(tmp_path: Path) -> None:
         str(file),
         "a=b",
     ]
-    done = subprocess.run(words, capture_output=True, check=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, check=True, timeout=240)
     assert json.loads(done.stdout)["data"] == data

@@ -18,7 +18,7 @@ ELSEWHERE = {"PET_NNODES": "7", "PET_MAX_RESTARTS": "9", "ELASTICRUN_TOKEN": "s3
 def test_the_manifest_goes_to_stdout_and_remarks_to_stderr() -> None:
     name = "k8s_elastic.yaml"
     done = subprocess.run(
-        [*COMMAND, *CASES[name]], capture_output=True, timeout=120, env=os.environ | ELSEWHERE
+        [*COMMAND, *CASES[name]], capture_output=True, timeout=240, env=os.environ | ELSEWHERE
     )
     assert done.returncode == 0
     assert done.stdout == (Path(__file__).parent / "goldens" / name).read_bytes()
@@ -29,7 +29,7 @@ def test_the_manifest_goes_to_stdout_and_remarks_to_stderr() -> None:
 
 def test_bad_input_is_one_line_and_code_2() -> None:
     words = [*COMMAND, "k8s", "--name", "Tr", "--image", "a:1", "--", "train.py"]
-    done = subprocess.run(words, capture_output=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, timeout=240)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(b"elasticrun: error: --name 'Tr': ")
     assert done.stderr.count(b"\n") == 1
@@ -41,7 +41,7 @@ def test_a_script_named_render_is_a_script(tmp_path: Path) -> None:
         [sys.executable, "-m", "elasticrun", "render"],
         cwd=tmp_path,
         capture_output=True,
-        timeout=120,
+        timeout=240,
     )
     assert b"a script of that name" in done.stdout
 
@@ -52,5 +52,5 @@ def test_neither_torch_nor_grpc_is_needed() -> None:
         "main(['render', 'slurm', '--name', 'a', '--', 't.py'])\n"
         "bad = {'torch', 'grpc', 'yaml'} & set(sys.modules); assert not bad, bad"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr.decode()

@@ -11,7 +11,7 @@ from tests.compat.live import PUPPET, allreduce, finish
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_step_of_two_nodes(slurm: Slurm) -> None:

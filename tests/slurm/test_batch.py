@@ -21,7 +21,7 @@ from tests.slurm.training import (
     two_lives,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 WRITTEN = re.compile(r"the checkpoint of step \d+ is written")
 TOLD = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

@@ -9,7 +9,7 @@ from tests.render.rendered import render
 from tests.slurm.conftest import Batch, Slurm
 from tests.slurm.training import begun, goes_on_from, saved, second_life, trains, two_lives
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LEAD = 60
 

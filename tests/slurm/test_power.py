@@ -10,7 +10,7 @@ from tests.harness import Peer
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 QUICK = "--rdzv-conf=heartbeat_timeout=2,last_call_timeout=1"
 

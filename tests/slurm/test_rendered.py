@@ -12,7 +12,7 @@ from tests.harness import until_file
 from tests.render.rendered import render
 from tests.slurm.conftest import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:

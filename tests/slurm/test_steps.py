@@ -7,7 +7,7 @@ import pytest
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.slurm.conftest import Slurm, agent
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_srun_of_several_nodes(slurm: Slurm) -> None:

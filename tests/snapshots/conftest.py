@@ -40,7 +40,7 @@ def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
             *(str(TRAIN), "--mode", mode, "--steps", str(steps), "--every", "1000000"),
             *("--out", folder, "--ckpt", f"{folder}/ckpt"),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         return tuple(str(ends(Path(folder), rank)[-1]) for rank in range(world))
     finally:

@@ -93,7 +93,7 @@ def test_a_full_disk(training: Training) -> None:
         (disk / "ballast").unlink()
         training.until(lambda: any(disk.glob("*/.metadata")), "checkpoint")
         training.open_gate()
-        assert job.wait(60) == 0
+        assert job.wait(240) == 0
     finally:
         end(job)
     assert starts(training.out, 0) == [0]
@@ -105,4 +105,4 @@ def end(job: subprocess.Popen[bytes]) -> None:
     below = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
     job.kill()
     job.wait()
-    assert not psutil.wait_procs(below, timeout=60)[1]
+    assert not psutil.wait_procs(below, timeout=240)[1]

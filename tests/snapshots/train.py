@@ -182,8 +182,10 @@ def main() -> None:
     if start == 0:
         wait_for(args.gate, 0)
     for step in range(start, args.steps):
-        if start == args.poison and rank == 1:
-            die("kill")
+        if start == args.poison:
+            dist.barrier()  # all have told what they go on from
+            if rank == 1:
+                die("kill")
         train_step(model, optimizer, step, rank, world)
         progress["seen"] += 12
         progress["place"].seen += 12

@@ -11,7 +11,7 @@ from tests.detection.environments import BATCH
 from tests.harness import Launched, Peer, World
 from tests.ssh.conftest import Town
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 MEET = "--rdzv-backend=c10d --rdzv-endpoint=h1:29400 --rdzv-id=tr"
 

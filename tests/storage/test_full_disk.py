@@ -16,7 +16,7 @@ def test_a_full_disk_is_said_and_nothing_is_left_on_it(tmp_path: Path) -> None:
         [*needs.tmpfs(tmp_path, "8m"), sys.executable, str(SCRIPT), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first, early, late, left = done.stdout.splitlines()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import clean_environment
 
-LIMIT = 120.0
+LIMIT = 240.0
 
 
 class Inner:

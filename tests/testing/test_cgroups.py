@@ -55,7 +55,7 @@ def test_a_share_of_the_time(group: Group) -> None:
     """0.2 cores: of a second of spinning a fifth is computed, and the rest waited for."""
     group.cpus(0.2)
     spinner = started(*group.prefix(), sys.executable, "-c", SPIN, "1")
-    said, _ = spinner.communicate(timeout=60)
+    said, _ = spinner.communicate(timeout=240)
     assert float(said) < 0.5
     group.cpus(None)
 
@@ -68,7 +68,7 @@ def test_more_memory_than_there_may_be(group: Group) -> None:
     assert eater.stdout.readline() == "ready\n"
     group.add([eater.pid])
     assert cgroups.members(group.name) == [eater.pid]
-    said, _ = eater.communicate("\n", timeout=60)
+    said, _ = eater.communicate("\n", timeout=240)
     assert (eater.returncode, said) == (-signal.SIGKILL, "")
 
 

@@ -92,7 +92,7 @@ class Street:
         sent after `limit` seconds at most. `to_the_end`: until a last one is back, which none of
         them can be behind."""
         words = (self.lab.hosts[receiver].address, str(count), str(limit), str(to_the_end))
-        said, _ = self.on(sender, ASK, *words).communicate(timeout=60)
+        said, _ = self.on(sender, ASK, *words).communicate(timeout=240)
         back, fastest = said.split()
         return int(back), float(fastest)
 
@@ -103,7 +103,7 @@ class Street:
             "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)"
             f".sendto(b'how many', {where})"
         )
-        self.on(name, program).communicate(timeout=60)
+        self.on(name, program).communicate(timeout=240)
         out = self.echoes[name].stdout
         assert out is not None
         return int(out.readline())
@@ -112,7 +112,7 @@ class Street:
         """Everything goes with the lab."""
         self.lab.close()
         for echo in self.echoes.values():
-            echo.communicate(timeout=60)
+            echo.communicate(timeout=240)
 
 
 @pytest.fixture
@@ -166,10 +166,10 @@ def test_a_host_goes_and_comes_back_at_another_address(street: Street) -> None:
         text=True,
     )
     lab.remove(name)
-    assert guest.wait(60) == -signal.SIGKILL
+    assert guest.wait(240) == -signal.SIGKILL
     second = lab.add(name).address
     assert second != first
-    told, _ = watcher.communicate("!", timeout=60)
+    told, _ = watcher.communicate("!", timeout=240)
     assert told.split() == ["pod-0.job", "['pod-0']", f"['{second}']"]
     assert (
         street.on(name, "import socket; print(socket.gethostname())").communicate()[0] == "pod-0\n"
@@ -230,8 +230,8 @@ def test_a_slow_link(street: Street) -> None:
     taker = street.on("b", TAKE, address)
     assert taker.stdout is not None
     assert taker.stdout.readline() == "ready\n"
-    said, _ = street.on("a", GIVE, address, "125000").communicate(timeout=60)
-    taker.communicate(timeout=60)
+    said, _ = street.on("a", GIVE, address, "125000").communicate(timeout=240)
+    taker.communicate(timeout=240)
     count, took = said.split()
     assert int(count) == 125_000
     assert float(took) >= 0.5
@@ -249,7 +249,7 @@ def test_hosts_have_names_and_see_nothing_of_this_machine(street: Street) -> Non
         "import socket; print(socket.gethostname(), socket.gethostbyname('a'), "
         "socket.gethostbyname('localhost'), [n for _, n in socket.if_nameindex()])"
     )
-    said, _ = street.on("b", program).communicate(timeout=60)
+    said, _ = street.on("b", program).communicate(timeout=240)
     assert said.split()[:3] == ["b", "192.0.2.1", "127.0.0.1"]
     assert "'lo'" in said
     assert "'eth0'" in said
@@ -286,10 +286,10 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, keeper_too: b
     if keeper_too:
         os.kill(keeper, signal.SIGKILL)
     owner.send_signal(signal.SIGKILL)
-    owner.wait(60)
-    assert not processes.await_end([keeper], 60)
+    owner.wait(240)
+    assert not processes.await_end([keeper], 240)
     if keeper_too:
         hosts.sweep()  # if no lab of another test has done so by now
     assert not (NETNS / namespace).exists()
-    assert not processes.await_end([sleeper], 10)
-    owner.communicate(timeout=60)
+    assert not processes.await_end([sleeper], 240)
+    owner.communicate(timeout=240)

@@ -85,6 +85,30 @@ def test_a_failing_test_shows_what_agents_and_ranks_said(inner: Inner) -> None:
 
 
 @pytest.mark.slow
+def test_one_limit_for_all_waits_of_a_project(inner: Inner) -> None:
+    """A wait that names none ends after it; the job's own and a wait's own go before it."""
+    inner.write("pytest.ini", "[pytest]\nelasticrun_timeout = 0.2\n")
+    inner.write("idles.py", "import signal\nsignal.pause()\n")
+    inner.write(
+        "test_idles.py",
+        "import pytest\n"
+        "def test_idles(elastic_job):\n"
+        "    job = elastic_job('idles.py', timeout=100)\n"
+        "    with pytest.raises(AssertionError, match='within 0.1 s'):\n"
+        "        job.wait_for(step=1, timeout=0.1)\n"
+        "    assert job.timeout == 100\n"
+        "def test_too_short(elastic_job):\n"
+        "    with pytest.raises(AssertionError, match='did not start|within 0.2 s'):\n"
+        "        elastic_job('idles.py').wait_for(step=1)\n",
+    )
+    code, said = inner.run("-q")
+    assert code == 0, said
+    code, said = inner.run("-q", "-o", "elasticrun_timeout=soon")
+    assert code == 1, said
+    assert "elasticrun_timeout=soon: a number of seconds is wanted" in said
+
+
+@pytest.mark.slow
 def test_a_leftover_is_an_error_of_the_fixture_and_goes(inner: Inner) -> None:
     inner.write("ends.py", "")
     inner.write(
@@ -126,11 +150,11 @@ def test_nothing_outlives_a_pytest_that_is_ended(inner: Inner, signum: int, code
         "    os.kill(os.getpid(), SIGNUM)\n".replace("SIGNUM", str(int(signum))),
     )
     process = inner.start("-s", "-q")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == code, said
     pids = [int(word) for word in said.split() if word.isdecimal()]
     assert len(pids) >= 6, said  # two agents, two fork servers, two ranks at least
-    left = processes.await_end(pids, 60)
+    left = processes.await_end(pids, 240)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

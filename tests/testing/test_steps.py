@@ -26,7 +26,7 @@ def test_a_script_says_its_steps_and_nothing_outside_a_test(tmp_path: Path) -> N
     call = "from elasticrun.testing import step; step(4); step(5)"
     own = {STEP_LOG: log.path, STEP_NODE: "2", "GROUP_RANK": "1"}
     for env in (RANK, {**RANK, **own}):
-        subprocess.run([sys.executable, "-c", call], env=env, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", call], env=env, check=True, timeout=240)
     first, second = log.read()
     log.close()
     assert (first.rank, first.step, first.world_size, first.round) == (1, 4, 2, 1)

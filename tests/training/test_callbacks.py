@@ -13,7 +13,7 @@ from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 LIMIT = 240.0

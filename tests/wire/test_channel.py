@@ -20,7 +20,7 @@ from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.master import raw
 
-LIMIT = 60.0
+LIMIT = 240.0
 STATUS = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", "")
 
 
