@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from load import JOB_ID, PATIENCE
+from load import HEARTBEAT, JOB_ID, PATIENCE
 from stage import TookTooLong, free_port
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ def cpu_of(pid: int) -> float:
 class Master:
     """`elasticrun master` for a job of `nodes` nodes, with its log in a file."""
 
-    def __init__(self, nodes: int, words: Sequence[str] = ()) -> None:
+    def __init__(self, nodes: int, words: Sequence[str] = (), heartbeat: float = HEARTBEAT) -> None:
         self.port = free_port()
         self.folder = Path(tempfile.mkdtemp(prefix="elasticrun-bench-"))
         self.log = self.folder / "log"
@@ -94,6 +94,7 @@ class Master:
             *(sys.executable, *words, "-m", "elasticrun", "master"),
             *(f"--host={HOST}", f"--port={self.port}", f"--rdzv-id={JOB_ID}"),
             *(f"--nnodes={nodes}", "--max-restarts=1000", "--restart-backoff=0"),
+            f"--rdzv-conf=heartbeat_timeout={heartbeat:g}",
         )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -106,7 +107,7 @@ class Master:
         self._await_ready()
 
     def _await_ready(self) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while "serving" not in self.said():
             if time.monotonic() > end or self.process.poll() is not None:
                 raise TookTooLong(f"the master does not serve: {self.said()[-1000:]}")
@@ -165,12 +166,12 @@ def wire(port: int) -> Wire | None:
 class Crowd:
     """So many sessions, spread over a few load processes."""
 
-    def __init__(self, port: int, nodes: int, processes: int) -> None:
+    def __init__(self, port: int, nodes: int, processes: int, heartbeat: float = HEARTBEAT) -> None:
         self.nodes = nodes
         first, self.loads = 0, list[Lines]()
         for number in range(processes):
             count = nodes // processes + (number < nodes % processes)
-            words = (f"{HOST}:{port}", str(first), str(count), str(nodes))
+            words = (f"{HOST}:{port}", str(first), str(count), str(nodes), str(heartbeat))
             self.loads.append(Lines(str(HERE / "load.py"), *words))
             first += count
 
@@ -218,14 +219,14 @@ def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(
-    nodes: int, processes: int = 2, words: Sequence[str] = ()
+    nodes: int, processes: int = 2, words: Sequence[str] = (), heartbeat: float = HEARTBEAT
 ) -> Iterator[tuple[Master, Crowd]]:
     """A master and its crowd, not attached yet; nothing of them is left afterwards."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    master = Master(nodes, words)
+    master = Master(nodes, words, heartbeat)
     try:
-        crowd = Crowd(master.port, nodes, processes)
+        crowd = Crowd(master.port, nodes, processes, heartbeat)
         try:
             crowd.tell(do="tally")  # imports are done
             yield master, crowd

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import report
 from crowd import Crowd, Master, serving, wire
+from load import HEARTBEAT
 
 PER_SECOND = 250.0
 """Sessions that attach in a second: a dial costs both ends some milliseconds of two cores."""
@@ -32,9 +33,9 @@ BROADCAST = 1.0
 """Seconds that the Start of a round of 5,000 may take to reach all."""
 
 
-def measure(sessions: int, seconds: float, processes: int) -> dict[str, float]:
+def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> dict[str, float]:
     """One whole run; see the module's head."""
-    with serving(sessions, processes) as (master, crowd):
+    with serving(sessions, processes, heartbeat=heartbeat) as (master, crowd):
         busy = master.cpu()
         crowd.tell(do="attach", every=processes / PER_SECOND)
         attach = master.cpu() - busy
@@ -101,10 +102,11 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=5000)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long they are idle")
     parser.add_argument("--processes", type=int, default=3, help="load processes")
+    parser.add_argument("--heartbeat", type=float, default=HEARTBEAT, help="heartbeat_timeout, s")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     about = report.begin()
-    found = measure(options.sessions, options.seconds, options.processes)
+    found = measure(options.sessions, options.seconds, options.processes, options.heartbeat)
     print(f"{options.sessions} sessions, idle for {found['seconds']:.0f} s\n")
     print("| | measured | wanted | |\n|---|---|---|---|")
     missed = []

@@ -26,11 +26,15 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 
 JOB_ID = "sessions"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds that a step of the whole crowd may take before it is given up."""
 
 
-def spec(nodes: int) -> m.JobSpec:
+HEARTBEAT = 5.0
+"""Seconds of silence after which a node is dead: the default."""
+
+
+def spec(nodes: int, heartbeat: float) -> m.JobSpec:
     """A job of exactly so many nodes, with room for one failure."""
     return m.JobSpec(
         job_id=JOB_ID,
@@ -42,7 +46,7 @@ def spec(nodes: int) -> m.JobSpec:
         restart_window=0.0,
         join_timeout=600.0,
         last_call_timeout=30.0,
-        heartbeat_timeout=5.0,
+        heartbeat_timeout=heartbeat,
         grow="auto",
         grow_cooldown=600.0,
         restart_grace=30.0,
@@ -180,9 +184,11 @@ class Node:
 class Load:
     """The sessions of this process, and what the benchmark may tell them."""
 
-    def __init__(self, endpoint: Endpoint, first: int, count: int, nodes: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, first: int, count: int, nodes: int, heartbeat: float
+    ) -> None:
         self.endpoint = endpoint
-        self.spec = spec(nodes)
+        self.spec = spec(nodes, heartbeat)
         self.tally = Tally()
         self._nodes = [Node(number, self) for number in range(first, first + count)]
         self._welcome: set[int] = set()
@@ -264,9 +270,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, _, port = sys.argv[1].rpartition(":")
     first, count, nodes = (int(word) for word in sys.argv[2:5])
+    heartbeat = float(sys.argv[5])
 
     async def run() -> None:
-        await serve(Load(Endpoint(host, int(port)), first, count, nodes))
+        await serve(Load(Endpoint(host, int(port)), first, count, nodes, heartbeat))
         os._exit(0)  # thousands of channels are closed by the kernel, not one by one
 
     asyncio.run(run())

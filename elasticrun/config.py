@@ -41,6 +41,10 @@ BEAT_INTERVAL: Final = 1.0
 SLUGGISH_DEAD: Final = 60.0
 """Missing beats alone, with pings answered, kill a node only after this long."""
 
+STOPPED_AFTER: Final = 3.0
+"""A stream on which nothing had come for so long was broken by pings that nobody answered: the node
+stands still, or its network does. Where an agent dies, the kernel closes its streams at once."""
+
 MASTER_LOST_TIMEOUT: Final = 600.0
 """How long ranks train on, and agents wait, with no master to be heard."""
 

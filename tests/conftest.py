@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from elasticrun.testing.hosts import Lab
 from elasticrun.wire.serverstart import ignored_signals
@@ -16,7 +16,11 @@ from tests import needs
 from tests.counting import Counting
 from tests.harness import World
 
-settings.register_profile("a machine that stands still now and then", deadline=None)
+settings.register_profile(
+    "a machine that stands still now and then",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("a machine that stands still now and then")
 
 

@@ -16,8 +16,17 @@ from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.worlds import World
 from tests.harness import SCRIPTS, shm_entries, shm_since
 
-QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2"
-"""Times for tests in which waiting is not what is tested."""
+
+def times(**seconds: float) -> str:
+    """--rdzv-conf with these times. Nobody is given up for the silence of a minute where no other
+    `heartbeat_timeout` is told: on a busy machine that is a node which stands still for a while."""
+    told = {"heartbeat_timeout": 60.0, **seconds}
+    return "--rdzv-conf=" + ",".join(f"{name}={value:g}" for name, value in told.items())
+
+
+QUICK = times(last_call_timeout=1, heartbeat_timeout=10)
+"""For tests in which a node falls silent and is given up: as soon as may be, and no sooner, since
+any other node may stand still meanwhile for no reason but a busy machine."""
 
 
 class Counting:
@@ -31,9 +40,11 @@ class Counting:
         self._shm = shm_entries()
 
     def start(self, nnodes: str, *options: str, **more: Any) -> ElasticJob:
-        """Start the job; `more` as for `elastic_job`."""
+        """Start the job; `more` as for `elastic_job`. Its times are those of `times` where no
+        option gives others."""
         script = str(SCRIPTS / "counts.py")
-        job: ElasticJob = self._start(script, self._folder, nnodes=nnodes, options=options, **more)
+        words = {"nnodes": nnodes, "options": (times(), *options), **more}
+        job: ElasticJob = self._start(script, self._folder, **words)
         self.job = job
         return job
 
@@ -43,6 +54,10 @@ class Counting:
         assert self.job is not None
         self._first = self.job.wait_for_world(world_size)
         return self._first
+
+    def let_fail(self) -> None:
+        """Ranks that were told to fail later ($COUNTS_FAILS_LATER) do so from now on."""
+        (self._folder / "fails").touch()
 
     def goes_on(self, world: World, steps: int = 5) -> None:
         """Wait until this very world has done so many more steps than now."""

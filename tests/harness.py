@@ -47,6 +47,9 @@ COMMANDS = {
     ELASTICRUN: (sys.executable, "-m", "elasticrun"),
 }
 
+PATIENT = {"ELASTICRUN_RDZV_CONF": "heartbeat_timeout=60"}
+"""The environment of a job whose lives are counted: no agent is dead for standing still a while."""
+
 _FOREIGN = (
     "PET_",
     "TORCHELASTIC_",
@@ -94,6 +97,18 @@ def await_true(condition: Callable[[], object], what: str, limit: float = LIMIT)
     while not condition():
         assert time.monotonic() < end, f"no {what} within {limit:g} s"
         threading.Event().wait(0.02)
+
+
+def await_listener(port: int) -> None:
+    """Wait until somebody listens on this TCP port, without a word to it."""
+    number = f":{port:04X}"
+
+    def listens() -> bool:
+        tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+        rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
+        return any(row[1].endswith(number) and row[3] == "0A" for row in rows)
+
+    await_true(listens, f"listener on port {port}")
 
 
 def is_alive(pid: int) -> bool:

@@ -15,6 +15,10 @@ from elasticrun.wire.findings import Finding, State
 NVML_LIMIT: Final = 20.0
 """Seconds for asking NVML; a node of eight GPUs without persistence mode takes about ten."""
 
+ORPHAN_LIMIT: Final = 30.0
+"""Seconds by which the child's own limit comes later than ours: who ends before we have given it up
+seems to have said nothing."""
+
 _CHILD: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nvidia_child.py")
 
 _DRIVER_FILES: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
@@ -132,7 +136,7 @@ class _Gpu:
 
 
 def _ask(what: str, environ: Mapping[str, str]) -> dict[str, object]:
-    command = [sys.executable, "-P", _CHILD, what, str(NVML_LIMIT)]
+    command = [sys.executable, "-P", _CHILD, what, str(NVML_LIMIT + ORPHAN_LIMIT)]
     return json_of(command, environ, NVML_LIMIT)
 
 

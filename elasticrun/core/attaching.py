@@ -12,7 +12,7 @@ from elasticrun.core import effects as fx
 from elasticrun.core.checking import Checking
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.failures import Ending, code_of
-from elasticrun.core.membership import Health
+from elasticrun.core.members import Health
 from elasticrun.core.roster import differences
 from elasticrun.core.rounds import adopt, adopted_seat
 from elasticrun.core.wording import some

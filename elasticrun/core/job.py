@@ -15,7 +15,7 @@ from elasticrun.core.attaching import Attaching
 from elasticrun.core.blame import Cause
 from elasticrun.core.crew import Phase
 from elasticrun.core.failures import Bill, Ending, code_of
-from elasticrun.core.membership import Health
+from elasticrun.core.members import Health
 from elasticrun.core.rendezvous import Decision, Verb
 from elasticrun.core.rounds import begin
 from elasticrun.core.saving import OF_SNAPSHOTS

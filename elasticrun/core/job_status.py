@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from elasticrun.core.budget import Budget
 from elasticrun.core.crew import Phase
-from elasticrun.core.membership import Health, Member, Membership
+from elasticrun.core.members import Health, Member
+from elasticrun.core.membership import Membership
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round

@@ -5,7 +5,9 @@ it when the process is gone or stopped. *Loop*: its beats; a node whose stream s
 nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks of the same round that fail
 on another node. A broken stream makes a node SUSPECT; it is DEAD after SUSPECT_CONFIRM if the world
 agrees, at once if a newer incarnation of it attaches, and otherwise when it has been silent for
-`heartbeat_timeout`; that includes the silence for which pings broke the stream.
+`heartbeat_timeout`; that includes the silence for which pings broke the stream. The only node of
+all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until SLUGGISH_DEAD or until
+another node comes: giving it up would help nobody (decision 026).
 
 Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
 more than half of a round's nodes fall silent together the verdict waits (`mass_silence`).
@@ -21,12 +23,17 @@ Every report costs O(1). The caller owes `due` a look whenever `next_deadline` h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 
-from elasticrun.config import MAX_SESSIONS, REATTACH_GRACE, SLUGGISH_DEAD, SUSPECT_CONFIRM
+from elasticrun.config import (
+    MAX_SESSIONS,
+    REATTACH_GRACE,
+    SLUGGISH_DEAD,
+    STOPPED_AFTER,
+    SUSPECT_CONFIRM,
+)
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.mass_silence import MassSilence
+from elasticrun.core.members import Admission, Death, Health, Member
 from elasticrun.core.pace import BEATS_PER_SECOND, beat_interval
 from elasticrun.core.silences import Silences
 
@@ -35,57 +42,6 @@ SLUGGISH_BEATS = 5.0
 
 MAX_SUPERSEDED = 100_000
 """Superseded incarnations remembered; the oldest are forgotten first."""
-
-
-class Health(StrEnum):
-    """The membership word of a node."""
-
-    ALIVE = "alive"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    LEFT = "left"
-    PARKED = "parked"  # it left because it is excluded, and stays attached without ranks
-
-
-@dataclass(slots=True)
-class Member:
-    """What is known of one node id."""
-
-    node: str
-    host: str
-    incarnation: str
-    session: int | None  # the stream it is heard on; None: none stands
-    last_heard: float
-    health: Health = Health.ALIVE
-    reason: str = ""  # why it is not ALIVE
-    broke_at: float = 0.0  # when its stream broke, while SUSPECT
-    silent: float = 0.0  # for how long nothing had come on it then
-    corroborated: bool = False
-    silences: Silences = field(default_factory=Silences)
-    unseen: bool = False  # known from the record, not heard by this master yet
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The answer to a stream that wants to be a node's."""
-
-    refusal: str = ""  # a sentence; empty: admitted
-    newer: bool = False  # another life of this node was known
-    superseded: bool = False  # an older life of the node had not been given up: it is over now
-    silent_since: float = 0.0  # ... and when its stream broke
-    returned: bool = False  # this very incarnation had been given up as dead
-    old_session: int | None = None  # a stream that this one replaces
-    forgotten: str = ""  # a node that had gone, forgotten to make room
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A node that was given up, and why."""
-
-    node: str
-    reason: str
-    session: int | None  # a stream that stood nevertheless: close it
-    since: float = 0.0  # when its stream broke, or when it was last heard
 
 
 class Membership:
@@ -220,6 +176,11 @@ class Membership:
         self._suspects.pop(member.node, None)
         self._mass_silence.settled(member.node)
         self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
+        if len(self._present) == 2:  # one that fell silent is no longer the only node
+            for first in map(self._members.__getitem__, self._suspects):
+                if not first.unseen:
+                    until = first.broke_at + self._patience(first)
+                    self._deadlines.arm(first.node, max(now, until))
 
     def heard(self, session: int, now: float) -> str | None:
         """Something came in on `session`; the node it speaks for, None if it speaks for none."""
@@ -253,7 +214,12 @@ class Membership:
 
     def _patience(self, member: Member) -> float:
         confirm = min(SUSPECT_CONFIRM, self._timeout)
-        return confirm if member.corroborated else max(confirm, self._timeout - member.silent)
+        if member.corroborated:
+            return confirm
+        limit = self._timeout
+        if len(self._present) == 1 and member.silent >= STOPPED_AFTER:
+            limit = max(limit, SLUGGISH_DEAD)
+        return max(confirm, limit - member.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
         """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.exclusion import Exclusions
 from elasticrun.core.facts import Facts, RoundFacts
-from elasticrun.core.membership import Health, Membership
+from elasticrun.core.members import Health
+from elasticrun.core.membership import Membership
 from elasticrun.core.rendezvous import Rendezvous
 from elasticrun.core.roster import Roster
 from elasticrun.core.rounds import Round, restore

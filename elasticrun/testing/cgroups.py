@@ -26,7 +26,7 @@ ROOT: Final = Path("/sys/fs/cgroup")
 PERIOD_US: Final = 100_000
 """Over which CPU time is counted; the kernel's own default."""
 
-KILL_LIMIT: Final = 10.0
+KILL_LIMIT: Final = 60.0
 """Seconds for the processes of a group to be gone after SIGKILL."""
 
 ENTER: Final = (

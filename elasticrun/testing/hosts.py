@@ -36,10 +36,10 @@ from elasticrun.wire.published import start_time
 NETNS: Final = Path("/run/netns")
 NETWORK: Final = "192.0.2."
 MOST_HOSTS: Final = 250
-COMMAND_LIMIT: Final = 30.0
+COMMAND_LIMIT: Final = 120.0
 """Seconds for one `ip`; it needs milliseconds."""
 
-KILL_LIMIT: Final = 10.0
+KILL_LIMIT: Final = 60.0
 """Seconds for the processes of a host to be gone after SIGKILL."""
 
 _LAB: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")

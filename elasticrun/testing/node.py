@@ -17,7 +17,7 @@ from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import RANK_VARIABLES
 
-KILL_LIMIT: Final = 10.0
+KILL_LIMIT: Final = 60.0
 """Seconds for a process to be gone after SIGKILL; one in uninterruptible sleep is told about."""
 
 TAIL_LINES: Final = 60

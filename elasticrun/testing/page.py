@@ -25,7 +25,7 @@ from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 from elasticrun.wire.published import Published, published
 
-ANSWER_LIMIT: Final = 10.0
+ANSWER_LIMIT: Final = 60.0
 """Seconds a page may take: for the first visit a master imports what serves it, on a machine that
 may have other things to do. One that is stopped does not answer, and is not asked."""
 

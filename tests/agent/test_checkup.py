@@ -16,12 +16,13 @@ from elasticrun.config import EXIT_BAD_NODE, Rendezvous
 from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Check
 from elasticrun.doctor.verdict import failed, ok, warning
+from elasticrun.master import reaching
 from elasticrun.wire.findings import Finding
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
 from tests import aio
 from tests.agent.configs import agent_config
-from tests.harness import ELASTICRUN, SCRIPTS, Launched, World, free_port
+from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port
 from tests.master.people import LIMIT, serving
 
 SCRIPT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('it ran')"
@@ -31,7 +32,8 @@ FEW = 'ulimit -Sn 100; exec "$@"'
 
 def with_few_files(world: World, *words: str) -> Launched:
     """A job under a limit of 100 open files."""
-    return world.command(("sh", "-c", FEW, "sh", sys.executable, "-m", "elasticrun", *words))
+    command = ("sh", "-c", FEW, "sh", sys.executable, "-m", "elasticrun", *words)
+    return world.command(command, env=PATIENT)
 
 
 def test_a_failure_is_told_and_ends_nothing(world: World) -> None:
@@ -66,8 +68,9 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
     job = world.launch(ELASTICRUN, str(script), str(mark))
     assert job.wait() == 0, job.stderr
     seen = [line for line in job.stderr.splitlines() if "this machine" in line]
-    # What this very host may lack, and look-ups of names that a pause of it has made slow.
+    # What this very host may lack, and what a pause of it has made slow.
     known = ("kernel log", "disk", "shared memory", "host name", "reverse name")
+    known += ("no answer within",)
     assert not [line for line in seen if not any(word in line for word in known)], job.stderr
     assert mark.read_text() == "it ran"
 
@@ -152,7 +155,10 @@ def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- from the master's side
 
 
-def test_the_master_is_asked_for_its_view() -> None:
+def test_the_master_is_asked_for_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaching, "DIAL_LIMIT", LIMIT)
+    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
+
     async def run() -> None:
         async with serving(token=TOKEN) as served:
             answers, dialled = await own.ask(served.endpoint, reader_token(TOKEN), None)
@@ -171,6 +177,7 @@ def test_an_agent_of_several_asks_a_while_after_its_welcome(
 ) -> None:
     """One of a single node has nobody to hear of its ports."""
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     told: list[list[Finding]] = []
     monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
     where = Rendezvous("elastic", "localhost", 29400)
@@ -194,6 +201,7 @@ def test_what_the_master_finds_ends_no_agent(
 ) -> None:
     """With --precheck neither, and the line promises nothing else."""
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
+    monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
     where = Rendezvous("elastic", "localhost", 29400)
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.harness import (
     ELASTICRUN,
+    PATIENT,
     SCRIPTS,
     Launched,
     Peer,
@@ -30,8 +31,9 @@ PUPPET = str(SCRIPTS / "puppet.py")
 def helper(job: Launched, word: str) -> psutil.Process:
     """The agent's own child whose command line has `word`."""
     for process in psutil.Process(job.pid).children():
-        if any(word in part for part in process.cmdline()):
-            return process
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+            if any(word in part for part in process.cmdline()):
+                return process
     raise AssertionError(f"the agent has no child with {word} in its command line")
 
 
@@ -47,10 +49,11 @@ def signal_all(job: Launched, signum: signal.Signals) -> None:
             os.kill(pid, signum)
 
 
-def puppets(world: World, *args: str, count: int = 2) -> tuple[Launched, list[Peer]]:
-    """A job of one node whose ranks wait for orders."""
-    job = world.launch(ELASTICRUN, f"--nproc-per-node={count}", *args, PUPPET)
-    return job, world.hub.ranks(count, restart=0)
+def puppets(world: World, *args: str, patient: bool = True) -> tuple[Launched, list[Peer]]:
+    """A job of one node whose two ranks wait for orders."""
+    env = PATIENT if patient else None
+    job = world.launch(ELASTICRUN, "--nproc-per-node=2", *args, PUPPET, env=env)
+    return job, world.hub.ranks(2, restart=0)
 
 
 def finish(world: World, job: Launched, ranks: list[Peer]) -> None:
@@ -131,7 +134,7 @@ def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -
 
 
 def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0", patient=False)
     master = helper(job, "elasticrun.master")
     master.kill()
     assert await_exit([master.pid]) == set()
@@ -145,10 +148,12 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
 
 
 def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
-    job, ranks = puppets(world)
+    job, ranks = puppets(world, patient=False)
+    master = helper(job, "elasticrun.master")
     for rank in ranks:
         rank.order("exit")
-    helper(job, "elasticrun.master").kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # all is over by now
+        master.kill()
     assert job.wait() == 0
 
 
@@ -245,7 +250,7 @@ def web_server() -> Iterator[int]:
                     visitor, _ = listener.accept()
                 except OSError:
                     return
-                with visitor:
+                with visitor, contextlib.suppress(OSError):  # it has gone meanwhile
                     visitor.recv(100)
                     visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
@@ -304,7 +309,7 @@ def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
         "--restart-backoff=0",
         PUPPET,
     )
-    jobs = [world.launch(ELASTICRUN, *command) for _ in range(2)]
+    jobs = [world.launch(ELASTICRUN, *command, env=PATIENT) for _ in range(2)]
     ranks = world.hub.ranks(2, restart=0, world_size=2)
     assert {rank.rank for rank in ranks} == {0, 1}
     ranks[1].order("die")
@@ -317,8 +322,9 @@ def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
 def test_a_static_job_has_the_port_that_was_named(world: World) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--max-restarts=1")
+    common = (*common, "--restart-backoff=0")
     jobs = [
-        world.launch(ELASTICRUN, *common, "--restart-backoff=0", f"--node-rank={rank}", PUPPET)
+        world.launch(ELASTICRUN, *common, f"--node-rank={rank}", PUPPET, env=PATIENT)
         for rank in (1, 0)
     ]
     ranks = world.hub.ranks(2, restart=0)
@@ -339,7 +345,7 @@ def test_a_static_job_has_the_port_that_was_named(world: World) -> None:
 
 def test_standard_streams_may_be_closed(world: World) -> None:
     script = 'exec "$0" -m elasticrun --nproc-per-node=2 "$1" <&- >&- 2>&-'
-    job = world.command(["/bin/sh", "-c", script, sys.executable, PUPPET])
+    job = world.command(["/bin/sh", "-c", script, sys.executable, PUPPET], env=PATIENT)
     ranks = world.hub.ranks(2)
     finish(world, job, ranks)
 

@@ -42,6 +42,8 @@ def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     recorded(path, monkeypatch)
+    stamp = int(json.loads(path.read_text())["message"]["extraInfo"]["timestamp"])
+    os.utime(path, ns=(0, stamp * 1_000_000_000 + 250_000_000))  # torch may pause in between
     failure = describe(path)
     assert failure.message == "ValueError: boom and more"
     assert failure.traceback.startswith("Traceback (most recent call last)")

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from elasticrun.agent import session
 from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.link import Link
 from elasticrun.agent.probe import Answer, probe
+from elasticrun.core import effects
 from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -24,6 +26,7 @@ from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refu
 from tests.agent.configs import agent_config
 from tests.aio import run
 from tests.harness import LIMIT
+from tests.master.people import SPEC, serving
 from tests.wire.test_channel import held_port
 
 CONFIG = agent_config()
@@ -89,8 +92,9 @@ class Heard:
 
 @contextlib.asynccontextmanager
 async def linked(endpoint: Endpoint, say: Hello | None = None) -> AsyncIterator[tuple[Link, Heard]]:
+    """A master may stand still for as long as it likes: its silence is no loss here."""
     heard = Heard()
-    link = Link(lambda: endpoint, lambda: say or hello(), heard)
+    link = Link(lambda: endpoint, lambda: say or hello(), heard, patience=LIMIT)
     link.start()
     try:
         yield link, heard
@@ -104,28 +108,38 @@ def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
             await heard.until(lambda events: LinkBack() in events)
             assert isinstance(heard.events[0], Ordered)
             assert isinstance(heard.events[0].order, Welcome)
-            link.say(Join(Endpoint("127.0.0.1", 4711)))
-            await heard.until(lambda _: bool(heard.orders(Start)))
+            joined = 0
+
+            def started(_: list[AgentEvent]) -> bool:
+                nonlocal joined
+                if heard.count(LinkBack) > joined:  # as the brain does, each time
+                    joined = heard.count(LinkBack)
+                    link.say(Join(Endpoint("127.0.0.1", 4711)))
+                return bool(heard.orders(Start))
+
+            await heard.until(started)
             assert heard.orders(Start)[0].store == Endpoint("127.0.0.1", 4711)
 
     run(main())
 
 
 def test_what_cannot_be_said_is_left_out(
-    master: tuple[MasterProcess, Endpoint],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new session would meet it again at once, and so on for ever."""
     monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(session, "ECHO_LIMIT", LIMIT)
+    join = Join(Endpoint("127.0.0.1", 1))
 
     async def body() -> None:
-        async with linked(master[1]) as (link, heard):
+        async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
             await heard.until(lambda _: heard.count(LinkBack) == 1)
             for _ in range(3):
                 link.say(Missed(RoundName(1, 1, "a"), 5, -1))
-            link.say(Join(Endpoint("127.0.0.1", 1)))
-            await heard.until(lambda _: bool(heard.orders(Start)))
+            link.say(join)
+            await served.brain.until(
+                lambda event: isinstance(event, effects.Heard) and event.report == join
+            )
             assert not heard.count(LinkLost)
 
     run(body())
@@ -158,13 +172,14 @@ def test_a_master_that_comes_back_is_found(master: tuple[MasterProcess, Endpoint
 
     async def main() -> None:
         async with linked(endpoint) as (_, heard):
-            await heard.until(lambda _: heard.count(LinkBack) == 1)
+            await heard.until(lambda _: heard.count(LinkBack) >= 1)
             process.process.kill()
-            await heard.until(lambda _: heard.count(LinkLost) == 1)
+            await heard.until(lambda _: heard.count(LinkLost) >= 1)
             process.process.wait()
+            back = heard.count(LinkBack)
             again = MasterProcess(CONFIG, endpoint)
             try:
-                await heard.until(lambda _: heard.count(LinkBack) == 2)
+                await heard.until(lambda _: heard.count(LinkBack) > back)
             finally:
                 again.process.kill()
                 again.close()
@@ -228,9 +243,10 @@ def test_without_an_echo_a_fresh_connection_takes_over(
         relay = Relay(master[1])
         endpoint = await relay.start()
         async with linked(endpoint) as (_, heard):
-            await heard.until(lambda _: heard.count(LinkBack) == 1)
+            await heard.until(lambda _: heard.count(LinkBack) >= 1)
+            back = heard.count(LinkBack)
             relay.freeze()
-            await heard.until(lambda _: heard.count(LinkBack) == 2)
+            await heard.until(lambda _: heard.count(LinkBack) > back)
             # The old connection was never lost, as far as anybody could tell.
             assert heard.count(LinkLost) == 0
         await relay.stop()

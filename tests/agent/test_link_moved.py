@@ -33,7 +33,7 @@ class Where:
 @contextlib.asynccontextmanager
 async def linked(where: Where) -> AsyncIterator[tuple[Link, Heard]]:
     heard = Heard()
-    link = Link(where, lambda: hello(spec=SPEC), heard)
+    link = Link(where, lambda: hello(spec=SPEC), heard, patience=LIMIT)
     link.start()
     try:
         yield link, heard
@@ -73,7 +73,9 @@ def test_a_session_that_stands_is_left_for_the_new_place() -> None:
     run(main())
 
 
-def test_a_nudge_without_a_new_place_changes_nothing() -> None:
+def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticrun.agent.session.ECHO_LIMIT", LIMIT)
+
     async def main() -> None:
         async with serving() as master, linked(Where(master.endpoint)) as (link, heard):
             await heard.until(lambda _: len(heard.orders(Welcome)) == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from elasticrun.agent.console import ConsoleWriter
 from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
 from elasticrun.config import LogPlan
-from tests.harness import LIMIT, until_file
+from tests.harness import LIMIT, await_true, until_file
 
 
 class Pipe:
@@ -355,13 +356,29 @@ def test_a_long_rest_is_progress_at_each_turn(tmp_path: Path) -> None:
     assert seen == [turn * READ_BYTES for turn in range(5)]
 
 
+def fill(pipe: Pipe) -> int:
+    """Have nothing more go into it; how many bytes it took."""
+    os.set_blocking(pipe.into, False)
+    filled = 0
+    for piece in (b"." * 4095 + b"\n", b"\n"):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                filled += os.write(pipe.into, piece)
+    os.set_blocking(pipe.into, True)
+    return filled
+
+
 def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe, Pipe]) -> None:
+    full = fill(pipes[0])
     console = ConsoleWriter(pipes[0].into, capacity=10, patience=0.05)
-    console.put(b"%06d\n" % number for number in range(40_000))  # more than a pipe holds
+    console.put([b"%06d\n" % 0])
+    await_true(lambda: not console._lines, "writer that waits for the console")
+    console.put(b"%06d\n" % number for number in range(1, 1000))
     dropped = console.dropped
     assert dropped > 0
-    shown = 40_000 - dropped
-    pipes[0].until(b"%06d\n" % (shown - 1))
+    shown = 1000 - dropped
+    text = pipes[0].until(b"%06d\n" % (shown - 1))
+    assert text[full:].split() == [b"%06d" % number for number in range(shown)]
     console.put([b"thawed\n"])
     text = pipes[0].until(b"thawed\n")
     assert (

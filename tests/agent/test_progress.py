@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -24,7 +26,7 @@ from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Steps
 from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
 from tests.agent.configs import agent_config, start
-from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World, free_port
+from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, World, await_true, free_port
 
 SAID = RankSteps(0, 1, 1, 0.5, 0.2, 0.3, Own.KNOWN)
 
@@ -301,23 +303,20 @@ def test_a_passed_file_descriptor_is_not_kept() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_rank_that_floods_is_read_so_often_a_second_and_no_more() -> None:
+def test_a_rank_that_floods_is_read_so_often_a_second_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(ear: Ear) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        sent = 0
-        while sent < 20 * MOST_PER_RANK:
-            try:
-                ear._socket.sendto(encode(SAID), address(ear.name))
-                sent += 1
-            except BlockingIOError:
+        now = 100.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        for second in range(1, 4):
+            for _ in range(2 * MOST_PER_RANK):
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        ear._socket.sendto(encode(SAID), address(ear.name))
                 await asyncio.sleep(0)
-                if loop.time() - began > 2.5:
-                    break
-        seconds = int(loop.time()) - int(began) + 1
-        assert MOST_PER_RANK <= len(ear.said) <= seconds * MOST_PER_RANK
-        count = len(ear.said)
-        await ear.until(lambda: len(ear.said) > count)  # what is in the queue, a second later
+            assert len(ear.said) == second * MOST_PER_RANK
+            now += 1.0
 
     play(body, nproc=1)
 
@@ -342,16 +341,45 @@ def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Pat
             *node_words(port),
             f"--node-id=n{number}",
             script,
-            *("60", "0.02", "1=0.08"),
-            env={"ELASTICRUN_TRACE_DIR": os.fspath(tmp_path / "traces"), "OMP_NUM_THREADS": "1"},
+            *("100000", "0.02", "1=0.08"),
+            env={
+                "ELASTICRUN_TRACE_DIR": os.fspath(tmp_path / "traces"),
+                "OMP_NUM_THREADS": "1",
+                **PATIENT,
+            },
         )
         for number in range(2)
     ]
-    assert [job.wait() for job in jobs] == [0, 0]
+
+    def knowing() -> dict[str, list[dict[str, float]]]:
+        assert not any(job.ended() for job in jobs), [job.stderr for job in jobs]
+        found = reports(tmp_path / "traces")
+        return {node: [one for one in said if one["own"] > 0.0] for node, said in found.items()}
+
+    def enough() -> bool:
+        return sorted(node for node, said in knowing().items() if len(said) >= 5) == ["n0", "n1"]
+
+    await_true(enough, "five reports of each node")
+    # Of all reports the middle one: a pause of the machine spoils one or two.
+    middle = [
+        tuple(median(one[name] for one in said) for name in ("own", "waited"))
+        for said in knowing().values()
+    ]
+    for job in jobs:
+        job.signal(signal.SIGTERM)
+    for job in jobs:
+        job.wait()
+    (own, waited), (slow_own, slow_waited) = sorted(middle)
+    assert slow_own > 1.5 * own > 0.0
+    assert slow_waited < waited
+
+
+def reports(traces: Path) -> dict[str, list[dict[str, float]]]:
+    """What each node has told of its steps by now."""
     said: dict[str, list[dict[str, float]]] = {}
     nodes: dict[int, str] = {}
-    for trace in (tmp_path / "traces").rglob("trace*"):
-        for line in trace.read_text().splitlines():
+    for trace in traces.rglob("trace*"):
+        for line in trace.read_text().rpartition("\n")[0].splitlines():
             event = json.loads(line).get("e", {})
             if "Attached" in event:
                 attached = event["Attached"]
@@ -360,15 +388,4 @@ def test_the_master_hears_which_of_two_nodes_is_slow(world: World, tmp_path: Pat
             if "Steps" in report:
                 node = nodes[event["Heard"]["session"]]
                 said.setdefault(node, []).append(report["Steps"])
-    assert set(said) == {"n0", "n1"}
-    # Of all reports the middle one: a pause of the machine spoils one or two.
-    knowing = [[one for one in reports if one["own"] > 0.0] for reports in said.values()]
-    middle = [
-        tuple(median(one[name] for one in reports) for name in ("own", "waited"))
-        for reports in knowing
-    ]
-    (own, waited), (slow_own, slow_waited) = sorted(middle)
-    assert slow_own > 1.5 * own > 0.0
-    assert slow_waited < waited
-    assert max(one["step"] for reports in said.values() for one in reports) <= 59
-    assert len(said["n0"]) >= 3
+    return said

@@ -35,7 +35,7 @@ TOKEN = "what all nodes of the job know"
 @contextlib.asynccontextmanager
 async def linked(endpoint: Endpoint, trust: Trust) -> AsyncIterator[Heard]:
     heard = Heard()
-    link = Link(lambda: endpoint, hello, heard, trust=trust)
+    link = Link(lambda: endpoint, hello, heard, trust=trust, patience=LIMIT)
     link.start()
     try:
         yield heard
@@ -266,7 +266,7 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(
             started = linked(served.endpoint, Trust(files=own))
             heard = await started.__aenter__()
             await heard.until(lambda events: LinkBack() in events)
-        put(files["expired"])
+            put(files["expired"])  # before there is anything to dial again for
         async with serving(tls=raw(good), port=port) as served:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(2.0):  # several attempts

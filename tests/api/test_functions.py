@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def config(nproc: int = 2, **more: Any) -> LaunchConfig:
     words = {"run_id": "job", "start_method": "fork", "max_restarts": 0} | more
+    words.setdefault("rdzv_configs", {"heartbeat_timeout": 60})  # a stall ends no node
     return LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=nproc, **words)
 
 

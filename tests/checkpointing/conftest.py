@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.checkpointing import line
+from elasticrun.checkpointing import choosing, line
+from tests.harness import LIMIT
 
 
 @pytest.fixture(autouse=True)
-def as_if_just_born() -> Iterator[None]:
-    """Nothing is known of the agent that another test has played."""
+def as_if_just_born(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known of the agent that another test has played. A storage is not taken for away
+    because this machine stands still."""
+    monkeypatch.setattr(choosing, "LOOK_LIMIT", LIMIT)
     yield
     line._places.clear()

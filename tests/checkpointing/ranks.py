@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.forkserver import _forkserver
 from typing import Any
 
@@ -25,11 +25,16 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
     import torch
     import torch.distributed as dist
 
+    from elasticrun.checkpointing import choosing
+
+    choosing.LOOK_LIMIT = LIMIT  # type: ignore[misc]  # a machine that stands still is no storage
     torch.set_num_threads(1)
     try:
         if int(env["WORLD_SIZE"]) > 1:
             dist.init_process_group("gloo")
         answer.send(("ok", body(*args)))
+        with suppress(EOFError, OSError):  # the store is rank 0's, and others may need it still
+            answer.recv()
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
@@ -54,7 +59,7 @@ class Ranks:
             }
             if places:
                 env["ELASTICRUN_SNAPSHOTS"] = places[rank]
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(body, env, theirs, args), daemon=True)
             process.start()
             theirs.close()
@@ -71,6 +76,8 @@ class Ranks:
                 word, what = answer.recv()
                 assert word == "ok", what
                 found.append(what)
+            for answer in self._answers:  # now they may end
+                answer.close()
             for process in self.processes:
                 process.join(LIMIT)
         finally:

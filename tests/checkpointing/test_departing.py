@@ -73,7 +73,7 @@ from elasticrun.checkpointing.departing import Departure, PutOff
 class Line:
     def say(self, message): print(message, flush=True)
 
-departing.WORD_LIMIT = 0.2
+departing.WORD_LIMIT = departing.SAID_AGAIN = 240.0
 rank = Departure(Line(), (15, 10), PutOff())
 me = os.getpid()
 def step(number, asked=-1):
@@ -127,8 +127,7 @@ def test_without_a_word_a_snapshot_is_taken_all_the_same() -> None:
     body = """
 os.kill(me, signal.SIGTERM)
 assert not step(1)
-import threading
-threading.Event().wait(0.3)
+departing.WORD_LIMIT = 0.0
 assert step(2)
 rank.answer(2, saved=True)
 rank.end()
@@ -286,8 +285,7 @@ def test_a_rank_that_nobody_asks_ends_also_where_it_cannot_save() -> None:
 assert step(1, 1)
 rank.answer(1, saved=False)
 os.kill(me, signal.SIGTERM)
-import threading
-threading.Event().wait(0.3)
+departing.WORD_LIMIT = 0.0
 assert step(2, 1)
 rank.answer(2, saved=False)
 assert rank.is_ending
@@ -331,10 +329,12 @@ newer.close()
 WITH_AN_AGENT = """
 import os, signal, threading
 from dataclasses import replace
+from elasticrun.checkpointing import ways
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import AwaitRoom
 from tests.checkpointing.played import NOTHING, playing
 
+ways.WHOLE_LIMIT = 240.0
 with playing() as agent:
     agent.resume, agent.watermark = replace(NOTHING, put_off=(15,)), False
     os.environ["ELASTICRUN_SNAPSHOTS"] = agent.place(0)

@@ -47,6 +47,20 @@ from tests.master.people import LIMIT, serving, status
 DOCTOR = (sys.executable, "-m", "elasticrun", "doctor")
 TOKEN = "what the nodes of the job know"
 
+WITH_TIME = (
+    *(sys.executable, "-c"),
+    "import sys; from elasticrun.agent import checkup; from elasticrun.cli import doctor, main; "
+    f"checkup.ANSWER_LIMIT = doctor.ANSWER_LIMIT = {LIMIT}; sys.exit(main.main(sys.argv[1:]))",
+    "doctor",
+)
+"""The same where a master is asked that may stand still for a while, as this process does."""
+
+MASTER = (
+    "import sys; from elasticrun.cli import main; from elasticrun.master import reaching; "
+    "reaching.DIAL_LIMIT = float(sys.argv.pop(1)); sys.exit(main.main(sys.argv[1:]))"
+)
+"""A master by hand that takes so many seconds at most for dialling whoever asks it to."""
+
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
@@ -80,7 +94,11 @@ def doctor(
 async def beside(*words: str, environ: dict[str, str]) -> tuple[int, str, str]:
     """The command while this process serves: exit code, stdout, stderr."""
     made = await asyncio.create_subprocess_exec(
-        *DOCTOR, *words, env=environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *WITH_TIME,
+        *words,
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(made.communicate(), LIMIT)
     return made.returncode or 0, out.decode(), err.decode()
@@ -269,6 +287,12 @@ def test_bad_input_is_one_sentence(
 # ---------------------------------------------------------------- with a job's master
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master in this process dials the doctor's ports."""
+    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
+
+
 def test_what_the_master_says(environ: dict[str, str]) -> None:
     async def run() -> None:
         environ["ELASTICRUN_TOKEN"] = TOKEN
@@ -344,19 +368,13 @@ def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
 class Pair:
     """A master on one host, and a doctor on the other."""
 
-    def __init__(self, lab: Lab, environ: dict[str, str]) -> None:
+    def __init__(self, lab: Lab, environ: dict[str, str], dial_limit: float) -> None:
         self.lab, self.environ = lab, environ
         for name in ("near", "far"):
             lab.add(name)
         self.where = f"{lab.hosts['far'].address}:29400"
-        command = [
-            *lab.prefix("far"),
-            sys.executable,
-            "-m",
-            "elasticrun",
-            "master",
-            "--rdzv-id=job",
-        ]
+        words = ("-c", MASTER, str(dial_limit), "master", "--rdzv-id=job")
+        command = [*lab.prefix("far"), sys.executable, *words]
         self.master = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
         assert self.master.stderr is not None
         for line in self.master.stderr:
@@ -377,7 +395,7 @@ class Pair:
 
     def look(self) -> tuple[int, list[Finding]]:
         """What the doctor finds on the near host."""
-        done = self.on("near", *DOCTOR, "--json", f"--rdzv-endpoint={self.where}")
+        done = self.on("near", *WITH_TIME, "--json", f"--rdzv-endpoint={self.where}")
         assert done.stderr == ""
         return done.returncode, [finding(fields) for fields in json.loads(done.stdout)["findings"]]
 
@@ -388,14 +406,14 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, environ: dict[str, str]) -> Iterator[Pair]:
-    """Two hosts; skipped where none can be made."""
+def pair(tmp_path: Path, environ: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two hosts; skipped where none can be made. The parameter: how long the master dials."""
     del environ["GLOO_SOCKET_IFNAME"]
     needs.several_hosts()
     lab = Lab(tmp_path)
     with contextlib.ExitStack() as stack:
         stack.callback(lab.close)
-        made = Pair(lab, environ)
+        made = Pair(lab, environ, getattr(request, "param", LIMIT))
         stack.callback(made.close)
         yield made
     assert not [name for name in os.listdir(NETNS) if f"-{os.getpid()}-" in name]
@@ -420,6 +438,7 @@ def test_packet_sizes_that_differ(pair: Pair) -> None:
     assert code == 0
 
 
+@pytest.mark.parametrize("pair", [2], indirect=True, ids=["as-it-is"])
 def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
     """The usual one: the node reaches the master's port, and nobody reaches the node."""
     rules = (

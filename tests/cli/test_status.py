@@ -30,8 +30,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the verb in a process of its own."""
-    code = "import sys; from elasticrun.cli.status import main; sys.exit(main(sys.argv[1:]))"
+    """Exit code, stdout and stderr of the verb in a process of its own, which has time: the master
+    is this process, that stands still now and then."""
+    code = (
+        "import sys; from elasticrun.cli import status; "
+        f"status.ANSWER_LIMIT = {LIMIT}; sys.exit(status.main(sys.argv[1:]))"
+    )
     made = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.harness import SCRIPTS, Launched, Peer, World
+from tests.harness import (
+    LIMIT,
+    PATIENT,
+    SCRIPTS,
+    TORCHRUN,
+    Launched,
+    Peer,
+    World,
+    await_listener,
+)
 
 PUPPET = str(SCRIPTS / "puppet.py")
 
@@ -16,8 +25,10 @@ def job(
     env: Mapping[str, str] | None = None,
     console: int | None = None,
 ) -> Launched:
-    """One agent whose ranks are puppets; it says at once what it waits for."""
-    talkative = {"LOGLEVEL": "INFO", **(env or {})}
+    """One agent whose ranks are puppets; it says at once what it waits for. Without an --rdzv-conf
+    it is patient: that an agent was killed is known after a minute where all ranks are idle, and at
+    once where they lose a peer by it."""
+    talkative = {"LOGLEVEL": "INFO", **PATIENT, **(env or {})}
     return world.launch(launcher, *flags, PUPPET, env=talkative, stdout=console, stderr=console)
 
 
@@ -35,7 +46,9 @@ def agents(
 ) -> list[Launched]:
     """`count` agents of one job on this host, one puppet each unless the flags say otherwise.
 
-    `console`: a descriptor for their standard output and error, a file each if there is none."""
+    `console`: a descriptor for their standard output and error, a file each if there is none.
+    Of torchrun's the first has its store before the next one starts: two that start at one moment
+    spoil each other's."""
     if static:
         meet = (f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={port}")
         return [
@@ -51,7 +64,12 @@ def agents(
         "--rdzv-id=agents",
         "--local-addr=127.0.0.1",
     )
-    return [job(world, launcher, *meet, *flags, env=env, console=console) for _ in range(count)]
+    made = []
+    for _ in range(count):
+        made.append(job(world, launcher, *meet, *flags, env=env, console=console))
+        if launcher == TORCHRUN:
+            await_listener(port)
+    return made
 
 
 def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
@@ -60,7 +78,7 @@ def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:
     return world.hub.ranks(count, pid=lambda pid: pid not in pids)
 
 
-def allreduce(world: World, peers: list[Peer], limit: float = 60.0) -> list[int]:
+def allreduce(world: World, peers: list[Peer], limit: float = LIMIT) -> list[int]:
     """Let all of these puppets sum up ones; what each of them got."""
     which = [1 + sum(said.get("what") == "allreduce" for said in peer.said) for peer in peers]
     for peer in peers:

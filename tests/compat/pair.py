@@ -15,6 +15,7 @@ from tests.harness import (
     TORCHRUN,
     Launched,
     World,
+    await_listener,
     free_port,
     world_in,
 )
@@ -80,7 +81,8 @@ def fill(words: tuple[str, ...], world: World, port: int) -> list[str]:
 
 
 def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
-    """Start all agents of a case."""
+    """Start all agents of a case; torchrun's others when the first one has its c10d store: two that
+    start at one moment spoil each other's."""
     dumps = world.scratch / "dumps"
     dumps.mkdir()
     name, *args = fill(case.program, world, port)
@@ -96,6 +98,8 @@ def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
                 launcher, *argv, env=env, cwd=cwd, umask=case.umask, ignoring=case.ignoring
             )
         )
+        if launcher == TORCHRUN and "--rdzv-backend=c10d" in flags and len(case.agents) > 1:
+            await_listener(port)
     return jobs
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.harness import (
     ELASTICRUN,
-    LIMIT,
+    PATIENT,
     SCRIPTS,
     TORCHRUN,
     Launched,
@@ -30,7 +30,10 @@ from tests.harness import (
 
 pytestmark = pytest.mark.slow
 
-QUICK = "--rdzv-conf=last_call_timeout=1"
+QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=60"
+SILENT = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
+"""For nodes that are lost while all ranks are idle: silence alone tells of it, and a stall that is
+shorter than this is none."""
 
 
 class TestStaleStore:
@@ -40,7 +43,7 @@ class TestStaleStore:
     script = str(SCRIPTS / "store_key.py")
 
     def lives(self, world: World, launcher: str) -> list[Peer]:
-        launched = world.launch(launcher, "--max-restarts=1", self.script)
+        launched = world.launch(launcher, "--max-restarts=1", self.script, env=PATIENT)
         assert launched.wait() == 0, launched.stderr
         first = world.hub.ranks(1, restart=0)
         return first + world.hub.ranks(1, restart=1)
@@ -60,8 +63,9 @@ class TestStaleStore:
             ELASTICRUN,
             *("--nproc-per-node=2", "--max-restarts=10", "--restart-backoff=0"),
             *(str(SCRIPTS / "crash_cycles.py"), "10"),
+            env=PATIENT,
         )
-        assert launched.wait(240) == 0, launched.stderr
+        assert launched.wait() == 0, launched.stderr
         for life in range(11):
             for peer in world.hub.ranks(2, restart=life):
                 assert world.hub.word(peer, "sum")["value"] == 2, (life, peer.rank)
@@ -76,7 +80,7 @@ class TestScaleUp:
         jobs = agents(world, TORCHRUN, 1, "1:2", port, conf)
         world.hub.ranks(1, world_size=1)
         jobs += agents(world, TORCHRUN, 1, "1:2", port, conf)
-        assert [j.wait(150) for j in jobs] == [1, 1]  # its own time limits, one after the other
+        assert [j.wait() for j in jobs] == [1, 1]  # its own time limits, one after the other
 
     def test_ours(self, world: World) -> None:
         port = free_port()
@@ -97,14 +101,14 @@ class TestReplacement:
 
     def test_ours(self, world: World) -> None:
         port = free_port()
-        jobs = agents(world, ELASTICRUN, 2, "2", port, "--max-restarts=1")
+        jobs = agents(world, ELASTICRUN, 2, "2", port, SILENT, "--max-restarts=1")
         peers = world.hub.ranks(2)
         host = agent_of(peers[0], jobs)
         lost = next(j for j in jobs if j is not host)
         lost.process.kill()
         lost.wait()
         world.hub.lost(peers)  # the survivor's rank too: its world is gone
-        jobs += agents(world, ELASTICRUN, 1, "2", port, "--max-restarts=1")
+        jobs += agents(world, ELASTICRUN, 1, "2", port, SILENT, "--max-restarts=1")
         again = world.hub.ranks(2, pid=lambda pid: pid not in {p.pid for p in peers})
         assert allreduce(world, again) == [2, 2]
         finish(again)
@@ -124,10 +128,13 @@ class TestLossOfRankZero:
         port = free_port()
         jobs = agents(world, ELASTICRUN, 3, "2:3", port, QUICK, "--max-restarts=3")
         peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
+        assert allreduce(world, peers) == [3, 3, 3]
         before = list(world.hub.peers)
         lost = agent_of(peers[0], jobs)
         lost.process.kill()
         lost.wait()
+        for peer in peers[1:]:
+            peer.order("allreduce")  # they lose their peer, so that nobody waits for silence
         again = new_ranks(world, before, 2)
         assert len({(p.master_addr, p.master_port) for p in again}) == 1
         assert again[0].master_port not in {p.master_port for p in peers}
@@ -140,7 +147,7 @@ class TestNodeLossWithIdleRanks:
     """3 agents, one killed, healthy idle ranks: no reaction in 40 s [recorded]."""
 
     def test_ours(self, world: World) -> None:
-        jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), QUICK)
+        jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), SILENT)
         peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
         before = list(world.hub.peers)
         lost = agent_of(peers[2], jobs)
@@ -227,8 +234,8 @@ class TestOrphans:
             pids += [peer.pid, world.hub.word(peer, "done")["pid"]]
         launched.process.kill()
         launched.wait()
-        assert not await_exit(pids, 240)
-        world.nothing_left(10)
+        assert not await_exit(pids)
+        world.nothing_left()
 
 
 class TestFinishedNodeAndLateFailure:
@@ -308,13 +315,19 @@ class TestRootCause:
     """Whole seconds, ties by order in a dictionary: a bystander was named."""
 
     def cause(self, world: World, launcher: str) -> str:
-        pipe = world.scratch / f"pipe-{len(world.jobs)}"
+        pipe = world.scratch / "pipe"
         os.mkfifo(pipe)
         launched = world.launch(
             launcher,
-            *("--nproc-per-node=2", "--monitor-interval=1"),
-            *(str(SCRIPTS / "bystander.py"), str(pipe)),
+            *("--nproc-per-node=2", str(SCRIPTS / "bystander.py"), str(pipe)),
         )
+        peers = world.hub.ranks(2)
+        if launcher == TORCHRUN:
+            launched.signal(signal.SIGSTOP)
+        peers[1].order("exit")
+        if launcher == TORCHRUN:
+            assert not await_exit([peer.pid for peer in peers])
+            launched.signal(signal.SIGCONT)
         assert launched.wait() == 1
         text = launched.stderr[launched.stderr.index("Root Cause") :]
         match = re.search(r"rank +: (\d+)", text)
@@ -322,8 +335,8 @@ class TestRootCause:
         return match[1]
 
     def test_torchrun(self, torchrun_world: World) -> None:
-        """Both deaths have to fall between two of its looks, a second apart."""
-        assert any(self.cause(torchrun_world, TORCHRUN) == "0" for _ in range(3))
+        """Both deaths fall between two of its looks: it stands still meanwhile."""
+        assert self.cause(torchrun_world, TORCHRUN) == "0"
 
     def test_ours(self, world: World) -> None:
         assert self.cause(world, ELASTICRUN) == "1"
@@ -385,4 +398,4 @@ class TestUnlikeNodes:
         assert [p.rank for p in peers] == [0, 1, 2]
         assert allreduce(used, peers) == [3, 3, 3]
         finish(peers)
-        assert [j.wait(LIMIT) for j in jobs] == [0, 0]
+        assert [j.wait() for j in jobs] == [0, 0]

@@ -16,6 +16,8 @@ from tests.compat.pair import Case, Outcome, Pairs
 pytestmark = pytest.mark.slow
 
 TWO_AGENTS = ("--local-addr", "127.0.0.1")
+PATIENT = "--rdzv-conf=heartbeat_timeout=60"
+"""An agent of ours that stands still for a while is not dead; torchrun reads no such word."""
 
 CASES = {
     "one rank": Case(program=("dump.py", "a", "--b=c", "-d", "e f")),
@@ -63,16 +65,22 @@ CASES = {
     "nohup and &": Case(ignoring="HUP INT QUIT USR1"),
     "restarts": Case(("--max-restarts=2", "--nproc-per-node=2"), env={"DUMP_FAIL_UNTIL": "2"}),
     "two agents, static": Case(
-        ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}", "--nproc-per-node=2"),
+        (
+            *("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}"),
+            *("--nproc-per-node=2", PATIENT),
+        ),
         agents=(("--node-rank=0",), ("--node-rank=1",)),
         user_port=True,
     ),
     "two agents, elastic": Case(
-        ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two"),
+        (
+            *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}"),
+            *("--rdzv-id=two", PATIENT),
+        ),
         agents=(TWO_AGENTS, TWO_AGENTS),
     ),
     "two agents, unlike": Case(
-        ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}"),
+        ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}", PATIENT),
         agents=(("--node-rank=0", "--nproc-per-node=1"), ("--node-rank=1", "--nproc-per-node=2")),
         user_port=True,
     ),
@@ -204,7 +212,7 @@ def test_counting_restarts(pairs: Pairs) -> None:
 def test_a_user_port_serves_tcp_init(pairs: Pairs) -> None:
     """DROP-IN 12: `init_method="tcp://127.0.0.1:<--master-port>"` works from two agents."""
     case = Case(
-        ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}"),
+        ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}", PATIENT),
         ("tcp_init.py", "{port}"),
         agents=(("--node-rank=0",), ("--node-rank=1",)),
         user_port=True,

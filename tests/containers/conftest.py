@@ -13,7 +13,7 @@ from elasticrun.testing import cgroups
 from elasticrun.testing.hosts import Impossible
 from tests import needs
 from tests.containers.container import MIB, PATH, Container, Wanted
-from tests.harness import World
+from tests.harness import PATIENT, World
 
 Box = Callable[..., Container]
 
@@ -54,7 +54,7 @@ def box(world: World, why_none: str, request: pytest.FixtureRequest) -> Iterator
     ) -> Container:
         made = Container(world, Wanted(**wanted))
         started.append(made)
-        made.start([*program, *words], {"LOGLEVEL": "INFO", **(env or {})})
+        made.start([*program, *words], {"LOGLEVEL": "INFO", **PATIENT, **(env or {})})
         return made
 
     yield start

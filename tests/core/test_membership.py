@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.config import MASS_SILENCE_HOLD, SLUGGISH_DEAD, SUSPECT_CONFIRM
-from elasticrun.core.membership import Admission, Health, Membership
+from elasticrun.core.members import Admission, Health
+from elasticrun.core.membership import Membership
 
 TIMEOUT = 5.0
 
@@ -219,3 +220,30 @@ def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:
     assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["b"]
     assert crowd.health("c") is Health.SUSPECT
     assert crowd.deaths(10.0 + TIMEOUT) == ["c"]
+
+
+def test_the_only_node_of_all_may_be_silent_for_longer() -> None:
+    """It was stopped, and comes back; nobody could have taken its place meanwhile."""
+    crowd = Crowd("a")
+    session = crowd.sessions["a"]
+    crowd.m.detached(session, 10.0, corroborated=False, clean=False, silent=TIMEOUT)
+    assert crowd.deaths(5.0 + SLUGGISH_DEAD - 0.1) == []
+    assert crowd.deaths(5.0 + SLUGGISH_DEAD) == ["a"]
+
+
+def test_the_only_node_of_all_that_dies_is_given_up_as_any_other() -> None:
+    """The kernel closes the streams of a process that has died: nothing is silent."""
+    crowd = Crowd("a")
+    crowd.breaks("a", 10.0)
+    assert crowd.deaths(10.0 + TIMEOUT) == ["a"]
+
+
+@pytest.mark.parametrize(("comes", "dies"), [(11.0, 11.0), (10.2, 10.0 + SUSPECT_CONFIRM)])
+def test_a_second_node_ends_the_patience_with_the_first(comes: float, dies: float) -> None:
+    crowd = Crowd("a")
+    session = crowd.sessions["a"]
+    crowd.m.detached(session, 10.0, corroborated=False, clean=False, silent=TIMEOUT)
+    assert crowd.deaths(comes) == []
+    crowd.attach("b", now=comes)
+    assert crowd.m.next_deadline() == dies
+    assert crowd.deaths(dies) == ["a"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from elasticrun.detection.ports import port_of_number
 from tests.compat.live import PUPPET, finish
 from tests.detection.environments import BATCH, CROWD, POD, SRUN
-from tests.harness import ELASTICRUN, World
+from tests.harness import ELASTICRUN, PATIENT, World
 
 SCRIPT = """
 import json, os, torch.distributed as dist
@@ -32,7 +32,7 @@ def script(world: World) -> Path:
 
 def step(node: int, job: int) -> dict[str, str]:
     """One of two tasks of a step whose nodes are both this host."""
-    return SRUN | {
+    return SRUN | PATIENT | {
         "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_NODEID": str(node),
         "SLURM_PROCID": str(node), "SLURM_STEP_NODELIST": "127.0.0.[2-3]",
     }  # fmt: skip
@@ -63,6 +63,7 @@ def test_what_an_operator_says_of_nodes_never_reaches_a_rank(world: World) -> No
     port = str(20_000 + hash(world.marker) % 9_000)
     pods = [
         POD
+        | PATIENT
         | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": port}
         for rank in range(2)
     ]
@@ -80,7 +81,7 @@ def test_what_an_operator_says_of_nodes_never_reaches_a_rank(world: World) -> No
 def test_a_node_of_another_job_is_refused_at_the_port(world: World) -> None:
     """Jobs whose ids give the same port never mix: the later one ends with a sentence."""
     job = 700_000_000 + (hash(world.marker) % 1_000_000)
-    words = (ELASTICRUN, "--nnodes=1:2", PUPPET)
+    words = (ELASTICRUN, "--nnodes=1:2", "--grow=now", PUPPET)  # however late the second one is
     first = [world.launch(*words, env=step(0, job) | {"LOGLEVEL": "INFO"})]
     first[0].until_text("serving job")
     other = world.launch(ELASTICRUN, PUPPET, env=step(0, job + 9_000))

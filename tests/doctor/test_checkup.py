@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from elasticrun.doctor import checkup
@@ -22,7 +23,7 @@ def test_they_run_side_by_side_and_are_told_in_order() -> None:
     def look(name: str) -> Callable[[], list[Finding]]:
         return lambda: [ok(name, str(together.wait(240) >= 0))]
 
-    found = checkup.run([Check(name, look(name), limit=60) for name in "abc"])
+    found = checkup.run([Check(name, look(name), limit=240) for name in "abc"])
     assert [finding.check for finding in found] == ["a", "b", "c"]
 
 
@@ -30,10 +31,10 @@ def test_one_that_hangs_is_left_to_itself(tmp_path: Path) -> None:
     """A read of a pipe that nobody writes to hangs as a dead file server does."""
     os.mkfifo(tmp_path / "pipe")
     hangs = [Check("disk", (tmp_path / "pipe").open, limit=0.2, late=State.FAILED)]  # type: ignore[arg-type, list-item]
-    well = Check("well", lambda: [ok("well", "seen")], limit=60)
+    well = Check("well", lambda: [ok("well", "seen")], limit=240)
     began = time.monotonic()
     late, fine = checkup.run([*hangs, well])
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120  # it was not waited for
     assert late.state is State.FAILED
     assert late.seen == "no answer within 0.2 s"
     assert fine.state is State.OK
@@ -51,7 +52,9 @@ def test_a_check_that_breaks_is_no_verdict_on_the_machine() -> None:
 
 def test_a_real_machine_has_one_finding_at_least_from_each() -> None:
     subject = Subject(nproc=1, folders=(Folder("log", os.getcwd()),), environ=dict(os.environ))
-    found = {finding.check for finding in checkup.run(checkup.checks(subject))}
+    # one that is late tells nothing but its family's name
+    wanted = [replace(check, limit=240) for check in checkup.checks(subject)]
+    found = {finding.check for finding in checkup.run(wanted)}
     assert {
         "disk, log folder",
         "shared memory",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
-from tests.harness import ELASTICRUN, SCRIPTS, World, await_exit, until_file
+from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_exit, until_file
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_a_bug_mended_between_two_lives(world: World) -> None:
     script, module = world.scratch / "train.py", world.scratch / "beside.py"
     script.write_text(SPEAKER)
     module.write_text("TEXT = 'old'\n")
-    launched = world.launch(ELASTICRUN, "--max-restarts=1", str(script))
+    launched = world.launch(ELASTICRUN, "--max-restarts=1", str(script), env=PATIENT)
     (first,) = world.hub.ranks(1, restart=0)
     assert (first.script, first.module) == ("old", "old")
     script.write_text(SPEAKER.replace('"old"', '"mended"'))
@@ -53,7 +53,7 @@ def test_the_second_life_has_what_the_first_one_imported(world: World) -> None:
     launched = world.launch(
         *(ELASTICRUN, "--nproc-per-node=2", "--max-restarts=2", "--preload=learn"),
         *("--restart-backoff=0", str(script)),
-        env={"LOGLEVEL": "INFO"},
+        env={"LOGLEVEL": "INFO", **PATIENT},
     )
     first = world.hub.ranks(2, restart=0)
     assert not has_psutil(first[0].ppid)
@@ -97,5 +97,5 @@ def test_no_orphan_where_ranks_are_execed(world: World, words: tuple[str, ...]) 
         pids += [peer.pid, world.hub.word(peer, "done")["pid"]]
     launched.process.kill()
     launched.wait()
-    assert not await_exit(pids, 240)
-    world.nothing_left(10)
+    assert not await_exit(pids)
+    world.nothing_left()

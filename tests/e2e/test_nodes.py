@@ -10,16 +10,19 @@ import pytest
 from elasticrun.testing import processes
 from tests import needs
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
-from tests.counting import QUICK, Counting
-from tests.harness import COMMANDS, ELASTICRUN, LIMIT, World, await_true, free_port
+from tests.counting import Counting
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, PATIENT, World, await_true, free_port
 
 pytestmark = pytest.mark.slow
+
+TIMES = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
+"""A node that falls silent is lost, and one that a busy machine lets stand for a while is not."""
 
 
 def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     """COORDINATION 11 and 13: one of three falls silent, with `--max-restarts=0`: the others go
     on, nothing is charged. When it thaws its ranks of the old round end, and it joins anew."""
-    counted = counting.start("2:3", QUICK, "--grow=now", nodes=3)
+    counted = counting.start("2:3", TIMES, "--grow=now", nodes=3)
     first = counting.first(3)
     at = counted.freeze_node(first.nodes[2])
     others = counted.wait_for_world(2, since=at)
@@ -66,11 +69,15 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     """`elasticrun master` serves agents that host nothing, and ends with their job. While ranks
     train, nothing changes and nobody writes a line."""
     counted = counting.start(
-        "2", "--rdzv-conf=is_host=0", master=True, master_options=["--nnodes=2"],
+        "2", "--rdzv-conf=is_host=0,heartbeat_timeout=60", master=True,
+        master_options=["--nnodes=2", "--rdzv-conf=heartbeat_timeout=60"],
         env={"COUNTS_PAUSE": "0.01"},
     )  # fmt: skip
     first = counting.first(2)
     counted.wait_for_output("master", "round 1 begins")
+    for node in (0, 1):  # the last two that an agent says before its ranks are there
+        counted.wait_for_output(node, "the job's page")
+        counted.wait_for_output(node, "ranks will be started by")
 
     def shown() -> list[str]:
         """What is said of this machine comes when it has been looked at, some seconds later."""
@@ -92,7 +99,8 @@ def test_an_agent_that_is_pid_1(world: World) -> None:
     apart = ("--pid", "--fork", "--mount-proc")
     needs.namespaces(*apart)
     flags = ("--nproc-per-node=2", "--max-restarts=1")
-    launched = world.command(("unshare", *apart, *COMMANDS[ELASTICRUN], *flags, PUPPET))
+    words = ("unshare", *apart, *COMMANDS[ELASTICRUN], *flags, PUPPET)
+    launched = world.command(words, env=PATIENT)
     first = world.hub.ranks(2)
     agent = next(p for p in launched.below() if p.ppid() == launched.pid)
     first[0].order("child", session=True)
@@ -124,7 +132,7 @@ def test_a_rank_that_cannot_be_reaped(world: World) -> None:
         pytest.skip("this host does not let us trace")
     try:
         failing.order("exit", code=3)
-        assert launched.wait(240) == 75, launched.stderr
+        assert launched.wait() == 75, launched.stderr
     finally:
         os.waitpid(held.pid, 0x40000000)  # __WALL: the tracer lets go
     assert str(held.pid) in launched.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -15,7 +16,7 @@ from elasticrun.wire import channel, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish, job
-from tests.harness import ELASTICRUN, SCRIPTS, World, free_port, until_file
+from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, World, free_port, until_file
 
 pytestmark = pytest.mark.slow
 
@@ -68,9 +69,9 @@ def test_a_port_that_is_taken_by_a_stranger(world: World) -> None:
 def test_a_port_that_a_connection_holds_for_a_moment(world: World) -> None:
     """It is nobody's master, and nobody else will start one: when it is free, this agent does."""
     with socket.create_server(("127.0.0.1", 0)) as somebody:
-        connection = socket.create_connection(somebody.getsockname())
+        port = free_port()  # one of the kernel's choice could be anybody's as soon as it is free
+        connection = socket.create_connection(somebody.getsockname(), None, ("127.0.0.1", port))
         with connection, somebody.accept()[0]:
-            port = connection.getsockname()[1]
             launched = job(
                 world, ELASTICRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"
             )
@@ -210,7 +211,7 @@ def test_a_master_of_another_version(world: World) -> None:
 
 def test_a_frozen_terminal(world: World) -> None:
     """DROP-IN 8: nobody reads the console of two agents with `-t 3`; the ranks train on, far
-    beyond what a pipe holds and for longer than a silent node would be given."""
+    beyond what a pipe holds, and the agents do what they are there for: they pass a signal on."""
     port = free_port()
     readers, jobs = [], []
     for _ in range(2):
@@ -218,15 +219,22 @@ def test_a_frozen_terminal(world: World) -> None:
         readers.append(read_end)
         jobs += agents(
             *(world, ELASTICRUN, 1, "2", port),
-            *("-t3", "--rdzv-conf=heartbeat_timeout=2", f"--log-dir={world.scratch / 'logs'}"),
+            *("-t3", f"--log-dir={world.scratch / 'logs'}"),
             console=write_end,
         )
         os.close(write_end)
     peers = world.hub.ranks(2)
     for peer in peers:
-        peer.order("steps", count=500, text="x" * 4000 + "\n")  # 2 MB each, 5 s at least
+        peer.order("trap", signums=[int(signal.SIGUSR1)])
+        world.hub.word(peer, "done", what="trap")
+    for peer in peers:
+        peer.order("steps", count=500, text="x" * 4000 + "\n")  # 2 MB each
     for peer in peers:
         world.hub.word(peer, "done", what="steps")
+    for launched in jobs:
+        launched.signal(signal.SIGUSR1)
+    for peer in peers:
+        world.hub.word(peer, "signal", signum=int(signal.SIGUSR1))
     assert allreduce(world, peers) == [2, 2]
     assert len(world.hub.peers) == 2  # no other life
     drains = [subprocess.Popen(["cat"], stdin=fd, stdout=subprocess.DEVNULL) for fd in readers]
@@ -234,7 +242,7 @@ def test_a_frozen_terminal(world: World) -> None:
         os.close(fd)
     finish(peers)
     assert [j.wait() for j in jobs] == [0, 0]
-    assert [drain.wait(240) for drain in drains] == [0, 0]
+    assert [drain.wait(LIMIT) for drain in drains] == [0, 0]
     for file in (world.scratch / "logs").rglob("stdout.log"):
         assert file.read_text().count("x" * 4000) == 500  # the files miss nothing
 
@@ -243,7 +251,9 @@ def test_a_reader_that_goes_away(world: World) -> None:
     """`elasticrun … | head -1`: a closed console is no reason to stop training."""
     read_end, write_end = os.pipe()
     launched = world.launch(
-        ELASTICRUN, "-t3", "--nproc-per-node=2", str(SCRIPTS / "puppet.py"), stdout=write_end
+        *(ELASTICRUN, "-t3", "--nproc-per-node=2", str(SCRIPTS / "puppet.py")),
+        stdout=write_end,
+        env=PATIENT,
     )
     os.close(write_end)
     peers = world.hub.ranks(2)

@@ -9,8 +9,31 @@ import subprocess
 import threading
 from pathlib import Path
 
+from elasticrun.agent.helpers import PACKAGE_ROOT
 from elasticrun.config import Tls
 from tests.harness import LIMIT, clean_environment, free_port, is_alive, until_file
+
+LEASE = 10
+"""Seconds of a leadership here: a stall of etcd or of a master that is shorter costs no change of
+masters, which these tests count."""
+
+_PATIENT = f"""
+import sys
+
+if "elasticrun.master" in sys.orig_argv:
+    from elasticrun.master import etcd_store
+
+    etcd_store.LEADER_TTL = {LEASE}
+    etcd_store.CAMPAIGN_LIMIT = {LIMIT}
+"""
+
+
+def patient_masters(scratch: Path) -> dict[str, str]:
+    """The variables with which what is started gives its masters such a leadership."""
+    hook = scratch / "patient"
+    hook.mkdir(exist_ok=True)
+    (hook / "sitecustomize.py").write_text(_PATIENT)
+    return {"PYTHONPATH": os.pathsep.join((str(hook), PACKAGE_ROOT))}
 
 
 class EtcdServer:
@@ -33,6 +56,12 @@ class EtcdServer:
     def url(self) -> str:
         """What --master-store takes."""
         return f"etcd://{self.address}"
+
+    @property
+    def etcdctl(self) -> tuple[str, ...]:
+        """etcd's own tool, for this server; by itself it gives up after 2 s."""
+        patient = (f"--{limit}-timeout={LIMIT:g}s" for limit in ("dial", "command"))
+        return ("etcdctl", f"--endpoints={self.address}", *patient)
 
     def start(self, tls: Tls | None = None) -> None:
         """Start it, again after `kill` with all it knew; returns when it serves. `tls`: its files,

@@ -104,7 +104,8 @@ def test_a_prefix_is_not_its_neighbour(etcd_server: EtcdServer) -> None:
 def test_a_lease_takes_its_keys_with_it(etcd_server: EtcdServer) -> None:
     async def body() -> None:
         async with client(etcd_server.url) as c:
-            short, kept, long = await c.grant(8), await c.grant(8), await c.grant(600)
+            # so long that the first ones still stand when all is written, however slowly
+            long, short, kept = await c.grant(600), await c.grant(20), await c.grant(20)
             renewing = asyncio.create_task(_renew_on(c, kept))
             for name, lease in (("short", short), ("kept", kept), ("long", long)):
                 await c.txn((), (etcd.put(JOB + name, b"", lease),))
@@ -173,7 +174,7 @@ def test_a_revision_that_is_compacted_away(etcd_server: EtcdServer) -> None:
         async with client(etcd_server.url) as c:
             for number in range(5):
                 answer = await c.txn((), (etcd.put(JOB + "x", b"%d" % number),))
-            command = ["etcdctl", f"--endpoints={etcd_server.address}", "compaction"]
+            command = [*etcd_server.etcdctl, "compaction"]
             try:
                 compact = [*command, str(answer.revision)]
                 await asyncio.to_thread(subprocess.run, compact, check=True, capture_output=True)
@@ -195,7 +196,8 @@ def test_servers_are_asked_in_turn(etcd_server: EtcdServer) -> None:
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             dead, black = free_port(), mute.getsockname()[1]
-            async with client(dead, black, etcd_server.port, limit=3.0) as c:
+            # what is lost on the black one, and what the last one has to answer in
+            async with client(dead, black, etcd_server.port, limit=20.0) as c:
                 assert (await c.txn((), (etcd.put(JOB + "x", b""),))).succeeded
                 follower = Follower(c)
                 await follower.until(lambda: follower.states)

@@ -18,7 +18,7 @@ from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.certificates import Authority
-from tests.etcd.server import EtcdServer
+from tests.etcd.server import EtcdServer, patient_masters
 from tests.harness import LIMIT
 from tests.master.people import SPEC, enter, hear, hello
 from tests.master.test_process import Process, started
@@ -31,8 +31,10 @@ HASTY = dataclasses.replace(SPEC, last_call_timeout=1.0)
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run folder of this test's own."""
+    """A run folder of this test's own, and masters that are not in a hurry."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name, value in patient_masters(tmp_path).items():
+        monkeypatch.setenv(name, value)
 
 
 async def until_nobody_leads(url: str) -> None:
@@ -143,7 +145,7 @@ def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None
 
 def test_the_leader_names_the_address_that_it_was_given(etcd_server: EtcdServer) -> None:
     async def body() -> etcd.Item:
-        client = etcd.Etcd(parse_place(etcd_server.url))
+        client = etcd.Etcd(parse_place(etcd_server.url), limit=LIMIT)
         (item,) = (await client.txn((), (etcd.get(KEYS.master),))).items
         await client.close()
         return item
@@ -166,14 +168,14 @@ def test_etcd_behind_tls(etcd_server: EtcdServer, tmp_path: Path) -> None:
     etcd_server.start(tls=theirs)
     url = etcd_server.url.replace("etcd://", "etcds://")
 
-    async def campaign(**files: str) -> None:
-        client = etcd.Etcd(parse_place(url), **files)
+    async def campaign(limit: float = etcd.CALL_LIMIT, **files: str) -> None:
+        client = etcd.Etcd(parse_place(url), limit=limit, **files)
         try:
             await client.txn((), (etcd.put("/x", b""),))
         finally:
             await client.close()
 
-    aio.run(campaign(ca=ours.ca, cert=ours.cert, key=ours.key))
+    aio.run(campaign(LIMIT, ca=ours.ca, cert=ours.cert, key=ours.key))
     with pytest.raises(etcd.EtcdSilent):
         aio.run(campaign(ca=ours.ca))
     with pytest.raises(etcd.EtcdSilent):

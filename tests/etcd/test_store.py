@@ -27,17 +27,23 @@ KEYS = Keys("job")
 
 LONG = 60
 """Seconds of a lease that no stall of the machine or of its disk outlasts."""
+
+TIMED = 10
+"""The same of a lease whose end is waited for."""
+
 BOOM = Failure("h", 3, 1, 77, 0, 5, FailureKind.SCRIPT, "it broke", "Traceback ...", "")
 
 
 @pytest.fixture(autouse=True)
 def _a_lease_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those that are about its end have the lease that masters have."""
-    if request.function not in (
+    """Nobody loses, is refused or gives up because something stood still for a while."""
+    ends = (
         test_a_lost_master_is_succeeded_when_its_lease_is_over,
         test_nothing_is_done_while_etcd_stands_still,
-    ):
-        monkeypatch.setattr(etcd_store, "LEADER_TTL", LONG)
+    )
+    monkeypatch.setattr(etcd_store, "LEADER_TTL", TIMED if request.function in ends else LONG)
+    for limit in ("CAMPAIGN_LIMIT", "CLOSE_LIMIT", "ETCD_CALL_LIMIT"):
+        monkeypatch.setattr(etcd_store, limit, LIMIT)
 
 
 class Clock:
@@ -312,7 +318,7 @@ def test_the_outcome_stays_and_the_leadership_goes(etcd_server: EtcdServer) -> N
 def test_a_job_that_was_saved_may_soon_begin_again(
     etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_store, "SAVED_KEPT", 1)
+    monkeypatch.setattr(etcd_store, "SAVED_KEPT", TIMED)  # 30 s; long enough to write under it
 
     async def body(s: Stage) -> None:
         first = await s.leader()

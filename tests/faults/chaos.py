@@ -162,7 +162,7 @@ class Chaos:
     def whole(self) -> Life:
         """Every place is in one world, which goes on; or it waits with a sentence (a node that
         fell silent or failed again and again stands at the door for minutes)."""
-        return self.team.log.until(self._at_rest, f"whole job: {self.words()}", 150)
+        return self.team.log.until(self._at_rest, f"whole job: {self.words()}")
 
     def _at_rest(self) -> Life | None:
         life = self.team.log.last

@@ -165,15 +165,15 @@ class StepLog:
 
     # ------------------------------------------------------------ what must be true
 
-    def check(self, *, stopped: Collection[int] = ()) -> list[Life]:
-        """The invariants of every fault; all worlds there were. `stopped`: pids that were held by
-        SIGSTOP. See `one_world_at_a_time` and `every_step_whole`."""
+    def check(self, *, stopped: Collection[int] | None = ()) -> list[Life]:
+        """The invariants of every fault; all worlds there were. `stopped`: pids that were held up;
+        None: any may have been. See `one_world_at_a_time` and `every_step_whole`."""
         lives = self.lives()
         self.one_world_at_a_time(stopped=stopped)
         self.every_step_whole()
         return lives
 
-    def one_world_at_a_time(self, *, stopped: Collection[int] = ()) -> None:
+    def one_world_at_a_time(self, *, stopped: Collection[int] | None = ()) -> None:
         """After the first step of a world no rank of an earlier one completes a step.
 
         A rank that was stopped between the end of an all-reduce and its line in the log writes

@@ -37,7 +37,7 @@ def storm(world: World, seed: int, seconds: float) -> None:
         steady(team, chaos, chaos.whole())
         team.finish(but=tuple(chaos.lost))
         assert chaos.master.wait() == 0
-        world.nothing_left(20)
+        world.nothing_left()
     except BaseException:
         print(f"seed {seed}: {'; '.join(map(str, acts))}\ndone: {chaos.words()}")
         raise

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.counting import Counting, keeps_ranks, let_pass, tell
+from tests.counting import Counting, keeps_ranks, let_pass, tell, times
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -16,12 +16,25 @@ pytestmark = pytest.mark.slow
 def test_nodes_that_start_together_make_one_world(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:
-    """2 agents of 1:4: nobody waits for nodes that do not exist, and nobody begins alone."""
+    """2 agents of 1:4: nobody waits for nodes that do not exist, and nobody begins alone, unless a
+    busy machine has held the other one up until then."""
     began = time.monotonic()
     job = counting.start("1:4", nodes=2, together=True)
-    first = job.wait_for_world(2)
+    first = counting.first(2)
     tell(request, "start of 2 agents to the first step of both", first.began - began)
     assert len(counting.finish()) == 1
+    for early in job.worlds()[:-1]:
+        (late,) = {0, 1} - set(early.nodes.values())
+        assert said_at(job.output(late), "the job's page") > said_at(
+            counting.words(), "round 1 begins"
+        ), counting.words()
+
+
+def said_at(words: str, text: str) -> str:
+    """The date and time of the first line with this text; later ones sort after it."""
+    found = re.search(rf"[IW](\d{{4}} \d\d:[\d:.]+) .*{text}", words)
+    assert found, words
+    return found[1]
 
 
 @pytest.mark.parametrize("flags", [(), ("--grow=now",)], ids=["young", "grow-now"])
@@ -46,7 +59,7 @@ def test_a_node_joins(
 def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
     """After its first minute a round is not given up for a newcomer before the cool-down is over;
     who waits is told why, and status says until when."""
-    job = counting.start("1:2", "--rdzv-conf=grow_cooldown=90", nodes=1)
+    job = counting.start("1:2", times(grow_cooldown=90), nodes=1)
     first = counting.first(1)
     began = time.monotonic()
     let_pass(62)  # it is not young any more
@@ -89,7 +102,8 @@ def test_eight_agents_started_over_forty_seconds(
 def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> None:
     """COORDINATION 6: each of its joins could begin last call anew. It cannot keep two others from
     their world, and when it stays away they go on undisturbed."""
-    job = counting.start("2:8", "--rdzv-conf=last_call_timeout=2", nodes=1)
+    # a newcomer whose end nobody else has seen is given up for its silence: not after a minute
+    job = counting.start("2:8", times(last_call_timeout=2, heartbeat_timeout=10), nodes=1)
     stay = 0, job.nodes.index(job.add_node())
     end = time.monotonic() + LIMIT
     while not any(set(stay) <= set(world.nodes.values()) for world in job.worlds()):

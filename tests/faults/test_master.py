@@ -10,9 +10,9 @@ import signal
 import pytest
 
 from elasticrun.testing.processes import is_master
-from tests.counting import QUICK, tell
+from tests.counting import QUICK, tell, times
 from tests.faults.team import Team
-from tests.harness import World, await_exit
+from tests.harness import World, await_exit, await_true
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +28,14 @@ def another_master(team: Team, dead: int) -> int:
     """Wait until agents are attached to a master that is not `dead`; its pid."""
     host = next(node for node in team.nodes if node.name == "n0")
     host.agent.until_text("a new one is started")
-    team.log.until(
-        lambda: [p for p in masters(team) if p != dead], "master after the one that was killed"
-    )
-    (pid,) = [p for p in masters(team) if p != dead]
+    found: list[int] = []
+
+    def another() -> bool:
+        found[:] = [p for p in masters(team) if p != dead]
+        return bool(found)
+
+    await_true(another, "master after the one that was killed")
+    (pid,) = found
     return pid
 
 
@@ -68,17 +72,19 @@ def test_while_nodes_gather(world: World) -> None:
 
 
 def test_while_ranks_are_restarted(world: World) -> None:
-    """A rank has died and the others are being stopped, which takes one of them four seconds; the
+    """A rank has died and the others are being stopped, which one of them takes its time for; the
     master dies in between. The restart is made, and charged once."""
-    team = Team(world, "2:3", "--max-restarts=2", "--restart-grace=30")
+    team = Team(world, "2:3", "--max-restarts=2", "--restart-grace=120")
     first = team.start(3)
-    slow = team.rank(first, 2)
-    slow.order("slow", seconds=4)
+    slow, done = team.rank(first, 2), world.scratch / "done"
+    slow.order("slow", seconds=0, until=str(done))
     world.hub.word(slow, "done", what="slow")
     dead = team.master_process()
     team.rank(first, 1).order("die")
-    team.nodes[0].agent.until_text("waiting for the other nodes of the last round")
+    waiting = next(node for node in team.nodes if node.name != first.nodes[2])
+    waiting.agent.until_text("waiting for the other nodes of the last round")
     dead.kill()
+    done.touch()
     second = team.log.world_of(3, after=first)
     assert second.restart == 1
     assert second.nodes == first.nodes
@@ -123,11 +129,11 @@ def test_the_master_and_its_agent_at_one_moment(world: World) -> None:
     """The whole host is gone: without a record elsewhere nobody decides any more. What the README
     says comes true: the others train on while they can, and end with a code of their own. A fresh
     agent on that host would have brought a master back: see the next test."""
-    conf = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2,master_lost_timeout=4"
+    lost = {"last_call_timeout": 1, "master_lost_timeout": 12}
     team = Team(world, "1:2")
-    host = team.add(conf)
+    host = team.add(times(**lost))
     host.agent.until_text("the job's page")
-    other = team.add(f"{conf},is_host=0")
+    other = team.add(times(**lost, is_host=0))
     first = team.all_there(2)
     master = team.master_process()
     master.suspend()
@@ -171,7 +177,7 @@ def test_the_agent_that_started_the_master_comes_back(world: World) -> None:
     assert second.restart == 0
     assert masters(team) == [master]
     os.kill(master, signal.SIGKILL)
-    team.log.until(lambda: set(masters(team)) - {master}, "master in the place of the one killed")
+    await_true(lambda: set(masters(team)) - {master}, "master in the place of the one killed")
     team.rank(second, 1).order("die")
     third = team.log.world_of(2, after=second)
     assert third.restart == 1

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from elasticrun.testing import processes
-from tests.counting import QUICK, Counting, keeps_ranks, tell
+from tests.counting import QUICK, Counting, keeps_ranks, tell, times
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -43,9 +43,9 @@ def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
 
 
 def test_a_silent_node(counting: Counting, request: pytest.FixtureRequest) -> None:
-    """Every process of a node stands still: no FIN, no answer, and the default times. The others
-    go on without it. When it wakes, its ranks of the old round end, and it joins anew."""
-    job = counting.start("2:3", "--grow=now", nodes=3)
+    """Every process of a node stands still: no FIN, no answer. The others go on without it. When it
+    wakes, its ranks of the old round end, and it joins anew."""
+    job = counting.start("2:3", QUICK, "--grow=now", nodes=3)
     first = counting.first(3)
     silent = first.nodes[2]
     at = job.freeze_node(silent)
@@ -81,8 +81,8 @@ def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
     on. Another node waits, with the reason, until the fork server has ended that rank by itself;
     that is before the wait is over."""
     flags = (
-        "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=2,master_lost_timeout=3",
-        "--restart-grace=1",
+        times(last_call_timeout=1, heartbeat_timeout=10, master_lost_timeout=20),
+        "--restart-grace=20",  # which that rank does not need, and the other node waits for
         "--grow=now",
     )
     job = counting.start(
@@ -104,18 +104,19 @@ def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
 
 def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
     """Survivors wait with the reason on screen until `join_timeout`, and end with a sentence."""
-    job = counting.start("2:3", "--rdzv-conf=last_call_timeout=1,join_timeout=15", nodes=2)
+    conf = times(last_call_timeout=1, join_timeout=40)  # in which both nodes have come
+    job = counting.start("2:3", conf, nodes=2)
     counting.first(2)
     job.kill_node(1)
     job.wait_for_output(0, "waiting for nodes: 2 must join, because node node1 is dead")
     assert job.result().exit_codes[0] == 1
-    assert "fewer than 2 nodes for 15 s" in job.output(0)
+    assert "fewer than 2 nodes for 40 s" in job.output(0)
     assert len(counting.check()) == 1
 
 
 def test_a_replacement_for_a_node_below_min(counting: Counting) -> None:
     """The wait is on screen, and ends at once when another node comes."""
-    job = counting.start("2", "--rdzv-conf=last_call_timeout=1", max_restarts=1)
+    job = counting.start("2", times(last_call_timeout=1), max_restarts=1)
     first = counting.first(2)
     at = job.kill_node(1)
     job.wait_for_output(0, "waiting for nodes: 2 must join")
@@ -175,7 +176,7 @@ def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> Non
 
 def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     """`--nnodes=3 --max-restarts=0`: as under torchrun, there is nothing to wait for."""
-    job = counting.start("3", "--rdzv-conf=join_timeout=600")
+    job = counting.start("3", times(join_timeout=600))
     counting.first(3)
     began = time.monotonic()
     job.kill_node(1)

@@ -147,9 +147,9 @@ def test_a_slow_node_really_takes_its_time(group: Group) -> None:
     plain, slow = group.results(group.pair("", "slow=20x", matrix=256, matmuls=10))
     assert plain.ok
     assert slow.ok
-    assert slow.compute > 3 * plain.compute  # of 20: the machine is shared with other tests
-    (alone,) = group.results([group.start(0, world_size=1, matrix=256, matmuls=10)])
-    assert slow.compute > 3 * alone.compute
+    # What a plain one takes is the machine's affair, which may pause in the middle of it.
+    assert slow.compute >= 19 * probe.SLOW_PIECE
+    assert slow.transfers[0] >= 19 * probe.SLOW_PIECE
 
 
 # ---------------------------------------------------------------- failing

@@ -6,16 +6,18 @@ import mmap
 import os
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from elasticrun.forkserver import bulk as forkserver_bulk
-from elasticrun.forkserver.lanes import Inbox
+from elasticrun.forkserver import bulk as forkserver_bulk, fetching
+from elasticrun.forkserver.lanes import Inbox, Lane
 from elasticrun.forkserver.peers import MAX_PEERS, Peers, listen
 from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
@@ -30,6 +32,7 @@ from elasticrun.wire.snapshots import (
     Fetched,
     FetchInto,
     FetchSize,
+    FromSaver,
     GiveUp,
     PartsDone,
     PersistParts,
@@ -178,14 +181,39 @@ def test_memory_that_is_too_small_is_refused(server: Driver, holder: Agent) -> N
             assert "nothing was to be fetched" in agent.wait(Fetched).reason
 
 
-def test_one_that_is_served_a_moment_later_is_waited_for(server: Driver, holder: Agent) -> None:
+def test_one_that_is_served_a_moment_later_is_waited_for(
+    server: Driver, holder: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks is in this process: it tells that it was refused, and has all the time it needs."""
+    monkeypatch.setattr(fetching, "FETCH_LIMIT", LIMIT)
+    refused, woken = threading.Event(), threading.Event()
+    asks = forkserver_bulk.ask_size
+
+    def ask_size(*words: Any) -> bulk.Head:
+        try:
+            return asks(*words)
+        except forkserver_bulk.Refused:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(forkserver_bulk, "ask_size", ask_size)
+    inbox = Inbox(woken.set)
+    said: list[FromSaver] = []
+    lane = Lane("fetch", 1, inbox.post)
+    fetches = fetching.Fetches(SECRET, said.append, lane, lane)
     shared = holder.open(state().segment())
+    fetches.begin(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
+    assert refused.wait(LIMIT)
+    holder.tell(Serve(1, 0, 1, NAMED, 7, 0))
+    while not said:
+        assert woken.wait(LIMIT)
+        woken.clear()
+        for call in inbox.take():
+            call()
+    (size,) = said
+    assert isinstance(size, FetchSize)
+    assert size.ok, size.reason
     with saver(server, secret=SECRET) as agent:
-        agent.tell(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
-        agent.tell(CheckSnapshot(1, 0, 1))
-        agent.wait(Checked)  # it has begun to ask by now, or will at once
-        holder.tell(Serve(1, 0, 1, NAMED, 7, 0))
-        assert agent.wait(FetchSize).ok
         shared.segment.withdraw(0)
         size = ask(agent, holder.here.port)
         assert not size.ok
@@ -207,16 +235,19 @@ def test_another_secret_is_refused(server: Driver, holder: Agent, mine: str, sen
         assert sentence in size.reason
 
 
-def test_a_client_that_cannot_prove_itself_is_refused(holder: Agent) -> None:
+def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the protocol, not the secret."""
-    with socket.create_connection((HOST, holder.here.port), LIMIT) as sock:
+    with door(monkeypatch) as opened, socket.create_connection((HOST, opened.port), LIMIT) as sock:
         sock.sendall(encode(bulk.Dial(bulk.VERSION, "aa", True)))
         sock.sendall(encode(bulk.Shown("bb")) + encode(bulk.Get("ff", 7, 0, True)))
+        opened.until(lambda: bool(opened.said))
+        (remark,) = opened.said
         said = b""
         while more := sock.recv(65536):
             said += more
     assert b"Refusal" in said
-    assert bulk.WRONG in holder.wait(Remark).text
+    assert isinstance(remark, Remark)
+    assert bulk.WRONG in remark.text
 
 
 def test_garbage_on_the_port_is_dropped(server: Driver, holder: Agent) -> None:
@@ -247,44 +278,61 @@ def test_strangers_that_say_nothing_do_not_keep_others_out_for_long(
             sock.close()
 
 
-def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that has waited longest, of those that have proved nothing."""
+class Door:
+    """A saver's door in this process, where a stranger may take the time that a test needs."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.said: list[FromSaver] = []
+        self.woken, self.woke = socket.socketpair()
+        self.inbox = Inbox(lambda: self.woke.sendall(b"x"))
+        refusal = bulk.Refusal("nothing of it is here", False)
+        self.peers = Peers(listener, SECRET, lambda *_: refusal, self.said.append, self.inbox.post)
+        self.port = self.peers.port
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.woken, selectors.EVENT_READ)
+        self.selector.register(listener, selectors.EVENT_READ)
+
+    def until(self, over: Callable[[], bool]) -> None:
+        """Let in who comes, until then."""
+        while not over():
+            ready = {key.fileobj for key, _ in self.selector.select(LIMIT)}
+            assert ready, "nobody else is let in"
+            if self.woken in ready:
+                self.woken.recv(1)
+            for call in self.inbox.take():
+                call()
+            if self.peers.listening() in ready:
+                self.peers.accept()
+
+
+@contextmanager
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
     monkeypatch.setattr(forkserver_bulk, "DOOR_LIMIT", LIMIT)
     listener, _ = listen(HOST)
     assert listener is not None
-    woken, woke = socket.socketpair()
-    inbox = Inbox(lambda: woke.sendall(b"x"))
-    refusal = bulk.Refusal("nothing of it is here", False)
-    peers = Peers(listener, SECRET, lambda request, part: refusal, lambda said: None, inbox.post)
-    silent = [socket.create_connection((HOST, peers.port), LIMIT) for _ in range(MAX_PEERS + 6)]
+    made = Door(listener)
+    with made.selector, listener, made.woken, made.woke:
+        yield made
+
+
+def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has waited longest, of those that have proved nothing."""
     get = bulk.Get("00" * 16, 7, 0, body=False)
-    where = Endpoint(HOST, peers.port)
-    with ThreadPoolExecutor(1) as pool, selectors.DefaultSelector() as selector:
-        selector.register(woken, selectors.EVENT_READ)
-        selector.register(listener, selectors.EVENT_READ)
-
-        def until(over: Callable[[], bool]) -> None:
-            while not over():
-                ready = {key.fileobj for key, _ in selector.select(LIMIT)}
-                assert ready, "nobody else is let in"
-                if woken in ready:
-                    woken.recv(1)
-                for call in inbox.take():
-                    call()
-                if peers.listening() in ready:
-                    peers.accept()
-
+    with ThreadPoolExecutor(1) as pool, door(monkeypatch) as opened:
+        where = Endpoint(HOST, opened.port)
+        silent = [
+            socket.create_connection((HOST, opened.port), LIMIT) for _ in range(MAX_PEERS + 6)
+        ]
         asked = pool.submit(forkserver_bulk.ask_size, where, SECRET, get)
-        asked.add_done_callback(lambda _: inbox.post(lambda: None))
-        until(asked.done)
+        asked.add_done_callback(lambda _: opened.inbox.post(lambda: None))
+        opened.until(asked.done)
         with pytest.raises(forkserver_bulk.Refused, match="nothing of it is here"):
             asked.result()
         assert all(sock.recv(1) == b"" for sock in silent[:7])  # one more had come by then
         for sock in silent:
             sock.close()
-        until(lambda: not peers._open)
-    for sock in (listener, woken, woke):
-        sock.close()
+        opened.until(lambda: not opened.peers._open)
 
 
 def test_nobody_serves_where_no_host_was_given(server: Driver) -> None:
@@ -337,6 +385,8 @@ def test_a_coordinator_that_has_given_up_takes_nothing(
     holder.tell(persist(tmp_path, part(0, 1), world_size=2))
     written(holder)
     holder.tell(GiveUp("a1"))
+    holder.tell(CheckSnapshot(1, 0, 1))
+    holder.wait(Checked)  # it has heard the one before
     with saver(server, secret=SECRET) as agent:
         agent.open(state(1, 2).segment(), key=4)
         away = {
@@ -353,9 +403,10 @@ def test_a_coordinator_that_has_given_up_takes_nothing(
 def test_a_part_that_cannot_be_handed_over_is_given_up(server: Driver, tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as nobody, saver(server) as agent:
         port = nobody.getsockname()[1]
-        nobody.close()
+        nobody.settimeout(LIMIT)
         agent.open(state(1, 2).segment(), key=4)
         agent.tell(away(tmp_path, port))
+        nobody.accept()[0].close()  # its part is written, and it tries to hand it over
         agent.tell(GiveUp("a1"))
         assert agent.wait(PartsDone).reason == "it was given up"
         agent.tell(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="b"))

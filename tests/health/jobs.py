@@ -15,7 +15,17 @@ from typing import Any
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.worlds import World
 from elasticrun.wire.messages import ExcludedNode
-from tests.harness import COMMANDS, ELASTICRUN, LIMIT, SCRIPTS, await_exit, shm_entries, shm_since
+from tests.counting import times
+from tests.harness import (
+    COMMANDS,
+    ELASTICRUN,
+    LIMIT,
+    SCRIPTS,
+    await_exit,
+    await_true,
+    shm_entries,
+    shm_since,
+)
 
 COUNTS = "counts.py"
 PACES = "paces.py"
@@ -41,11 +51,12 @@ class Health:
         self, nnodes: str, *options: str, fault: str = "", script: str = COUNTS, **more: Any
     ) -> ElasticJob:
         """Start the job, the larger number of nodes together if not said otherwise; `fault` is told
-        to all of them, `more` as for `elastic_job`."""
+        to all of them, `more` as for `elastic_job`. Its times are those of `times` where no option
+        gives others."""
         env = {**ONE_THREAD, **more.pop("env", {})}
         env |= {"ELASTICRUN_FAULT": fault} if fault else {}
         words = {"nodes": int(nnodes.rpartition(":")[2]), "together": True, **more}
-        words |= {"nnodes": nnodes, "options": options, "env": env}
+        words |= {"nnodes": nnodes, "options": (times(), *options), "env": env}
         job: ElasticJob = self._start(str(SCRIPTS / script), self._folder, **words)
         self.job = job
         return job
@@ -57,6 +68,12 @@ class Health:
         assert self.job is not None
         chosen = numbers or range(len(self.job.nodes))
         return "\n".join(self.job.output(number) for number in chosen)
+
+    def told(self, pattern: str) -> str:
+        """Wait until somebody has said this (the line may be on its way when what it tells of is
+        seen already); all that was said."""
+        await_true(lambda: re.search(pattern, self.said()), f"word of {pattern}")
+        return self.said()
 
     def exit_of(self, number: int) -> int | None:
         """Wait for the end of a node's agent; its exit code."""
@@ -81,18 +98,25 @@ class Health:
         return found
 
     def shown(self) -> str:
-        """What `elasticrun status` prints of this job."""
+        """What `elasticrun status` prints of this job, as soon as its master answers: it gives one
+        that stands still no more than five seconds."""
         assert self.job is not None
         endpoint = next(w for w in self.job.nodes[0].command if w.startswith("--rdzv-endpoint="))
-        done = subprocess.run(
-            [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        printed: list[str] = []
+
+        def answered() -> bool:
+            done = subprocess.run(
+                [*COMMANDS[ELASTICRUN], "status", endpoint.partition("=")[2]],
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            printed[:] = [done.stdout]
+            return done.returncode == 0
+
+        await_true(answered, "answer to `elasticrun status`")
+        return printed[0]
 
     def measured(self) -> str:
         """What the last probes of each node have measured; for the message of a failure."""

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.counting import times
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_killed_in_the_middle_of_a_check(health: Health) -> None:
     """A probe hangs, so that the moment can be met. The next master checks anew, and comes to the
     same."""
-    job = health.start("2:3", CHECK, "--rdzv-conf=probe_timeout=8", fault="probe-hang=comm@node2")
+    job = health.start("2:3", CHECK, times(probe_timeout=15), fault="probe-hang=comm@node2")
     job.wait_for(lambda s: "check" in s.reason)
     job.kill_master()
     assert re.search(r"in comm with .*hung", health.excluded(2))

@@ -9,12 +9,14 @@ import subprocess
 
 import pytest
 
+from tests.counting import times
 from tests.harness import COMMANDS, ELASTICRUN, clean_environment
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
 
 PAIR = re.compile("(node0 and node1|node1 and node0) failed together")
+HELP = re.compile(f"{PAIR.pattern} .*comm.* a third node would")
 
 
 def test_good_nodes_train_together(health: Health) -> None:
@@ -73,8 +75,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
     trains, and both say what would help. Then that comes."""
     job = health.start("2:3", CHECK, nodes=2, fault="probe-fail=comm@node1")
     for number in (0, 1):
-        said = job.wait_for_output(number, PAIR)
-        assert re.search("failed together .*comm.* a third node would", said), said
+        job.wait_for_output(number, HELP)
     assert job.status().excluded == ()
     job.add_node()
     why = health.excluded(1)
@@ -86,7 +87,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
 
 def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
-    job = health.start("2", CHECK, "--rdzv-conf=join_timeout=30", fault="probe-fail=comm@node1")
+    job = health.start("2", CHECK, times(join_timeout=60), fault="probe-fail=comm@node1")
     result = job.result()
     assert result.exit_codes == (1, 1), health.said()
     assert PAIR.search(health.said(0)), health.said(0)
@@ -95,10 +96,11 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
 
 @pytest.mark.parametrize("phase", ["compute", "comm"])
 def test_a_probe_that_hangs(health: Health, phase: str) -> None:
-    """It is ended by its limit, and the verdict says where it hung."""
-    health.start("2:3", CHECK, "--rdzv-conf=probe_timeout=8", fault=f"probe-hang={phase}@node2")
+    """It is ended by its limit, which is long enough for all others on a busy machine, and the
+    verdict says where it hung."""
+    health.start("2:3", CHECK, times(probe_timeout=15), fault=f"probe-hang={phase}@node2")
     why = health.excluded(2)
-    assert re.search(rf"node2\b.* in {phase}\b.*hung.*8 s", why), why
+    assert re.search(rf"node2\b.* in {phase}\b.*hung.*15 s", why), why
     health.world_of(0, 1)
     health.finish(0, 0, 75)
 
@@ -125,9 +127,8 @@ def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
     """A line a size, algorithm and bus bandwidth; the job goes on."""
     job = health.start("3", CHECK, "--comm-perf-test")
     health.world_of(0, 1, 2)
-    said = health.said()
     for size in (1, 4, 16):
-        assert re.search(rf"\b{size} MiB\b.* GB/s.* GB/s", said), said
+        health.told(rf"\b{size} MiB\b.* GB/s.* GB/s")
     assert "GB/s" in job.status().check
     health.finish(0, 0, 0)
 

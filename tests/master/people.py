@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
+
+import pytest
 
 from elasticrun import __version__
 from elasticrun.core.effects import (
@@ -19,15 +21,31 @@ from elasticrun.core.effects import (
     JobOver,
     Tell,
 )
+from elasticrun.master import server
 from elasticrun.master.loop import Loop
 from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import Attendance, attend, listen, make_server, open_channel
+from elasticrun.wire.channel import (
+    SERVER_OPTIONS,
+    Attendance,
+    attend,
+    listen,
+    make_server,
+    open_channel,
+)
 from elasticrun.wire.ids import Endpoint, RoundName, mint_incarnation
 from elasticrun.wire.tls import Pem
 
 LIMIT = 240.0
 """Seconds to wait for what must come; far above what it takes."""
+
+UNHURRIED: Mapping[str, int] = {
+    **SERVER_OPTIONS,
+    "grpc.keepalive_timeout_ms": round(1000 * LIMIT),
+    "grpc.http2.ping_timeout_ms": round(1000 * LIMIT),
+}
+"""A transport that hangs up on nobody for standing still, as the process of the tests does now and
+then: it would be the peer of its own streams that is silent."""
 
 SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 30.0, 600.0)
 ROUND = RoundName(1, 1, "0badcafe")
@@ -130,6 +148,15 @@ class Served:
             assert isinstance(await enter(stream, hello(node), token), m.Welcome)
             yield stream
 
+    async def too_late(self, due: str, asked: list[str]) -> None:
+        """For the one stream that is on its way in: its time is over as soon as this is due of it.
+        `asked`: see `asking`."""
+        async with asyncio.timeout(LIMIT):
+            while asked[-1:] != [due]:  # noqa: ASYNC110  (nothing tells of it)
+                await asyncio.sleep(0)
+        (limit,) = self.ear._doorstep._waiting
+        limit.reschedule(asyncio.get_running_loop().time())
+
     async def is_well(self, token: str = "") -> None:
         """A well-behaved client is served."""
         async with self.agent("well-behaved", token) as stream:
@@ -149,6 +176,19 @@ async def enter(stream: Attendance, said: m.Hello, token: str = "") -> m.Order |
         return await stream.enter(said, token)
 
 
+def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ears have asked of streams on their way in, the newest last; it grows."""
+    asked: list[str] = []
+    first = server._first
+
+    async def noted(context: Any, awaited: str) -> m.Report:
+        asked.append(awaited)
+        return await first(context, awaited)
+
+    monkeypatch.setattr(server, "_first", noted)
+    return asked
+
+
 @contextlib.asynccontextmanager
 async def serving(
     brain: Any = None,
@@ -156,16 +196,18 @@ async def serving(
     store: Any = None,
     port: int = 0,
     tls: Pem | None = None,
+    transport: Mapping[str, int] = UNHURRIED,
+    prove_limit: float = LIMIT,
     **ear_options: Any,
 ) -> AsyncIterator[Served]:
     """A master's loop and server around `brain` (a Recorder)."""
     brain = brain or Recorder()
     over: list[JobOver] = []
     loop = Loop(brain, on_over=over.append, store=store)
-    ear = Ear(loop, "job", **ear_options)
-    server = make_server(ear.attend, ear.status, ear.reach, most=MAX_CALLS)
-    port = listen(server, "127.0.0.1", port, tls)
-    await server.start()
+    ear = Ear(loop, "job", prove_limit=prove_limit, **ear_options)
+    made = make_server(ear.attend, ear.status, ear.reach, most=MAX_CALLS, options=transport)
+    port = listen(made, "127.0.0.1", port, tls)
+    await made.start()
     turning = asyncio.ensure_future(loop.run())
     try:
         yield Served(brain, loop, ear, Endpoint("127.0.0.1", port), over)
@@ -173,4 +215,4 @@ async def serving(
     finally:
         turning.cancel()
         await asyncio.gather(turning, return_exceptions=True)
-        await server.stop(0)
+        await made.stop(0)

@@ -20,9 +20,15 @@ from elasticrun.wire.reaching import REACH, reach_me
 from elasticrun.wire.route import mtu_to
 from tests import aio
 from tests.harness import free_port
-from tests.master.people import LIMIT, Served, serving
+from tests.master.people import LIMIT, Served, asking, serving
 
 TOKEN = "a secret of the job that nobody guesses"
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master dials a port of this very process, which stands still now and then."""
+    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
 
 
 def test_a_port_of_ours_is_reached() -> None:
@@ -62,8 +68,8 @@ def test_a_closed_port_and_somebody_elses() -> None:
 def test_a_port_that_says_too_little(
     hang_up: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = LIMIT if hang_up else 0.3
-    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", limit)
+    if not hang_up:
+        monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", 0.3)
 
     async def visited(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"half")
@@ -122,10 +128,13 @@ def test_anything_else_in_the_place_of_the_question() -> None:
     aio.run(run())
 
 
-def test_who_never_asks_is_let_go() -> None:
+def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for = asking(monkeypatch)
+
     async def run() -> None:
         async with serving() as served:
             call = await _proved(served)
+            await served.too_late("ReachMe", asked_for)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert await call.details() == "no ReachMe came in time"
             with open_port() as asked:
@@ -137,7 +146,6 @@ def test_who_never_asks_is_let_go() -> None:
 def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are dialled now hold up nobody for long: the next one is told so."""
     monkeypatch.setattr(server, "MAX_REACHING", 1)
-    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
 
     visited: list[asyncio.StreamWriter] = []
     came = asyncio.Event()

@@ -6,6 +6,7 @@ processes only if each of them was done by the whole world.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
+from elasticrun.agent.helpers import PACKAGE_ROOT
 from elasticrun.wire import published
 from elasticrun.wire.record_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
@@ -22,6 +24,28 @@ from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, 
 pytestmark = pytest.mark.slow
 
 KINDS = ("standalone", "static", "elastic")
+
+NO_HOST = "--rdzv-conf=is_host=0,heartbeat_timeout=60"
+"""As patient as other jobs here (tests.compat.live)."""
+
+UNHURRIED = f"""
+import sys
+
+if {{"elasticrun.master", "master"}} & set(sys.orig_argv):
+    from elasticrun.master import records, sqlite_store
+
+    records.FOLDER_LIMIT = records.TRACE_END = {LIMIT}
+    sqlite_store.LOAD_LIMIT = sqlite_store.GIVEN_UP = {LIMIT}
+"""
+
+
+def hooked(world: World, code: str = "", **env: str) -> dict[str, str]:
+    """Have this code run in every Python of a job, before all else; and no master gives its record
+    up because its disk, or itself, stands still for a while."""
+    hook = world.scratch / "hook"
+    hook.mkdir(exist_ok=True)
+    (hook / "sitecustomize.py").write_text(UNHURRIED + code)
+    return {"PYTHONPATH": os.pathsep.join((str(hook), PACKAGE_ROOT)), **env}
 
 
 def run_folder(world: World) -> Path:
@@ -69,11 +93,13 @@ def killed(world: World, master: published.Published) -> published.Published:
 
 def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[Peer]]:
     """A job of this kind with two ranks."""
+    env = hooked(world)
     if kind == "standalone":
-        jobs = [job(world, ELASTICRUN, "--nproc-per-node=2", *more)]
+        jobs = [job(world, ELASTICRUN, "--nproc-per-node=2", *more, env=env)]
     else:
         # of two, not one or two: who comes late must not make the first round a smaller one
-        jobs = agents(world, ELASTICRUN, 2, "2", free_port(), *more, static=kind == "static")
+        static = kind == "static"
+        jobs = agents(world, ELASTICRUN, 2, "2", free_port(), *more, static=static, env=env)
     return jobs, world.hub.ranks(2, world_size=2)
 
 
@@ -102,7 +128,7 @@ def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
 def test_while_nodes_gather(world: World) -> None:
     """And who wants the trace of it, keeps it: two lives of the master, one after the other."""
     port, kept = free_port(), world.scratch / "kept"
-    env = {"ELASTICRUN_TRACE_DIR": str(kept)}
+    env = hooked(world, ELASTICRUN_TRACE_DIR=str(kept))
     jobs = agents(world, ELASTICRUN, 1, "2", port, env=env)
     jobs[0].until_text("waiting for nodes")
     master = killed(world, next_master(world))
@@ -161,16 +187,18 @@ def test_a_master_that_outlives_its_agent_takes_its_record_with_it(world: World)
     """An agent that comes back attaches to it, and should it be killed then, an agent of this host
     starts the next one."""
     port = free_port()
-    jobs = agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    # a stall shorter than this is no death, but that of the agent that is killed waits for it
+    words, env = ("--grow=now", "--rdzv-conf=heartbeat_timeout=10"), hooked(world)
+    jobs = agents(world, ELASTICRUN, 1, "1:2", port, *words, env=env)
     world.hub.ranks(1)  # so that this agent has the master
     master = next_master(world)
-    jobs += agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    jobs += agents(world, ELASTICRUN, 1, "1:2", port, *words, env=env)
     peers = world.hub.ranks(2, world_size=2)
     assert allreduce(world, peers) == [2, 2]
     jobs[0].process.kill()
     (alone,) = world.hub.ranks(1, world_size=1, pid=lambda pid: pid not in _pids(world, 3))
     assert records(world) != []
-    back = agents(world, ELASTICRUN, 1, "1:2", port, "--grow=now")
+    back = agents(world, ELASTICRUN, 1, "1:2", port, *words, env=env)
     known = _pids(world, 4)
     both = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
     assert allreduce(world, both) == [2, 2]
@@ -196,8 +224,8 @@ def _pids(world: World, count: int) -> set[int]:
 
 def test_a_second_launch_knows_nothing_of_one_that_was_killed(world: World) -> None:
     """The same port and id after kill -9 of everything: it begins anew, and sweeps."""
-    port = free_port()
-    agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1")
+    port, env = free_port(), hooked(world)
+    agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1", env=env)
     (peer,) = world.hub.ranks(1)
     next_master(world)
     (left,) = records(world)
@@ -205,7 +233,7 @@ def test_a_second_launch_knows_nothing_of_one_that_was_killed(world: World) -> N
     world.hub.ranks(1, restart=1)
     world.kill_all()
     assert records(world) == [left]
-    jobs = agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1")
+    jobs = agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1", env=env)
     (fresh,) = world.hub.ranks(1, restart=0, pid=lambda pid: pid != peer.pid)
     next_master(world)
     finish([fresh])
@@ -240,14 +268,6 @@ if "elasticrun.master" in sys.orig_argv:
 
     SqliteStore.write = deadly
 """
-
-
-def hooked(world: World, code: str, **env: str) -> dict[str, str]:
-    """Have this code run in every Python of a job, before all else."""
-    hook = world.scratch / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": str(hook), **env}
 
 
 def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
@@ -341,9 +361,8 @@ def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -
 def by_hand(world: World, port: int, folder: Path) -> Launched:
     """A master with a folder of its own, serving."""
     words = ("master", "--host=127.0.0.1", f"--port={port}", "--rdzv-id=agents")
-    launched = world.launch(
-        ELASTICRUN, *words, env={"LOGLEVEL": "INFO", "ELASTICRUN_STATE_DIR": str(folder)}
-    )
+    env = hooked(world, LOGLEVEL="INFO", ELASTICRUN_STATE_DIR=str(folder))
+    launched = world.launch(ELASTICRUN, *words, env=env)
     launched.until_text("serving job")
     return launched
 
@@ -351,7 +370,7 @@ def by_hand(world: World, port: int, folder: Path) -> Launched:
 def test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end(world: World) -> None:
     port, folder = free_port(), world.scratch / "state"
     master = by_hand(world, port, folder)
-    more = ("--rdzv-conf=is_host=0", "--max-restarts=1", "--restart-backoff=0")
+    more = (NO_HOST, "--max-restarts=1", "--restart-backoff=0")
     jobs = agents(world, ELASTICRUN, 2, "2", port, *more)
     peers = world.hub.ranks(2)
     peers[0].order("exit", code=3)
@@ -392,7 +411,7 @@ def test_a_folder_of_another_master_or_job_is_refused(world: World) -> None:
     second = world.launch(ELASTICRUN, *words, "--rdzv-id=agents")
     assert second.wait() == 2
     assert "holds the record of a master that runs" in second.stderr
-    agent = agents(world, ELASTICRUN, 1, "1", _port(master), "--rdzv-conf=is_host=0")
+    agent = agents(world, ELASTICRUN, 1, "1", _port(master), NO_HOST)
     finish(world.hub.ranks(1))
     assert agent[0].wait() == 0
     assert master.wait() == 0

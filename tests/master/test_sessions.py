@@ -18,12 +18,30 @@ from elasticrun.config import EXIT_FAILED
 from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Tell
 from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import ATTEND, LinkError, get_status, grpc, open_channel
+from elasticrun.wire.channel import (
+    ATTEND,
+    SERVER_OPTIONS,
+    LinkError,
+    get_status,
+    grpc,
+    open_channel,
+)
 from elasticrun.wire.codec import report_to_wire
 from elasticrun.wire.pb import job_pb2 as pb
 from elasticrun.wire.proof import Guest
 from tests import aio
-from tests.master.people import LIMIT, ROUND, SPEC, Served, enter, hear, hello, serving, status
+from tests.master.people import (
+    LIMIT,
+    ROUND,
+    SPEC,
+    Served,
+    asking,
+    enter,
+    hear,
+    hello,
+    serving,
+    status,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +122,7 @@ def test_a_process_that_dies_or_stalls_is_no_clean_departure(number: signal.Sign
     """For gRPC both look like the end of what an agent has to say."""
 
     async def run() -> None:
-        async with serving() as served:
+        async with serving(transport=SERVER_OPTIONS) as served:
             agent = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", AGENT, str(served.endpoint.port), cwd=ROOT
             )
@@ -228,11 +246,15 @@ def test_a_wrong_message_ends_its_stream_with_a_sentence(
     aio.run(run())
 
 
-def test_who_does_not_introduce_himself_in_time_is_dropped() -> None:
+def test_who_does_not_introduce_himself_in_time_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = asking(monkeypatch)
+
     async def run() -> None:
         async with serving() as served:
             for said, due in (((), "Knock"), ((KNOCK,), "Proof"), ((KNOCK, PROOF), "Hello")):
-                ended = await _raw(served, *said)
+                ended, _ = await asyncio.gather(_raw(served, *said), served.too_late(due, asked))
                 assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 assert f"no {due} came in time" in ended.details()
             assert not served.brain.events

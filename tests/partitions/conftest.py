@@ -17,8 +17,9 @@ Build = Callable[..., ElasticJob]
 
 
 def times(**seconds: float) -> str:
-    """--rdzv-conf with times at which a schedule is over in seconds, and whatever differs."""
-    told = {"last_call_timeout": 2.0, "heartbeat_timeout": 2.0, **seconds}
+    """--rdzv-conf with times at which a schedule is over in seconds, but no agent that merely
+    stands still for a while on a busy machine is given up; and whatever differs."""
+    told = {"last_call_timeout": 2.0, "heartbeat_timeout": 8.0, **seconds}
     return "--rdzv-conf=" + ",".join(f"{name}={value:g}" for name, value in told.items())
 
 
@@ -35,7 +36,7 @@ def cluster(elastic_job: Any) -> Iterator[Build]:
             nnodes=nnodes,
             nodes=nodes,
             hosts=True,
-            options=["--grow=now", "--restart-grace=1", conf],
+            options=["--grow=now", "--restart-grace=20", conf],
             **more,
         )
         jobs.append(job)

@@ -87,7 +87,7 @@ def test_delay_and_loss(cluster: Build) -> None:
     of what it receives the ranks go on, or a next world is formed; nothing is charged. How long
     its ranks take to connect is TCP's affair, which waits twice as long after each loss in a row:
     so nobody waits for that before the loss is over."""
-    job = cluster("2:3", 3, conf=times(heartbeat_timeout=5))
+    job = cluster("2:3", 3, conf=times(heartbeat_timeout=30))
     began = job.steps()[-1]
     job.delay(1, 200)
     job.wait_for(step=began.step + 20, world_size=3, timeout=LIMIT)
@@ -113,7 +113,7 @@ def test_delay_and_loss(cluster: Build) -> None:
 def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> None:
     """2 s out of every 4 the link of one node is down: nobody is lost, and the ranks go on in
     between."""
-    job = cluster("2:3", 3, conf=times(heartbeat_timeout=5))
+    job = cluster("2:3", 3, conf=times(heartbeat_timeout=30))
     began = job.steps()[-1]
     job.flap(2, down=2.0, up=2.0)
     job.wait_for(step=began.step + 150, world_size=3, timeout=LIMIT)
@@ -128,7 +128,7 @@ def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> Non
 def test_a_link_that_flaps_slowly(cluster: Build) -> None:
     """Each time the node is lost and lets the others go on without it. From the second time on it
     waits at the door, since every return costs all nodes a round, and says so."""
-    job = cluster("2:3", 3)
+    job = cluster("2:3", 3, conf=times(heartbeat_timeout=2))
     at = job.flap(2, down=9.0, up=9.0)
     job.wait_for(step=0, world_size=2, since=at, timeout=LIMIT)
     status = job.wait_for(reason="it fell silent too often", timeout=LIMIT)

@@ -50,6 +50,7 @@ class IndexedJob:
             **clean_environment(),
             "PATH": PATH,
             "LOGLEVEL": "INFO",
+            "ELASTICRUN_RDZV_CONF": "heartbeat_timeout=10",  # ranks that have been are counted
             "KUBERNETES_SERVICE_HOST": "192.0.2.250",  # as in every pod
             "JOB_COMPLETION_INDEX": str(index),
             "TMPDIR": str(disk / "tmp"),

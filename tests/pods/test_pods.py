@@ -17,7 +17,8 @@ def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:
     start again, for they are a new world; a pod beyond that is a spare, of whose coming and going
     they see nothing. A pod that comes back at another address gets its ranks back, for its index is
     its place. The agents of the other pods go on as they were."""
-    job = IndexedJob(lab, world, "--nnodes=1:2", "--max-restarts=0")
+    # a pod that is a minute late is let in all the same
+    job = IndexedJob(lab, world, "--nnodes=1:2", "--max-restarts=0", "--grow=now")
     job.start(0)
     job.ranks(1)
     job.start(1)

@@ -5,7 +5,8 @@ step is written after the all-reduce of the next one, when every rank has said i
 
 $COUNTS_PAUSE: seconds between two steps. $COUNTS_FAILS: set for a node whose ranks die right after
 their first step. $COUNTS_FAILING_RANKS: group ranks one of which does, wherever it is: they take
-turns with every restart.
+turns with every restart. $COUNTS_FAILS_LATER: set where all that waits until the file `fails` is in
+the folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PAUSE = float(os.environ.get("COUNTS_PAUSE", "0.02"))
 FAILING = os.environ.get("COUNTS_FAILING_RANKS", "").split(",")
 TURN = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % len(FAILING)
 FAILS = "COUNTS_FAILS" in os.environ or os.environ["GROUP_RANK"] == FAILING[TURN]
+LATER = "COUNTS_FAILS_LATER" in os.environ
 
 
 def resume() -> int:
@@ -55,7 +57,7 @@ while not stop:
     step(number + 1)
     save(number)
     number += 1
-    if FAILS:
+    if FAILS and (not LATER or (FOLDER / "fails").exists()):
         os._exit(13)
     time.sleep(PAUSE)
 dist.barrier()

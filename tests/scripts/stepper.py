@@ -8,7 +8,8 @@ that of the next one, when every rank has written its line. It ends when the fil
 $STEPS_FOLDER: one file of lines a process, `checkpoint`, `stop`. $STEPS_PAUSE: seconds between two
 steps. $STEPS_FAIL_ON: group ranks or node ids whose ranks die right after their first step.
 
-Orders, obeyed between two steps: exit(code) · die(signum) · ignore(signum) · slow(seconds) · chat
+Orders, obeyed between two steps: exit(code) · die(signum) · ignore(signum) ·
+slow(seconds, until) · chat
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Stepper:
         self.stage = Stage(script="stepper", node=os.environ.get("STEPS_NODE", ""))
         self.orders: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         self.chatty = False
+        self.slow = False
         threading.Thread(target=self._listen, daemon=True).start()
         name = f"{time.monotonic_ns()}-{os.getpid()}.jsonl"
         self.log = os.open(FOLDER / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -57,7 +59,7 @@ class Stepper:
         while True:
             began = time.monotonic()
             word = torch.tensor([1, int((FOLDER / "stop").exists())])
-            dist.all_reduce(word)
+            self._all_reduce(word)
             done = time.monotonic()
             assert int(word[0]) == self.size
             step += 1
@@ -74,6 +76,14 @@ class Stepper:
         if self.rank == 0:
             self._checkpoint(step)
         dist.destroy_process_group()
+
+    def _all_reduce(self, word: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(word)
+        except RuntimeError:
+            while self.slow:  # a peer has gone; this one ends when it is told to, and not before
+                signal.pause()
+            raise
 
     def _agree(self) -> tuple[int, int]:
         """The step to go on from, and this life's number."""
@@ -125,14 +135,17 @@ class Stepper:
     def do_ignore(self, signum: int = signal.SIGTERM) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
-    def do_slow(self, seconds: float, signum: int = signal.SIGTERM) -> None:
-        """Need so long to end when told to."""
+    def do_slow(self, seconds: float, until: str = "") -> None:
+        """Need so long to end when told to (SIGTERM), and until there is such a file."""
 
         def late(*_: object) -> None:
             time.sleep(seconds)
+            while until and not Path(until).exists():
+                time.sleep(0.02)
             os._exit(0)
 
-        signal.signal(signum, late)
+        signal.signal(signal.SIGTERM, late)
+        self.slow = True
 
     def do_chat(self) -> None:
         self.chatty = True

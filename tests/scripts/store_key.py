@@ -14,7 +14,7 @@ store = TCPStore(
     os.environ["MASTER_ADDR"],
     int(os.environ["MASTER_PORT"]),
     is_master=False,
-    timeout=timedelta(seconds=60),
+    timeout=timedelta(seconds=240),
 )
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 stale = store.check(["left-by-an-earlier-life"])

@@ -14,7 +14,7 @@ dist.init_process_group(
     init_method=f"tcp://127.0.0.1:{sys.argv[1]}",
     rank=int(os.environ["RANK"]),
     world_size=int(os.environ["WORLD_SIZE"]),
-    timeout=timedelta(seconds=60),
+    timeout=timedelta(seconds=240),
 )
 value = torch.ones(1)
 dist.all_reduce(value)

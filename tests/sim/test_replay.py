@@ -14,6 +14,7 @@ from elasticrun.cli.main import main
 from elasticrun.core.effects import JobEffect, JobEvent, Tick
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
+from elasticrun.master import trace
 from elasticrun.master.trace import Life, TraceWriter
 from elasticrun.sim import master as sim_master
 from elasticrun.sim.chaos import Chaos
@@ -69,6 +70,8 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Traced.writers = []
     Traced.now = 0.0
     monkeypatch.setattr(sim_master, "Job", Traced)
+    # a thread writes, and may stand still while days of the world pass
+    monkeypatch.setattr(trace, "MAX_QUEUED", 10**9)
     yield Traced.folder
     for writer in Traced.writers:
         writer.close(LIMIT)

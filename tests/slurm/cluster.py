@@ -3,8 +3,10 @@ type, and the compute nodes `n1`, `n2`, ... Each node has a /dev/shm and a local
 which go with it; the folder of the test is what all share.
 
 `SlurmdTimeout` is Slurm's own default of five minutes, so that what happens "before Slurm notices"
-can be told from what happens because it has. What a pytest that was killed leaves is removed by the
-lab's keeper: every process of the cluster is in one of its networks.
+can be told from what happens because it has. Its shorter times are longer here than by default, for
+these machines stand still now and then. `cred_expire` alone is less than its 120 s: a job that was
+requeued does not begin before. What a pytest that was killed leaves is removed by the lab's keeper:
+every process of the cluster is in one of its networks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Final
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Host, Lab
-from tests.harness import LIMIT, clean_environment, until_file
+from tests.harness import LIMIT, PATIENT, await_true, clean_environment, until_file
 
 LOGIN: Final = "login"
 CPUS: Final = 4
@@ -41,7 +43,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={disk}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -60,12 +62,14 @@ SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=300
-KillWait=30
+MessageTimeout=30
+BatchStartTimeout=60
+KillWait=120
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n[1-{nodes}] Port=16818 CPUs={cpus} RealMemory=4000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
@@ -120,6 +124,8 @@ class Cluster:
         files = ("key-file", "socket", "pid-file", "seed-file", "log-file")
         told = [f"--{name}={self.folder}/munge.{name.removesuffix('-file')}" for name in files]
         self._daemon(LOGIN, "munged", "--foreground", "--force", *told)
+        asks = ("munge", "-n", f"--socket={self.folder}/munge.socket")
+        await_true(lambda: self._short(*asks).returncode == 0, "munged that answers")
 
     def _slurmd(self, name: str) -> None:
         command = ("sh", "-c", BOOT, "sh", str(self.disk))
@@ -146,6 +152,7 @@ class Cluster:
         path = [str(Path(sys.executable).parent), env.get("PATH", ""), "/usr/sbin:/sbin"]
         return {
             **env,
+            **PATIENT,
             "PATH": ":".join(filter(None, path)),
             "SLURM_CONF": str(self._conf),
             "TMPDIR": str(self.disk / "tmp"),

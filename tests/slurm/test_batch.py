@@ -12,6 +12,7 @@ from tests.harness import until_file
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
 from tests.slurm.training import (
+    UNHURRIED,
     begun,
     goes_on_from,
     markers,
@@ -47,7 +48,10 @@ def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
 def test_the_script_of_the_page(slurm: Slurm) -> None:
     """A signal to the step, as `--signal=TERM@...` sends it before the time limit: everything is
     saved when srun returns, and the script puts its job back into the queue."""
-    here = {"--nproc-per-node=8": "--nproc-per-node=1", "train.py": shlex.join(two_lives(slurm))}
+    here = {
+        "--nproc-per-node=8": f"--nproc-per-node=1 {UNHURRIED}",
+        "train.py": shlex.join(two_lives(slurm)),
+    }
     job = slurm.sbatch(page.script("#!/bin/bash", here))
     begun(slurm)
     slurm.cluster.run("scancel", "--signal=TERM", str(job.number))

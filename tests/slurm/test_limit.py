@@ -7,11 +7,19 @@ import pytest
 
 from tests.render.rendered import render
 from tests.slurm.conftest import Batch, Slurm
-from tests.slurm.training import begun, goes_on_from, saved, second_life, trains, two_lives
+from tests.slurm.training import (
+    UNHURRIED,
+    begun,
+    goes_on_from,
+    saved,
+    second_life,
+    trains,
+    two_lives,
+)
 
 pytestmark = pytest.mark.slow
 
-LEAD = 60
+LEAD = 150
 
 
 def ends_in(slurm: Slurm, job: Batch, seconds: int) -> None:
@@ -30,7 +38,7 @@ def test_two_jobs_whose_time_is_over(slurm: Slurm) -> None:
     other = Slurm(slurm.cluster, slurm.world, slurm.folder / "rendered")
     script = render(
         "slurm", "--name", "tr", "--nnodes", "2", "--time", "30", "--signal", f"USR1@{LEAD}",
-        "--requeue", "1", "--", *two_lives(other),
+        "--requeue", "1", *UNHURRIED.split("="), "--", *two_lives(other),
     ).out  # fmt: skip
     rendered, plain = other.sbatch(script), trains(slurm)
     begun(other)

@@ -12,7 +12,8 @@ from tests.slurm.conftest import Slurm
 
 pytestmark = pytest.mark.slow
 
-QUICK = "--rdzv-conf=heartbeat_timeout=2,last_call_timeout=1"
+QUICK = "--rdzv-conf=heartbeat_timeout=10,last_call_timeout=1"
+"""A node that stands still for a shorter while has not lost its power."""
 
 
 def next_world(slurm: Slurm, size: int, old: set[int]) -> list[Peer]:

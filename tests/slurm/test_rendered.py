@@ -38,7 +38,7 @@ def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
     the job with 0."""
     script = render(
         "slurm", "--name", "tr", "--nnodes", "2", "--spares", "1", "--max-restarts", "0",
-        "--rdzv-conf", "last_call_timeout=1", "--", PUPPET,
+        "--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=10", "--", PUPPET,
     ).out  # fmt: skip
     job = slurm.sbatch(
         script.replace("\ncode=$?\nown_code", '\ncode=$?; echo "srun $code"\nown_code')

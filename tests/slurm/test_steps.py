@@ -56,7 +56,9 @@ def test_a_node_is_excluded_and_the_job_is_done(
 ) -> None:
     """srun ends with the highest code of its tasks, and the job with srun's: what Slurm shows of a
     job that is done is the 75 of the node that was sent away, unless that one has stayed."""
-    step = f"elasticrun --nnodes=2:3 --node-id=$SLURMD_NODENAME --network-check {park} {PUPPET}"
+    times = "--rdzv-conf=heartbeat_timeout=60,probe_timeout=240"  # the good ones may be slow
+    check = f"--node-id=$SLURMD_NODENAME --network-check {times} {park}"
+    step = f"elasticrun --nnodes=2:3 {check} {PUPPET}"
     job = slurm.sbatch(
         f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 sh -c 'exec {step}'",
         *("-N3", "-wn1,n2,n3"),

@@ -12,6 +12,9 @@ ASKED = re.compile(r"every rank is asked to save step (\d+)")
 
 RANKS = (0, 1)
 
+UNHURRIED = "--departure-grace=100"
+"""Less than KillWait and GraceTime; that a save is quick is nothing that this machine promises."""
+
 LIVES = """
 import os, runpy, sys
 first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
@@ -35,7 +38,7 @@ def two_lives(slurm: Slurm, persist_every: int = 0) -> list[str]:
 def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0) -> Batch:
     """Such a training on two nodes, whose script requeues it; returns when it has begun."""
     job = slurm.sbatch(
-        f"srun --ntasks-per-node=1 --no-kill {meeting('2', '$(hostname)')} {flags} "
+        f"srun --ntasks-per-node=1 --no-kill {meeting('2', '$(hostname)')} {UNHURRIED} {flags} "
         f"{' '.join(two_lives(slurm, persist_every))}\n"
         'code=$?; echo "over $code"\n'
         '[ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
@@ -68,7 +71,7 @@ def second_life(slurm: Slurm) -> None:
     """Wait until every rank has begun it."""
     for rank in RANKS:
         told = slurm.folder / "out" / f"rank-{rank}.jsonl"
-        until_file(told, lambda text: text.count('"start"') == 2, 200)
+        until_file(told, lambda text: text.count('"start"') == 2)
 
 
 def goes_on_from(slurm: Slurm, job: Batch, step: int) -> None:

@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
@@ -27,6 +27,13 @@ from tests.harness import await_true, until_file
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 12
 
+SILENCE = 60
+"""Seconds of silence after which a node is dead: more than a process stands still on a machine that
+is busy, or the job would begin another round of its own accord."""
+
+NOTICED = 10
+"""The same where a test waits for the news of a death that nobody tells."""
+
 Job = Callable[..., ElasticJob]
 
 
@@ -37,6 +44,7 @@ def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
     try:
         command = [
             *(sys.executable, "-m", "elasticrun", "--standalone", f"--nproc-per-node={world}"),
+            f"--rdzv-conf=heartbeat_timeout={SILENCE}",
             *(str(TRAIN), "--mode", mode, "--steps", str(steps), "--every", "1000000"),
             *("--out", folder, "--ckpt", f"{folder}/ckpt"),
         ]
@@ -90,9 +98,11 @@ class Training:
         gated: bool = False,
         env: dict[str, object] | None = None,
         script: Path = TRAIN,
-        **options: Any,
+        silence: int = SILENCE,
+        options: Sequence[str] = (),
+        **more: Any,
     ) -> ElasticJob:
-        """`nproc` ranks on each of `nodes` nodes; further options are elastic_job's."""
+        """`nproc` ranks on each of `nodes` nodes; `more` is elastic_job's."""
         self.mode, self.steps, self.world = mode, steps, nproc * nodes
         if script == TRAIN:
             args = ("--mode", mode, "--steps", str(steps), *args)
@@ -104,7 +114,8 @@ class Training:
             nproc_per_node=nproc,
             nodes=nodes,
             env={"ELASTICRUN_SHM_DIR": self.shm, "OMP_NUM_THREADS": 1, **(env or {})},
-            **options,
+            options=[f"--rdzv-conf=heartbeat_timeout={silence}", *options],
+            **more,
         )
         return self.job
 
@@ -179,8 +190,13 @@ def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
 
 
 def saver(job: ElasticJob, node: int = 0) -> psutil.Process:
-    (found,) = (p for p in fork_server(job, node).children() if p.name() == "elasticrun-save")
-    return found
+    found = []
+    for process in fork_server(job, node).children():
+        with suppress(psutil.NoSuchProcess):  # the store of a round that is over, say
+            if process.name() == "elasticrun-save":
+                found.append(process)
+    (only,) = found
+    return only
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.testing.worlds import World
-from tests.snapshots.conftest import Training, asked, ends, told
+from tests.snapshots.conftest import Training, asked, ends, told, watermark
 
 pytestmark = pytest.mark.slow
 
@@ -20,17 +21,27 @@ STEPS = 40
 ASKED = re.compile(r"every rank is asked to save step (\d+)")
 
 
-def begin(training: Training, mode: str = "ddp", **options: Any) -> World:
-    """Two ranks, stopped at step 7."""
-    job = training.start(mode=mode, gated=True, steps=STEPS, **options)
+LONG = "--departure-grace=240"
+"""Time to leave in which processes may stand still."""
+
+
+def begin(training: Training, *args: str, mode: str = "ddp", **options: Any) -> World:
+    """Two ranks, stopped at step 7, which is whole in memory; the master knows."""
+    job = training.start(
+        *args, mode=mode, gated=True, steps=STEPS, **{"options": [LONG], **options}
+    )
     training.all_there()
     training.open_gate(7)
-    return job.wait_for_world(2, step=7)
+    world = job.wait_for_world(2, step=7)
+    # the ranks' log tells of step 7 before the agents do, and one of them may be about to go
+    job.wait_for(lambda status: "step 7 is whole in memory" in status.snapshot)
+    return world
 
 
 def saves(training: Training) -> int:
     """Let ranks go on as far as the step that they are asked to save; the master tells it on one
-    of the nodes."""
+    of the nodes. The one before is whole then: a rank does not wait for a slot for long, and
+    another step would be named."""
     found: list[int] = []
 
     def told_now() -> bool:
@@ -43,14 +54,20 @@ def saves(training: Training) -> int:
 
     # where ranks read it: at the gate, which is that step, they cannot say that they are past it
     training.until(read, "step that is asked for")
-    training.open_gate(found[-1])
-    return found[-1]
+    step = found[-1]
+    training.open_gate(step - 1)
+    training.until(
+        lambda: {watermark(path) for path in training.segments()} == {step - 1},
+        f"step {step - 1}, whole",
+    )
+    training.open_gate(step)
+    return step
 
 
 def one_of_two_leaves(training: Training, mode: str) -> int:
     """Of two nodes with a rank each, that of rank 1: the step that was saved, where the other one
     stands."""
-    world = begin(training, mode, nodes=2, nproc=1, nnodes="1:2")
+    world = begin(training, mode=mode, nodes=2, nproc=1, nnodes="1:2")
     training.job.signal(world.nodes[1], signal.SIGTERM)
     step = saves(training)
     training.job.wait_for(round=training.round + 1, phase="running")
@@ -91,9 +108,12 @@ def test_the_only_node_leaves(training: Training) -> None:
 
 def test_all_nodes_leave_together(training: Training) -> None:
     """One step is named for both; the job is over when it is written, and may go on from there."""
-    begin(training, "fsdp2", nodes=2, nproc=1, nnodes="2")
+    begin(training, mode="fsdp2", nodes=2, nproc=1, nnodes="2")
     for number in (0, 1):
         training.job.signal(number, signal.SIGTERM)
+    for number in (0, 1):
+        word = f"node node{number} is to leave: "
+        training.until(lambda word=word: training.said(word), word)  # type: ignore[misc]
     step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
@@ -101,19 +121,19 @@ def test_all_nodes_leave_together(training: Training) -> None:
 
 
 def test_a_node_leaves_between_two_rounds(training: Training) -> None:
-    """FSDP: no rank can save a step then; what they had before one failed is written out first. (An
-    agent that is stopped keeps the next round from beginning.)"""
-    world = begin(training, "fsdp2", nodes=2, nproc=1, nnodes="1:2", max_restarts=1)
+    """FSDP: no rank can save a step then; what they had before one failed is written out first. (A
+    rank that takes its time to end keeps the next round from beginning.)"""
+    options = [LONG, "--restart-grace=240"]
+    more = {"nproc": 1, "nnodes": "1:2", "max_restarts": 1, "options": options}
+    world = begin(training, "--lingers", "0", mode="fsdp2", nodes=2, **more)
     job, leaves, stays = training.job, world.nodes[1], world.nodes[0]
-    # the ranks' log tells of step 7 before the agents do, and one of them is about to be stopped
-    job.wait_for(lambda status: "step 7 is whole in memory" in status.snapshot)
-    dies = job.rank_pid(1)
-    job.freeze_node(stays, agent_only=True)
-    os.kill(dies, signal.SIGKILL)
+    lingers = job.rank_pid(0)
+    job.kill_rank(1)
     job.wait_for(lambda status: any(n.activity == "joining" for n in status.nodes))
     job.signal(leaves, signal.SIGTERM)
     training.until(lambda: training.said("stays until its part of a checkpoint is saved"), "wait")
-    job.thaw_node(stays)
+    training.until(lambda: job.nodes[leaves].exit_code is not None, "end of the node that leaves")
+    os.kill(lingers, signal.SIGKILL)
     training.go_on()
     result = job.result()
     assert [result.exit_codes[number] for number in (leaves, stays)] == [EXIT_FAILED, 0]
@@ -127,7 +147,8 @@ def test_every_process_is_signalled(training: Training) -> None:
     begin(training)
     agent = psutil.Process(training.job.nodes[0].pid)
     for process in [agent, *agent.children(recursive=True)]:
-        process.terminate()
+        with suppress(psutil.NoSuchProcess):  # a store that was made ready, and is not needed
+            process.terminate()
     step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
@@ -141,7 +162,7 @@ def test_every_process_is_signalled(training: Training) -> None:
 
 def test_no_step_is_saved_in_time(training: Training) -> None:
     """Ranks hang: the node goes when its grace is over, with what was in memory."""
-    begin(training, "fsdp2", options=["--departure-grace=1"])
+    begin(training, mode="fsdp2", options=["--departure-grace=1"])
     training.job.signal(0, signal.SIGTERM)
     training.finish(1)
     assert training.said("no step was saved within 1 s: this node leaves without")

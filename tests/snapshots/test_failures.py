@@ -8,7 +8,15 @@ import signal
 
 import pytest
 
-from tests.snapshots.conftest import STEPS, Training, ends, fork_server, told, watermark
+from tests.snapshots.conftest import (
+    NOTICED,
+    STEPS,
+    Training,
+    ends,
+    fork_server,
+    told,
+    watermark,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +50,9 @@ def test_a_rank_dies_twice_after_progress(training: Training) -> None:
 
 def test_a_rank_hangs(training: Training) -> None:
     """The others' collective ends it, as torch's watchdog would."""
-    training.start(
-        "--die", "1:7:stop", "--timeout", "15", max_restarts=1, options=["--restart-grace=1"]
-    )
+    # longer than a rank that does not hang may stand still
+    args, options = ("--die", "1:7:stop", "--timeout", "40"), ["--restart-grace=1"]
+    training.start(*args, max_restarts=1, silence=NOTICED, options=options)
     training.finish()
     assert training.starts(0) == training.starts(1) == [0, 7]
     training.is_as_if_nothing_happened()
@@ -138,7 +146,7 @@ def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
 
 def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, with fewer ranks."""
-    job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2")
+    job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2", silence=NOTICED)
     training.all_there()
     training.open_gate(7)
     world = job.wait_for_world(2, step=7)
@@ -152,7 +160,15 @@ def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
 def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
     """DDP: a node that has never trained fetches the state from one that has."""
     # with a restart to spend: see above; the spare may be late
-    job = training.start(gated=True, max_restarts=1, nodes=3, nproc=1, nnodes="2:2", together=True)
+    job = training.start(
+        gated=True,
+        max_restarts=1,
+        nodes=3,
+        nproc=1,
+        nnodes="2:2",
+        together=True,
+        silence=NOTICED,
+    )
     training.world = 2
     training.all_there()
     training.open_gate(7)
@@ -188,7 +204,9 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
 
 def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -> None:
     """Its memory is of an older round than the others are in: nobody goes on from that."""
-    job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2", options=["--grow=now"])
+    job = training.start(
+        gated=True, nodes=2, nproc=1, nnodes="1:2", silence=NOTICED, options=["--grow=now"]
+    )
     training.all_there()
     training.open_gate(7)
     world = job.wait_for_world(2, step=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -103,7 +104,8 @@ def freeze_after_the_marker(training: Training) -> psutil.Process:
         while not deadline.over():
             for path in set(training.ckpt.glob("step-*")) - watched:
                 watched.add(path)
-                watch.folder(str(path))
+                with suppress(FileNotFoundError):  # it was removed meanwhile
+                    watch.folder(str(path))
             watch.wait(deadline.left())
             if len(training.checkpoints()) > 1:
                 freeze(training, process)

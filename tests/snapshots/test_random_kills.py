@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import mmap
 import random
+import signal
 import time
 from collections import Counter
 
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.wire.segment import Segment
 from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Life, Steadily, freeze
@@ -64,8 +66,8 @@ class Killing:
             self.hits["fork server with ranks and saver"] += 1
         for rank in ranks:
             self.hits[self._where(rank)] += 1
-        for process in found:
-            process.kill()
+        pids = [process.pid for process in found]
+        processes.signal_all(lambda: pids, signal.SIGKILL)
 
     def _where(self, rank: int) -> str:
         """What a frozen rank was about."""

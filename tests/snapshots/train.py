@@ -3,7 +3,7 @@ same bits as one that was never killed.
 
     train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
-             [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
+             [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip] [--lingers RANK]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
@@ -12,7 +12,8 @@ ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal
 first step of every life that goes on from step 7. With `--gate FILE` the ranks wait before the
 first step of all and after each step until the file's number is above that of the step (0 before
 the first). `--print-at 7` has the hash of the state written in step 7 (`at`; `skipped`: the
-snapshots that were left out so far), and when a life goes on from there (`again`).
+snapshots that were left out so far), and when a life goes on from there (`again`). A rank that
+lingers does not end by SIGTERM.
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -157,10 +158,13 @@ def main() -> None:
     options.add_argument("--timeout", type=float, default=300)
     options.add_argument("--replicas", type=int, default=0)
     options.add_argument("--busy", default="wait")
+    options.add_argument("--lingers", type=int)
     args = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == args.lingers:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     model, optimizer = build(args.mode, args.width)
     progress: dict[str, Any] = {"seen": 0, "place": Place()}
     checkpointer = Checkpointer(

@@ -15,7 +15,7 @@ import pytest
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
 from tests import needs
-from tests.harness import LIMIT, MARK, SOCKET, Launched, Peer, World, clean_environment
+from tests.harness import LIMIT, MARK, PATIENT, SOCKET, Launched, Peer, World, clean_environment
 
 LOGIN: Final = "login"
 HOSTS: Final = ("h1", "h2", "h3")
@@ -68,6 +68,7 @@ class Town:
         variables = {
             "PATH": PATH,
             "LOGLEVEL": "INFO",
+            **PATIENT,
             "TMPDIR": f"{self._folder}/{name}/tmp",
             "XDG_RUNTIME_DIR": f"{self._folder}/{name}/run",
             MARK: self._world.marker,

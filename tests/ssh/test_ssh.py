@@ -68,7 +68,8 @@ def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, wor
 def test_a_connection_that_is_cut(town: Town, world: World) -> None:
     """Without a terminal the agent does not notice and goes on; with one (`-tt`) it is hung up on,
     leaves, and the others go on. Nobody stays behind its job."""
-    start = f"elasticrun --nnodes=1:2 --max-restarts=0 {MEET} {PUPPET}"
+    # a host that is a minute late is let in all the same
+    start = f"elasticrun --nnodes=1:2 --max-restarts=0 --grow=now {MEET} {PUPPET}"
     town.types(f"ssh -n h1 {start}")
     town.types(f"ssh -n -tt h2 {start}")
     peers = world.hub.ranks(2, world_size=2)

@@ -143,7 +143,7 @@ def test_nothing_outlives_a_pytest_that_is_ended(inner: Inner, signum: int, code
         "import os, signal\n"
         "def test_idles(elastic_job):\n"
         "    job = elastic_job('idles.py', nnodes=2)\n"
-        "    job.wait_for(world_size=2)\n"
+        "    job.wait_for(lambda status: all(n.pids for n in status.nodes), world_size=2)\n"
         "    print(*(pid for node in job.nodes for pid in node.pids()), flush=True)\n"
         "    if SIGNUM == signal.SIGINT:\n"  # which a shell's background job ignores
         "        signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -25,6 +25,8 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
     """What both ranks said at the end of one run."""
     script_at = str(SCRIPTS / "frameworks" / script)
     flags = ("--nproc-per-node=2", "--max-restarts=1")
+    if launcher == ELASTICRUN:  # an agent that stands still for a while is not dead
+        flags += ("--rdzv-conf=heartbeat_timeout=60",)
     folder = f"run-{len(world.jobs)}"
     job = world.launch(launcher, *flags, script_at, folder, str(dies_after), env=ENVIRONMENT)
     assert job.wait(LIMIT) == 0, job.stdout + job.stderr

@@ -12,19 +12,20 @@ import pytest
 from elasticrun.training import telling
 from elasticrun.training.telling import Teller
 from elasticrun.wire.progress import Own, place
-from tests.harness import World, clean_environment
+from tests.harness import LIMIT, World, clean_environment
 from tests.training.ranks import Listener, listening, start_ranks
 
 
 def test_the_slow_rank_has_the_longer_own_part_and_waits_least(world: World) -> None:
     with listening() as listener:
-        ranks = start_ranks(world, listener, "20", "0.01", "1=0.2")
-        fast, slow = (said[-1] for said in listener.owns(2))
+        ranks = start_ranks(world, listener, "60", "0.01", "1=0.2")
+        fast, slow = listener.owns(4)
         assert [rank.wait() for rank in ranks] == [0, 0]
-    assert slow.own > 1.5 * fast.own
-    assert slow.waited < fast.waited
-    for said in (fast, slow):
-        assert said.own + said.waited >= 0.1  # the whole step, which the slow rank makes long
+    # of several, those in which no rank stood still for reasons of its own
+    assert min(one.own for one in slow) > 1.5 * min(one.own for one in fast)
+    assert min(one.waited for one in slow) < max(one.waited for one in fast)
+    for said in (fast, slow):  # the whole step, which the slow rank makes long
+        assert max(one.own + one.waited for one in said) >= 0.1
 
 
 def test_the_recorder_is_asked_for_a_small_ring_though_torch_was_there_before(
@@ -100,7 +101,7 @@ def test_a_full_queue_does_not_block_and_no_step_is_lost() -> None:
         began = time.monotonic()
         for number in range(20_001):
             teller.step(number)
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < LIMIT
         first = listener.waiting()
         assert 1 <= len(first) < 20_000
         teller.step(20_001)

@@ -19,6 +19,7 @@ from elasticrun.wire import channel as c, codec, messages as m, proof
 from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.master import raw
+from tests.master.people import UNHURRIED
 
 LIMIT = 240.0
 STATUS = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", "")
@@ -33,7 +34,7 @@ def without(options: Mapping[str, int], *names: str) -> dict[str, int]:
 class Master:
     """A server that echoes beats and notes when a stream has ended."""
 
-    def __init__(self, options: Mapping[str, int] = c.SERVER_OPTIONS, port: int = 0) -> None:
+    def __init__(self, options: Mapping[str, int] = UNHURRIED, port: int = 0) -> None:
         self.attached = asyncio.Event()
         self.ended = asyncio.Event()
         self.server = c.make_server(self._attend, self._status, most=100, options=options)
@@ -125,7 +126,7 @@ def test_two_servers_cannot_share_a_port() -> None:
             with pytest.raises(c.ListenError, match="another process listens") as refused:
                 Master(port=master.port)
             assert refused.value.taken
-        shared = without(c.SERVER_OPTIONS, "grpc.so_reuseport")
+        shared = without(UNHURRIED, "grpc.so_reuseport")
         async with Master(shared) as master:
             Master(shared, port=master.port)  # gRPC's default says nothing
 
@@ -287,7 +288,7 @@ def test_a_message_over_the_bound_is_refused() -> None:
 def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
     async def run() -> None:
         most = c.SERVER_OPTIONS["grpc.max_concurrent_streams"]
-        options = without(c.SERVER_OPTIONS, *names)
+        options = without(UNHURRIED, *names)
         async with Master(options) as master:
             channel = c.open_channel(master.endpoint)
             sends = [
@@ -315,7 +316,7 @@ def test_a_status_reply_may_be_longer_than_a_message() -> None:
         async def status(context: Any) -> None:
             await show(context, wide)
 
-        server = c.make_server(attend, status, most=1)
+        server = c.make_server(attend, status, most=1, options=UNHURRIED)
         port = c.listen(server, "127.0.0.1", 0)
         await server.start()
         assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
@@ -327,7 +328,7 @@ def test_a_status_reply_may_be_longer_than_a_message() -> None:
 @pytest.mark.parametrize("names", [(), ("grpc.max_allowed_incoming_connections",)])
 def test_connections_are_bounded(names: tuple[str, ...]) -> None:
     most = 3
-    options = {**c.SERVER_OPTIONS, "grpc.max_allowed_incoming_connections": most}
+    options = {**UNHURRIED, "grpc.max_allowed_incoming_connections": most}
 
     async def run() -> None:
         async with Master(without(options, *names)) as master:
@@ -350,7 +351,7 @@ def test_an_order_over_the_bound_is_refused_by_the_agent(names: tuple[str, ...])
         async def attend(context: Any) -> None:
             await context.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
 
-        server = c.make_server(attend, attend, most=1)
+        server = c.make_server(attend, attend, most=1, options=UNHURRIED)
         port = c.listen(server, "127.0.0.1", 0)
         await server.start()
         options = without(c.CLIENT_OPTIONS, *names)
@@ -426,9 +427,10 @@ PINGS = 12
 
 @pytest.mark.parametrize("names", [(), ("grpc.http2.max_ping_strikes",)], ids=["ours", "grpcs"])
 def test_pings_of_an_agent_or_a_proxy_are_no_reason_to_hang_up(names: tuple[str, ...]) -> None:
-    options = {**without(c.SERVER_OPTIONS, *names)}
+    options = UNHURRIED  # the wire answers no ping
     if names:  # gRPC's own idea of how often one may ping goes with it
-        options = without(options, "grpc.http2.min_ping_interval_without_data_ms")
+        names += ("grpc.http2.min_ping_interval_without_data_ms",)
+        options = without(c.SERVER_OPTIONS, *names)
 
     async def run() -> None:
         async with Master(options) as master:
@@ -447,7 +449,7 @@ def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> 
     """Or a host that vanishes between two streams would keep its connection."""
 
     async def run() -> None:
-        async with Master(without(c.SERVER_OPTIONS, *names)) as master:
+        async with Master(without(UNHURRIED, *names)) as master:
             wire = await Wire.open(master.port)
             # The first ping of a connection measures bandwidth and comes either way.
             counted = 0
@@ -470,10 +472,10 @@ def test_a_connection_on_which_nothing_happens_is_closed(
     name: str, greet: bool, kept: bool
 ) -> None:
     """Here after less than a second, in the place of 10 and 60; never or in minutes without."""
-    options = {**c.SERVER_OPTIONS, name: 700}
+    ours = {**c.SERVER_OPTIONS, name: 700}
 
     async def run() -> None:
-        async with Master(options if kept else without(options, name)) as master:
+        async with Master(ours if kept else without(UNHURRIED, name)) as master:
             wire = await Wire.open(master.port, greet=greet)
             assert await wire.ends(LIMIT if kept else 3.0) == kept
             wire.close()
