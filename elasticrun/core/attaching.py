@@ -186,7 +186,12 @@ class Attaching(Checking):
             return
         seen = self._rdzv.is_concerned(node) and self._settlement.window.reported_by_another(node)
         self._membership.detached(
-            event.session, now, corroborated=seen, clean=event.clean, silent=event.silent
+            event.session,
+            now,
+            corroborated=seen,
+            clean=event.clean,
+            silent=event.silent,
+            quiet=event.quiet,
         )
         member = self._membership.member(node)
         if member.health is Health.PARKED:

@@ -51,11 +51,13 @@ class Heard:
 class Detached:
     """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered).
     `silent`: seconds for which nothing had come on it, more than a beat allows, while we heard
-    others; a stream that is reset was not silent, one whose pings went unanswered was."""
+    others; a stream that is reset was not silent, one whose pings went unanswered was. `quiet`:
+    seconds since anything came on it, whether we heard others or there were none."""
 
     session: int
     clean: bool
     silent: float = 0.0
+    quiet: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

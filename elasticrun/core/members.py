@@ -30,7 +30,8 @@ class Member:
     health: Health = Health.ALIVE
     reason: str = ""  # why it is not ALIVE
     broke_at: float = 0.0  # when its stream broke, while SUSPECT
-    silent: float = 0.0  # for how long nothing had come on it then
+    silent: float = 0.0  # for how long nothing had come on it then, while others were heard
+    quiet: float = 0.0  # the same, whoever was heard
     corroborated: bool = False
     silences: Silences = field(default_factory=Silences)
     unseen: bool = False  # known from the record, not heard by this master yet

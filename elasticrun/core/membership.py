@@ -194,11 +194,19 @@ class Membership:
         return member.node
 
     def detached(
-        self, session: int, now: float, *, corroborated: bool, clean: bool, silent: float = 0.0
+        self,
+        session: int,
+        now: float,
+        *,
+        corroborated: bool,
+        clean: bool,
+        silent: float = 0.0,
+        quiet: float = 0.0,
     ) -> str | None:
         """The stream is gone; the node it was the stream of, if it was a node's present one.
         `corroborated`: ranks of its round have failed on another node. `silent`: for how long
-        nothing had come, while the master listened."""
+        nothing had come, while the master heard others. `quiet`: for how long nothing had come,
+        whatever else was heard."""
         member = self._sessions.pop(session, None)
         if member is None:
             return None
@@ -206,7 +214,7 @@ class Membership:
         if member.health is Health.ALIVE:
             member.health = Health.SUSPECT
             member.reason = "its stream was closed" if clean else "its stream broke"
-            member.broke_at, member.silent = now, silent
+            member.broke_at, member.silent, member.quiet = now, silent, quiet
             member.corroborated = corroborated
             self._suspects[member.node] = None
             self._deadlines.arm(member.node, now + self._patience(member))
@@ -216,10 +224,9 @@ class Membership:
         confirm = min(SUSPECT_CONFIRM, self._timeout)
         if member.corroborated:
             return confirm
-        limit = self._timeout
-        if len(self._present) == 1 and member.silent >= STOPPED_AFTER:
-            limit = max(limit, SLUGGISH_DEAD)
-        return max(confirm, limit - member.silent)
+        if len(self._present) == 1 and member.quiet >= STOPPED_AFTER:
+            return max(confirm, max(self._timeout, SLUGGISH_DEAD) - member.quiet)
+        return max(confirm, self._timeout - member.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
         """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""

@@ -33,6 +33,10 @@ class Listening:
         self._last = now
         return now
 
+    def quiet(self, last: float) -> float:
+        """Seconds since a stream was heard last, at `last`, whether or not others were heard."""
+        return max(0.0, self._clock() - last)
+
     def silence(self, last: float, streams: int) -> float:
         """Seconds for which nothing came on a stream that was heard last at `last`, more than the
         pace of so many streams allows; 0.0 where it may have been we who did not hear."""

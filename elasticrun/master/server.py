@@ -257,8 +257,11 @@ class Ear:
             await asyncio.gather(reader, writer, return_exceptions=True)
             for limit in limits:
                 limit.cancel()
-            silent = 0.0 if clean else self._listening.silence(allowance.at, self.attached)
-            self._loop.put(Detached(session, clean, silent))
+            silent = quiet = 0.0
+            if not clean:
+                silent = self._listening.silence(allowance.at, self.attached)
+                quiet = self._listening.quiet(allowance.at)
+            self._loop.put(Detached(session, clean, silent, quiet))
             if not clean:
                 self.broken.add(hello.node)
             self._count(-1)

@@ -88,11 +88,13 @@ class Stream:
         self.master_open = False
         self._down(lambda: self.break_at_agent("the stream was closed"))
 
-    def break_at_master(self, *, clean: bool = False, silent: float = 0.0) -> None:
-        """The master's side is told that it broke, after so long a silence."""
+    def break_at_master(
+        self, *, clean: bool = False, silent: float = 0.0, quiet: float = 0.0
+    ) -> None:
+        """The master's side is told that it broke, after so long a silence (see `Detached`)."""
         if self.master_open:
             self.master_open = False
-            self._master.step(Detached(self.session, clean, silent))
+            self._master.step(Detached(self.session, clean, silent, quiet))
 
     def break_at_agent(self, reason: str) -> None:
         """The agent's side is told that it broke."""

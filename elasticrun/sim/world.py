@@ -208,7 +208,8 @@ class World:
     def unanswered(self, stream: Stream) -> None:
         """Pings found nobody; a master that did not listen itself does not know for how long."""
         listened = self.tells_silence and self.master is not None and not self.master.stalled
-        stream.break_at_master(silent=self.ping_timeout if listened else 0.0)
+        quiet = self.ping_timeout
+        stream.break_at_master(silent=quiet if listened else 0.0, quiet=quiet)
 
     def cut(self, node: Node) -> None:
         """The link between a node and the master is cut."""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from elasticrun.config import HEARTBEAT_TIMEOUT
 from tests.counting import Counting, times
 
 pytestmark = pytest.mark.slow
 
-SHORT = times(heartbeat_timeout=1)
-"""A node of several would be given up as soon as the master's pings are not answered."""
+USUAL = times(heartbeat_timeout=HEARTBEAT_TIMEOUT)
+"""A node of several would be given up by then."""
 
 
 def test_an_agent_that_was_stopped_goes_on(counting: Counting) -> None:
     """Ctrl-Z, and `fg` later: the ranks, which nobody stopped here, are the same, and so is the
     round."""
-    job = counting.start("1", SHORT)
+    job = counting.start("1", USUAL)
     world = counting.first(1)
     job.freeze_node(0, agent_only=True)
     job.wait_for(lambda status: [node.state for node in status.nodes] == ["suspect"])
-    counting.goes_on(world, 150)  # three seconds at least: a node of several has half of one left
+    counting.goes_on(world, 300)  # six seconds at least: a node of several has five left
     assert [node.state for node in job.status().nodes] == ["suspect"]
     job.thaw_node(0)
     job.wait_for(lambda status: [node.state for node in status.nodes] == ["alive"])

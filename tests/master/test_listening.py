@@ -79,3 +79,12 @@ def test_a_gap_of_a_beat_is_none() -> None:
     last = listening.heard()
     beats(listening, clock, 110.0, every=DEAF)
     assert listening.silence(last, 2) == pytest.approx(10.0)
+
+
+def test_the_only_stream_of_all_was_quiet_however_little_that_proves() -> None:
+    clock = Clock()
+    listening = Listening(clock)
+    last = listening.heard()
+    clock.now += 5.0
+    assert listening.silence(last, 1) == 0.0
+    assert listening.quiet(last) == pytest.approx(5.0)
