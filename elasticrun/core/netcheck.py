@@ -282,6 +282,7 @@ class NetCheck:
             if trial.out:
                 continue
             known = self._of(node)
+            known.rate = check.rates.get(node, known.rate)
             if trial.good:
                 known.standing = Standing.GOOD
                 if not trial.told_slow:  # what it failed with was its partner's, or a link's
@@ -303,8 +304,6 @@ class NetCheck:
         known = self._of(node)
         if said.compute > 0:
             known.compute, known.flops = said.compute, said.flops
-        rate = self._check.rate(nodes, node, said) if self._check and said.ok else None
-        known.rate = rate or known.rate
         known.trouble = "" if said.ok else words.trouble(others(nodes, node), said)
 
     def _to_probe(self, ready: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from elasticrun.core import netcheck_words as words
 from elasticrun.core.netcheck_pairs import Nodes, first_pass, later_pass
@@ -38,6 +38,7 @@ class Check:
         }
         self.passes = 0
         self.verdicts: list[Verdict] = []
+        self.rates: dict[str, Rate] = {}  # of the last all_reduce of each node
         self._ranks = ranks
         self._paces = paces
         self._began = now
@@ -105,16 +106,6 @@ class Check:
         took = now - self._began
         return words.outcome(self.trials, self._found, self._failed, self.passes, took)
 
-    def rate(self, nodes: Sequence[str], node: str, said: Probed) -> Rate | None:
-        """The largest all_reduce that a node of this group has timed."""
-        ranks = sum(self._ranks.get(one, 1) for one in nodes)
-        if ranks < 2 or not said.transfers:
-            return None
-        most = max(said.transfers, key=lambda one: one.size)
-        if most.size <= 0 or most.seconds <= 0:
-            return None
-        return Rate(most.size, most.seconds, ranks, others(nodes, node))
-
     # ------------------------------------------------------------ small change
 
     def _open(self) -> list[Trial]:
@@ -126,12 +117,14 @@ class Check:
         own: dict[str, Probed] = {}
         joint: dict[str, Probed] = {}
         for node, said in run.said.items():
-            self._measured(nodes, node, said)
+            if said.compute > 0:
+                self.trials[node].compute.append(said.compute)
             if not said.ok and (said.own or len(nodes) == 1):
                 own[node] = said
             elif not said.ok and not said.excused:
                 joint[node] = said
             self.trials[node].held_up = said.reason if said.excused else ""
+        self._time(run)
         for node, said in own.items():
             self.trials[node].failed(Failure((), said.phase, said.reason))
         if own:
@@ -155,13 +148,24 @@ class Check:
         told = Failure(nodes, first.phase, first.reason)
         self._just_failed.append(FailedGroup(nodes, told))
 
-    def _measured(self, nodes: Nodes, node: str, said: Probed) -> None:
-        trial = self.trials[node]
-        if said.compute > 0:
-            trial.compute.append(said.compute)
-        rate = self.rate(nodes, node, said) if said.ok else None
-        if rate is not None and rate.partners:
-            trial.rates.append(rate)
+    def _time(self, run: Run) -> None:
+        """The largest all_reduce of this group, by whoever timed it the shortest: the others have
+        waited for that one before it began."""
+        nodes = run.group.nodes
+        ranks = sum(self._ranks.get(one, 1) for one in nodes)
+        timed = {
+            node: max(said.transfers, key=lambda one: one.size)
+            for node, said in run.said.items()
+            if said.ok and any(one.size > 0 for one in said.transfers)
+        }
+        least = min((one.seconds for one in timed.values()), default=0.0)
+        if ranks < 2 or least <= 0:
+            return
+        for node, one in timed.items():
+            rate = Rate(one.size, least, ranks, others(nodes, node))
+            self.rates[node] = rate
+            if rate.partners:
+                self.trials[node].rates.append(rate)
 
     def _convict(self, trial: Trial) -> None:
         trial.out = True

@@ -7,13 +7,16 @@ A single measure convicts nobody of being slow: the second is what counts. But n
 alike: in the second fewer nodes are measured, and what they share (a host, a switch, its power) is
 shared by fewer. A matmul of the second pass beside those of the first would make the change between
 the passes a spread of the nodes, behind which a slow one can hide. So good nodes are measured again
-at the same time, and the second figure is compared after it has been divided by their *drift*: what
-their matmul takes now, as a multiple of what it took.
+at the same time, and every figure of that pass is compared after it has been divided by their
+*drift*: what their matmul takes now, as a multiple of what it took. That goes for a good node too
+whose earlier figure is from another check.
 
-All nodes of a group see the same all_reduce. So after one pass groups are compared with groups; the
-nodes of a slow one are measured again, each with a good partner, and then each is judged by itself,
-by its best: with another partner where both measures may have been the partner's. Groups of
-different sizes are made comparable by what each link carries: 2(n-1)/n of the buffer for n ranks.
+All nodes of a group see the same all_reduce; who begins to time it last has waited for nobody, so
+that the least of their figures is that of all (`netcheck_check`). So after one pass groups are
+compared with groups; the nodes of a slow one are measured again, each with a good partner, and then
+each is judged by itself, by its best: with another partner where both measures may have been the
+partner's. Groups of different sizes are made comparable by what each link carries: 2(n-1)/n of the
+buffer for n ranks.
 
 Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
 many as the others.
@@ -57,13 +60,12 @@ class Paces:
             self.again.pop(node, None)
 
     def _judge_compute(self, trials: Mapping[str, Trial], computed: Mapping[str, float]) -> None:
-        drift = self._drift(trials, computed)
+        first = all(len(trials[node].compute) == 1 for node in computed)
+        drift = 1.0 if first else self._drift(trials, computed)
         settled = {node for node in self._doubted if node in computed and _usable(trials[node])}
         for node, seconds in computed.items():
-            if node in settled:
+            if node in settled or len(trials[node].compute) == 1:
                 self.compute[node] = seconds / drift
-            elif len(trials[node].compute) == 1:
-                self.compute[node] = seconds
         for node in settled:
             del self._doubted[node]
         for trial, found in _standing_out(trials, self.compute, self.ratio):

@@ -320,15 +320,13 @@ class _Probe:
         dist.all_reduce(buffer)
 
     def _be_slow(self, took: float, pieces: int) -> None:
-        """Where slowness was planted: be busy until so many pieces of work, which have taken `took`
-        seconds, have taken so many times as long. In all_reduces the others wait for it."""
+        """Where slowness was planted: go on when so many pieces of work, which have taken `took`
+        seconds, have taken so many times as long. In all_reduces the others wait for it. No core is
+        used meanwhile: a slow machine does not slow others down, and agents may share one here."""
         if self._slow == 1.0:
             return
         self._settle()
-        block = self._torch.ones(16 * 1024)  # one thread's work
-        until = time.perf_counter() + (self._slow - 1.0) * max(took, pieces * SLOW_PIECE)
-        while time.perf_counter() < until:
-            block.add_(1.0)
+        time.sleep((self._slow - 1.0) * max(took, pieces * SLOW_PIECE))
 
     def _part(self) -> None:
         """Nobody goes before all have what they came for: with NCCL a rank that has sent all may

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
+from elasticrun.core.netcheck import Group, NetCheck
 from elasticrun.core.netcheck_pairs import BESIDE
+from elasticrun.wire.messages import Probed, Transfer
 
 
-def timed(passes: Sequence[Mapping[str, float]]) -> Outcome:
-    """A check of the nodes of the first pass, whose matmuls take so many milliseconds."""
+def timed(passes: Sequence[Mapping[str, float]], netcheck: NetCheck | None = None) -> Outcome:
+    """A check of the nodes of the first pass, whose matmuls take so many milliseconds; of a job
+    that has seen nobody, if no other is given."""
 
     class Timed(Machines):
         def _compute(self, node: str) -> float:
             return passes[outcome.passes - 1][node] / 1e3
 
     outcome = Outcome()
-    return drive(new(), list(passes[0]), Timed(()), 0.0, outcome)
+    return drive(netcheck or new(), list(passes[0]), Timed(()), 0.0, outcome)
+
+
+class Unequal(Machines):
+    """Whose nodes time the very same all_reduce differently, in milliseconds; a pair with n2 takes
+    a hundred more."""
+
+    def __init__(self, figures: Mapping[str, float]) -> None:
+        super().__init__(())
+        self._figures = figures
+
+    def probe(self, group: Group) -> dict[str, Probed]:
+        more = 100.0 if "n2" in group.nodes else 0.0
+
+        def differing(node: str, said: Probed) -> Probed:
+            seconds = (self._figures[node] + more) / 1e3
+            return replace(said, transfers=tuple(Transfer(t.size, seconds) for t in said.transfers))
+
+        return {node: differing(node, said) for node, said in super().probe(group).items()}
 
 
 def test_a_slow_node_cannot_hide_behind_what_has_changed_between_two_passes() -> None:
@@ -34,6 +56,30 @@ def test_what_slows_all_down_in_the_second_pass_makes_nobody_slow() -> None:
     """Nor does what slowed one down in the first and is over."""
     assert not timed([{"n0": 10, "n1": 10, "n2": 30}, {"n0": 40, "n1": 40, "n2": 40}]).slow
     assert not timed([{"n0": 10, "n1": 10, "n2": 30}, {"n0": 2, "n1": 2, "n2": 2}]).slow
+
+
+def test_a_slow_newcomer_cannot_hide_behind_what_has_changed_since_an_earlier_check() -> None:
+    """n0 is known from the check before the newcomer came and is measured in the second pass only,
+    when all that share the machine take four times as long."""
+    netcheck = new()
+    assert not timed([{"n0": 3.4, "n1": 3.3}], netcheck).slow
+    found = timed(
+        [{"n0": 3.4, "n1": 3.3, "n2": 98.0}, {"n0": 13.6, "n1": 13.2, "n2": 98.0}], netcheck
+    )
+    assert found.slow == {"n2"}, found.summary
+    assert [sorted(group.nodes) for group in found.groups[1]] == [["n1", "n2"], ["n0"]]
+
+
+def test_a_group_has_one_figure_of_its_all_reduce() -> None:
+    """Who begins to time it late has the right one: the others have waited. A spread of the
+    figures of one group is no spread of the nodes, behind which a slow one could hide."""
+    netcheck = new()
+    first = drive(netcheck, ["n0", "n1"], Unequal({"n0": 30.0, "n1": 4.0}), 0.0)
+    assert not first.slow
+    assert all("4 ms" in netcheck.health(node) for node in ("n0", "n1"))
+    figures = Unequal({"n0": 30.0, "n1": 4.0, "n2": 0.0})
+    found = drive(netcheck, ["n0", "n1", "n2"], figures, 0.0)
+    assert found.slow == {"n2"}, found.summary
 
 
 def test_of_two_nodes_both_are_measured_again() -> None:

@@ -16,7 +16,7 @@ RATIO = "--straggler-ratio=2"
 LONG = times(probe_timeout=180)
 """A probe that is slow on a slow machine has not failed."""
 
-SLOW = "slow=20x"
+SLOW = "slow=40x"
 """Agents and whatever else runs share two cores here, so that equal nodes differ by much: the
 planted one is slower by far more than that, in its matmul and in its all_reduce; which of the two
 shows first is all the same."""
