@@ -36,6 +36,10 @@ VAIN_LOOKS: Final = 10
 """After so many looks in a row that tell nothing of any step the recorder is taken to say nothing:
 there are no collectives in the steps, or NCCL's are not timed."""
 
+SLOWED: Final = 5
+"""A planted slowness goes by the shortest own part of so many steps: it does not grow with a moment
+in which the whole machine stood still."""
+
 MAX_MARKS: Final = 2048
 """Steps that are remembered until the next look; of faster ones the oldest are forgotten."""
 
@@ -52,6 +56,7 @@ class Teller:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._slowness = slowness
         self._slept = 0.0
+        self._owns: deque[float] = deque(maxlen=SLOWED)
         self._last = -1.0
         self._marks: deque[int] = deque(maxlen=MAX_MARKS)
         self._steps = 0
@@ -99,7 +104,8 @@ class Teller:
                 self._knows = Own.UNTOLD
         if self._slowness > 1.0:
             own = found.own / found.steps if found.steps else seconds
-            self._slept = max(0.0, own - self._slept) * (self._slowness - 1.0)
+            self._owns.append(max(0.0, own - self._slept))
+            self._slept = min(self._owns) * (self._slowness - 1.0)
         elif time.thread_time() - began > LOOK_SHARE * self._every:
             self._every = min(LOOK_SELDOM, 2 * self._every)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,35 @@ def test_a_full_queue_does_not_block_and_no_step_is_lost() -> None:
         teller.close()
     assert sum(one.steps for one in (*first, last)) == 20_001
     assert (last.step, last.local_rank) == (20_001, 3)
+
+
+def test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of 20 ms, three times as long; before the last but one all stood still for 15 s."""
+    slept: list[float] = []
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now,
+        time_ns=lambda: int(now * 1e9),
+        thread_time=time.thread_time,
+        sleep=sleep,
+    )
+    monkeypatch.setattr(telling, "time", clock)
+    with listening() as listener:
+        teller = Teller(place(listener.name, 0), slowness=3.0)
+        for still in (0.0, 0.0, 0.0, 15.0, 0.0):
+            teller.step(0)
+            now += 0.02 + still
+        teller.step(0)
+        teller.close()
+    assert slept == pytest.approx([0.04] * 5)
 
 
 @pytest.mark.usefixtures("eager")
