@@ -50,6 +50,7 @@ class _Known:
     life: int  # another one after every doubt
     standing: Standing = Standing.UNKNOWN
     compute: float = 0.0  # seconds of one matmul, by its last probe
+    pace: float = 0.0  # the same as it is compared: as if the check had had one pass only
     flops: float = 0.0
     rate: Rate | None = None  # of its last all_reduce
     trouble: str = ""  # what its last probes had against it
@@ -142,7 +143,7 @@ class NetCheck:
         known = {node: self._of(node) for node in ready}
         good = {node: one.standing is Standing.GOOD for node, one in known.items()}
         was_good = {node: one for node, one in known.items() if good[node]}
-        compute = {node: one.compute for node, one in was_good.items() if one.compute > 0}
+        compute = {node: one.pace for node, one in was_good.items() if one.pace > 0}
         rates = {node: it.rate for node, it in was_good.items() if it.rate and it.rate.partners}
         self._check = Check(good, self._ranks, Paces(self._checks.slow_ratio, compute, rates), now)
         return self._launch(self._check.plan(), now)
@@ -283,6 +284,7 @@ class NetCheck:
                 continue
             known = self._of(node)
             known.rate = check.rates.get(node, known.rate)
+            known.pace = check.paces.compute.get(node, known.pace)
             if trial.good:
                 known.standing = Standing.GOOD
                 if not trial.told_slow:  # what it failed with was its partner's, or a link's

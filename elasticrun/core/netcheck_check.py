@@ -40,7 +40,7 @@ class Check:
         self.verdicts: list[Verdict] = []
         self.rates: dict[str, Rate] = {}  # of the last all_reduce of each node
         self._ranks = ranks
-        self._paces = paces
+        self.paces = paces
         self._began = now
         self._failed: list[FailedGroup] = []  # in all passes
         self._just_failed: list[FailedGroup] = []  # in the last one
@@ -54,7 +54,7 @@ class Check:
         if self.passes == 0:
             groups = first_pass(self.trials)
         else:
-            groups = later_pass(self.trials, self._just_failed, self._paces.again)
+            groups = later_pass(self.trials, self._just_failed, self.paces.again)
         self.passes += bool(groups)
         return groups
 
@@ -69,8 +69,8 @@ class Check:
                 self._convict(trial)
         said = [answer for run in passed.runs for answer in run.said.items()]
         computed = {node: answer.compute for node, answer in said if answer.compute > 0}
-        self._paces.judge(self.trials, worked, computed)
-        for node, evidence in self._paces.slow.items():
+        self.paces.judge(self.trials, worked, computed)
+        for node, evidence in self.paces.slow.items():
             self.trials[node].told_slow = True
             self._tell("slow", node, words.cut(f"{node} is slow, measured twice: {evidence}"))
 

@@ -70,6 +70,18 @@ def test_a_slow_newcomer_cannot_hide_behind_what_has_changed_since_an_earlier_ch
     assert [sorted(group.nodes) for group in found.groups[1]] == [["n1", "n2"], ["n0"]]
 
 
+def test_a_slow_newcomer_cannot_hide_behind_the_passes_of_an_earlier_check() -> None:
+    """n1 was measured last in a second pass, in which all were four times as slow."""
+    netcheck = new()
+    slow = timed(
+        [{"n0": 3.4, "n1": 3.3, "n2": 98.0}, {"n0": 13.6, "n1": 13.2, "n2": 400.0}], netcheck
+    )
+    assert slow.slow == {"n2"}
+    netcheck.lost("n2", "it was left out", 0.0)
+    found = timed([{"n0": 3.4, "n1": 3.3, "n3": 20.0}] * 2, netcheck)
+    assert found.slow == {"n3"}, found.summary
+
+
 def test_a_group_has_one_figure_of_its_all_reduce() -> None:
     """Who begins to time it late has the right one: the others have waited. A spread of the
     figures of one group is no spread of the nodes, behind which a slow one could hide."""
