@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 BIN = $(VENV)/bin
 # tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one
-WORKERS ?= 2
+WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile
 
 .PHONY: help demo test check lint unit bench soak proto wheel-test clean

@@ -29,7 +29,7 @@ def config(nproc: int = 2, **more: Any) -> LaunchConfig:
 
 @pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
-               pytest.param("forkserver", marks=pytest.mark.slow)],
+               pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_ranks_meet_and_return(method: str) -> None:
     results = elastic_launch(config(start_method=method), functions.reduce_sum)(10)
@@ -189,7 +189,7 @@ def start_caller(folder: Path, method: str) -> tuple[subprocess.Popen[str], list
 
 @pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
-               pytest.param("forkserver", marks=pytest.mark.slow)],
+               pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
     caller, pids = start_caller(tmp_path, method)
@@ -204,7 +204,7 @@ def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
-               pytest.param("forkserver", marks=pytest.mark.slow)],
+               pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_kill_9_of_the_caller(method: str, tmp_path: Path) -> None:
     caller, pids = start_caller(tmp_path, method)

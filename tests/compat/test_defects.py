@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
+from tests.further import cases
 from tests.harness import (
     ELASTICRUN,
     PATIENT,
@@ -29,6 +30,8 @@ from tests.harness import (
 )
 
 pytestmark = pytest.mark.slow
+
+BOTH = cases((TORCHRUN, ELASTICRUN), soaked=[TORCHRUN])
 
 QUICK = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=60"
 SILENT = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
@@ -48,6 +51,7 @@ class TestStaleStore:
         first = world.hub.ranks(1, restart=0)
         return first + world.hub.ranks(1, restart=1)
 
+    @pytest.mark.soak
     def test_torchrun(self, torchrun_world: World) -> None:
         first, second = self.lives(torchrun_world, TORCHRUN)
         assert (first.stale, second.stale) == (False, True)
@@ -74,6 +78,7 @@ class TestStaleStore:
 class TestScaleUp:
     """2 to 3 agents, 3 to 4, and a replacement: all agents exit 1 (after read_timeout, 60 s)."""
 
+    @pytest.mark.soak
     def test_torchrun(self, torchrun_world: World) -> None:
         world, port = torchrun_world, free_port()
         conf = "--rdzv-conf=last_call_timeout=1,read_timeout=3"
@@ -163,7 +168,7 @@ class TestFixedSizeWithoutBudget:
     """DROP-IN 6: `--nnodes=2` and no restarts: a lost node ends the job at once, as under
     torchrun, so that the scheduler can requeue it."""
 
-    @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTICRUN])
+    @pytest.mark.parametrize("launcher", BOTH)
     def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
         used = world if launcher == ELASTICRUN else torchrun_world
         jobs = agents(used, launcher, 2, "2", free_port())
@@ -199,7 +204,7 @@ class TestGraceOnRestarts:
 class TestRankThatExitsWellWhenStopped:
     """A rank that ends with 0 because it was told to stop has not finished its work."""
 
-    @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTICRUN])
+    @pytest.mark.parametrize("launcher", BOTH)
     def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
         used = world if launcher == ELASTICRUN else torchrun_world
         launched = job(used, launcher, "--nproc-per-node=2", "--max-restarts=1")
@@ -216,6 +221,7 @@ class TestRankThatExitsWellWhenStopped:
 class TestOrphans:
     """After SIGKILL of the agent its ranks lived on."""
 
+    @pytest.mark.soak
     def test_torchrun(self, torchrun_world: World) -> None:
         launched = job(torchrun_world, TORCHRUN, "--nproc-per-node=2")
         peers = torchrun_world.hub.ranks(2)
@@ -270,6 +276,7 @@ class TestStaticPeersAreTold:
         world.hub.lost([second])
         return jobs, first
 
+    @pytest.mark.soak
     def test_torchrun(self, torchrun_world: World) -> None:
         world = torchrun_world
         jobs, first = self.crash(world, TORCHRUN)
@@ -334,6 +341,7 @@ class TestRootCause:
         assert match
         return match[1]
 
+    @pytest.mark.soak
     def test_torchrun(self, torchrun_world: World) -> None:
         """Both deaths fall between two of its looks: it stands still meanwhile."""
         assert self.cause(torchrun_world, TORCHRUN) == "0"
@@ -389,7 +397,7 @@ class TestOneAgentIsTold:
 class TestUnlikeNodes:
     """Nodes with different numbers of ranks, elastic; the reference's documentation denies it."""
 
-    @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTICRUN])
+    @pytest.mark.parametrize("launcher", BOTH)
     def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
         used, port = (world if launcher == ELASTICRUN else torchrun_world), free_port()
         jobs = agents(used, launcher, 1, "2", port, "--nproc-per-node=1")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
+from tests.further import cases
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +53,10 @@ ENDINGS = {
     "no python": (Case(("--no-python",), ("false",)), 1, "1"),
     "no python, well": (Case(("--no-python",), ("true",)), 0, None),
 }
+MORE = (
+    *("one of them well, one not", "segmentation fault", "without a word", "one rank"),
+    *("an early end", "run path, zero", "no python, well"),
+)
 FAILING = [name for name, (_, code, _) in ENDINGS.items() if code]
 
 
@@ -71,14 +76,14 @@ def root_cause(outcome: Outcome) -> dict[str, str]:
     return {match[1]: match[2] for match in list(filter(None, found))[:6]}
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", cases(ENDINGS, soaked=MORE))
 def test_the_exit_code(pairs: Pairs, name: str) -> None:
     case, code, _ = ENDINGS[name]
     theirs, ours = pairs(case)
     assert (theirs.code, ours.code) == (code, code), ours.stderr[0]
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", cases(FAILING, soaked=[n for n in MORE if n in FAILING]))
 def test_the_root_cause(pairs: Pairs, name: str) -> None:
     case, _, exitcode = ENDINGS[name]
     assert exitcode is not None
@@ -112,7 +117,7 @@ def shape(outcome: Outcome) -> list[str]:
     return kept
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", cases(FAILING, soaked=[n for n in MORE if n in FAILING]))
 def test_the_shape_of_the_summary(pairs: Pairs, name: str) -> None:
     """The same headings in the same order, borders by the same rule.
 

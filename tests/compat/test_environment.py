@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
+from tests.further import cases
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,11 @@ CASES = {
     ),
 }
 
+MORE = (
+    *("signals named", "nccl handling set by the user", "no logs", "flags beat variables"),
+    *("static, a named endpoint", "two agents, unlike", "underscores and abbreviations"),
+)
+
 HARNESS = {"ELASTICRUN_TEST_MARK", "ELASTICRUN_TEST_SOCKET", "TMPDIR", "XDG_RUNTIME_DIR"}
 
 DIFFERENCES: dict[str, tuple[str, str, str]] = {
@@ -125,7 +131,7 @@ def seen(outcome: Outcome, rank: int, restart: int, case: Case) -> dict[str, str
     return {name: outcome.plain(value) for name, value in environ.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, soaked=MORE))
 def test_every_variable_is_torchruns(pairs: Pairs, name: str) -> None:
     case = CASES[name]
     theirs, ours = pairs(case)
@@ -160,7 +166,7 @@ RUN_PATH: dict[str, tuple[object, object]] = {
 """Deliberate differences: --run-path is a child of multiprocessing under torchrun."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, soaked=MORE))
 def test_a_rank_sees_itself_as_under_torchrun(pairs: Pairs, name: str) -> None:
     theirs, ours = pairs(CASES[name])
     compared = 0

@@ -91,6 +91,7 @@ def test_accelerates_own_launcher(world: World, torchrun_world: World) -> None:
     assert mine == theirs
 
 
+@pytest.mark.soak
 def test_fabrics_command_line(world: World, torchrun_world: World) -> None:
     """`fabric run` calls our main([...]); its ranks see the port that it names."""
     substitute = [sys.executable, str(FOLDER / "substitute.py")]

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
+from tests.further import cases
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,11 @@ CASES = {
     ),
 }
 
+MORE = (
+    *("redirect both", "by rank", "tee one rank", "filter ranks, plain", "filter ranks, redirect"),
+    *("needles", "needles without tee", "role in the prefix", "standalone"),
+)
+
 
 def said(text: str) -> Counter[str]:
     """The lines of ranks on a console: order between ranks is not kept, so they are counted.
@@ -65,7 +71,7 @@ def said(text: str) -> Counter[str]:
     return Counter(line for line in text.splitlines() if kept.match(line))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, soaked=MORE))
 def test_the_console_shows_the_same(pairs: Pairs, name: str) -> None:
     theirs, ours = pairs(CASES[name])
     assert theirs.codes == ours.codes == [0], ours.stderr
@@ -83,7 +89,7 @@ def wanted_files(outcome: Outcome) -> dict[str, str | Counter[str]]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, soaked=MORE))
 def test_the_log_tree_is_the_same(pairs: Pairs, name: str) -> None:
     theirs, ours = pairs(CASES[name])
     expected, got = wanted_files(theirs), wanted_files(ours)

@@ -7,12 +7,13 @@ import signal
 import pytest
 
 from tests.compat.live import job
+from tests.further import cases
 from tests.harness import ELASTICRUN, TORCHRUN, World, free_port
 
 pytestmark = pytest.mark.slow
 
 DEATH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-BOTH = (TORCHRUN, ELASTICRUN)
+BOTH = cases((TORCHRUN, ELASTICRUN), soaked=[TORCHRUN])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from elasticrun.wire.proof import TOKEN_WANTED, reader_token
 from tests.aio import run
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
+from tests.further import cases
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,10 @@ main(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-no
 """
 
 
-@pytest.mark.parametrize("how", ["forked", "execed", "program", "elastic_launch", "run", "file"])
+@pytest.mark.parametrize(
+    "how",
+    cases(["forked", "execed", "program", "elastic_launch", "run", "file"], soaked=["run"]),
+)
 def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:
     port = free_port()
     env = {"ELASTICRUN_TOKEN": SECRET, "LOGLEVEL": "DEBUG", "ELASTICRUN_LAUNCH": "auto"}

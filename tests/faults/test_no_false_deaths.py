@@ -23,6 +23,7 @@ from elasticrun.testing import processes
 from tests.counting import let_pass, times
 from tests.faults.relay import Relay, relay_to
 from tests.faults.team import Team, descriptors
+from tests.further import cases
 from tests.harness import World, await_true
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> Non
 
 
 @durations(SHORT, 30.0)
-@pytest.mark.parametrize("how", ["loop", "gil"])
+@pytest.mark.parametrize("how", cases(["loop", "gil"], soaked=["gil"]))
 def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> None:
     """It hears nobody for longer than anybody may be silent, and holds that against none of them:
     silence counts only while the listener listened."""

@@ -8,12 +8,13 @@ import pytest
 
 from elasticrun.testing import processes
 from tests.counting import QUICK, Counting, keeps_ranks, tell, times
+from tests.further import cases
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", cases([0, 1, 2], soaked=[2]))
 def test_kill_9_of_an_agent_and_its_ranks(
     counting: Counting, request: pytest.FixtureRequest, lost: int
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,42 +106,54 @@ MODULES = {
 }
 
 
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, Path]]:
+    """A fork server that was started in a folder, for what is named from there; and the folder."""
+    place = tmp_path_factory.mktemp("placed")
+    with contextlib.ExitStack() as stack:
+        with contextlib.chdir(place):
+            nothing = Entry(EntryKind.SCRIPT, "none.py")
+            driver = stack.enter_context(Driver(nothing, env=plain_environment()))
+            assert driver.ready().mode == "fork"
+        yield driver, place
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_module(
+    placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    driver, place = placed
     text, module = MODULES[name]
-    package = tmp_path / "pack"
+    package = place / f"pack{[*MODULES].index(name)}"
     package.mkdir()
     (package / "__init__.py").write_text("print('package')\n")
     (package / "other.py").write_text("x = 5\n")
     (package / "run.py").write_text(text)
     if name == "package":
         (package / "__main__.py").write_text("print('main', __spec__.name)\n")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(place)
+    module = module.replace("pack", package.name)
     expected = by_exec(["-m", module], tmp_path)
-    entry = Entry(EntryKind.MODULE, module)
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
-        assert by_fork(driver, entry, tmp_path) == expected
+    assert by_fork(driver, Entry(EntryKind.MODULE, module), tmp_path) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["script.py", "./script.py", "sub/../script.py", "link.py"])
 def test_script_given_by_a_relative_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "real.py").write_text("print('real')\n")
-    (tmp_path / "script.py").write_text(
+    driver, place = placed
+    (place / "sub").mkdir(exist_ok=True)
+    (place / "script.py").write_text(
         "import sys\nprint(__file__, sys.argv, sys.path[0])\ndef f():\n    1 / 0\nf()\n"
     )
-    (tmp_path / "link.py").symlink_to("sub/../script.py")
-    monkeypatch.chdir(tmp_path)
+    if target == "link.py":
+        (place / "link.py").symlink_to("sub/../script.py")
+    monkeypatch.chdir(place)
     expected = by_exec([target, "a b", "ä"], tmp_path)
     entry = Entry(EntryKind.SCRIPT, target, ("a b", "ä"))
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
-        assert by_fork(driver, entry, tmp_path) == expected
+    assert by_fork(driver, entry, tmp_path) == expected
 
 
 def test_a_compiled_script_is_execed(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from tests.forkserver.driver import (
     read_line,
     script,
 )
+from tests.further import cases
 
 
 def held_port() -> tuple[socket.socket, int]:
@@ -69,7 +70,7 @@ assert store.add("count", 2) == int(sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["auto", "exec"])
+@pytest.mark.parametrize("launch", cases(["auto", "exec"], soaked=["exec"]))
 def test_a_store_serves_and_a_new_one_is_fresh(tmp_path: Path, launch: str) -> None:
     path = tmp_path / "client.py"
     entry = script(path, CLIENT)

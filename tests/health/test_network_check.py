@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from tests.counting import times
+from tests.further import cases
 from tests.harness import COMMANDS, ELASTICRUN, clean_environment
 from tests.health.jobs import CHECK, Health
 
@@ -94,7 +95,7 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     assert health.trained() == set()
 
 
-@pytest.mark.parametrize("phase", ["compute", "comm"])
+@pytest.mark.parametrize("phase", cases(["compute", "comm"], soaked=["compute"]))
 def test_a_probe_that_hangs(health: Health, phase: str) -> None:
     """It is ended by its limit, which is long enough for all others on a busy machine, and the
     verdict says where it hung."""

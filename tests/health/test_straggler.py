@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.counting import times
+from tests.further import cases
 from tests.health.jobs import PACES, Health
 
 pytestmark = pytest.mark.slow
@@ -30,13 +31,13 @@ def test_a_straggler_is_told_about(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
-@pytest.mark.parametrize("waiting", [True, False], ids=["spare-waits", "spare-comes-later"])
-def test_a_straggler_is_swapped_for_a_spare(health: Health, waiting: bool) -> None:
+@pytest.mark.parametrize("spare", cases(["waits", "comes later"], soaked=["comes later"]))
+def test_a_straggler_is_swapped_for_a_spare(health: Health, spare: str) -> None:
     """It ends with the code of the excluded; the spare takes its place at no cost of a restart."""
-    conf = times(straggler_time=8) if waiting else SOON
+    conf = times(straggler_time=8) if spare == "waits" else SOON
     job = health.start("3:3", conf, "--exclude-straggler", fault=SLOW, script=PACES)
     first = health.world_of(0, 1, 2)
-    if not waiting:
+    if spare == "comes later":
         job.wait_for(lambda s: any("slow" in n.health for n in s.nodes))
     job.add_node()
     assert re.search(EVIDENCE, health.excluded(2)), health.said(2)

@@ -19,6 +19,7 @@ from elasticrun.agent.helpers import PACKAGE_ROOT
 from elasticrun.wire import published
 from elasticrun.wire.record_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
+from tests.further import cases
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[P
     return jobs, world.hub.ranks(2, world_size=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, soaked=["static"]))
 def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
     jobs, peers = started(world, kind, "--max-restarts=1")
     master = next_master(world)

@@ -8,8 +8,8 @@ from elasticrun.core import rendezvous, succession
 from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.sim.script import read, run
 
-SEEDS = 480
-CHECKED_SEEDS = 160
+SEEDS = 240
+CHECKED_SEEDS = 80
 MANY_SEEDS = 8000
 BATCH = 40
 

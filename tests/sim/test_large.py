@@ -11,6 +11,7 @@ from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
 from elasticrun.wire.messages import CheckSpec, Order, Probe
+from tests.further import cases
 
 NODES = 1000
 LOST = 17
@@ -27,7 +28,7 @@ def spread(world: World, over: float, what: Callable[[int], object]) -> None:
         world.clock.after(over * index / (LOST - 1), lambda index=index: what(index * 31))
 
 
-@pytest.mark.parametrize("returns_over", [0.0, 8.0, 120.0])
+@pytest.mark.parametrize("returns_over", cases([0.0, 8.0, 120.0], soaked=[0.0, 120.0]))
 def test_seventeen_deaths_and_returns(returns_over: float) -> None:
     world = World(beats=True, beat_interval=10.0)
     world.start_master(setup(0).spec)

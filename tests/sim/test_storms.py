@@ -16,6 +16,7 @@ from elasticrun.core import burst, rendezvous
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
+from tests.further import cases
 
 from .storms import SPREADS, strike, strike_and_return
 
@@ -34,7 +35,7 @@ def test_two_rounds_for_the_deaths_and_two_for_the_returns(nodes: int, spread: f
         assert storm.returns <= 2, f"seed {seed}: {storm}"
 
 
-@pytest.mark.parametrize("spread", [1.0, 60.0])
+@pytest.mark.parametrize("spread", cases([1.0, 60.0], soaked=[60.0]))
 def test_and_so_for_a_thousand_nodes(spread: float) -> None:
     storm = strike(1, 1000, spread)
     assert storm.whole
