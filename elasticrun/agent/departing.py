@@ -129,8 +129,9 @@ class Departing:
         """What the brain is told of a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
-        holds = any(held.snapshots() for held in self._held())
-        return Signalled(signum, name, death, step, self.margin(), holds)
+        held = [one for one in self._held() if one.snapshots()]
+        whole = max((one.segment.watermark for one in held), default=NONE)
+        return Signalled(signum, name, death, step, self.margin(), bool(held), whole)
 
     def ask(self, order: m.SaveAt) -> None:
         """All ranks save their first step from this one on. The same order again, of a master that

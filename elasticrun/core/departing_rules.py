@@ -5,8 +5,9 @@ ranks of the round save, and the ranks here run on until that step is written ou
 `departure_grace` is over, or at a second death signal, the node leaves: its ranks are ended, and
 the master hears `Leaving`. Where no rank could save anything now, but earlier ones have left
 snapshots here, it goes at once and stays only until these are written out, if it has the only copy
-of something. Nobody is charged for any of it. Slurm says SIGTERM twice within
-milliseconds, at a time limit and where another job takes the place: that is one signal.
+of something; between two rounds that is all there is to save. Nobody is charged for any of it.
+Slurm says SIGTERM twice within milliseconds, at a time limit and where another job takes the place:
+that is one signal.
 
 A scheduler may signal every process at once. Then ranks end by themselves once they have saved;
 what they have saved is waited for all the same, WAIT_FOR_SAVED at most, or until the master has
@@ -55,6 +56,8 @@ class DepartingRules(ParkingRules, HoldingRules):
             pass
         elif event.holds and self._can_depart() and self._state is not State.FINISHED:
             self._may_be_said_again(event, now)
+            if self._state is not State.RUNNING:
+                self._whole = event.whole
             self._leave_unsaved(event, now)
         else:
             self._leave(event, now)  # also at a second one: at once
@@ -92,13 +95,23 @@ class DepartingRules(ParkingRules, HoldingRules):
             self._obey(order, now)
 
     def _has_saved(self) -> bool:
-        """Whether the step that the ranks were to save before they leave is in storage."""
-        return 0 <= self._asked <= self._written
+        """Whether the step that the ranks were to save before they leave is in storage; or, where
+        the signal came between two rounds, the newest that the next one would have gone on from."""
+        step = self._asked if self._whole is None else self._whole
+        return 0 <= step <= self._written
+
+    def _is_in_storage(self, order: m.PersistOver) -> None:
+        """A step of the present round was written, or the one that it went on from."""
+        assert self._start is not None
+        restore = self._start.restore
+        old = restore is not None and order.round == restore.round and order.step <= restore.step
+        if old or order.round == self._start.round:
+            self._written = max(self._written, order.step)
 
     def _persist_over(self, order: m.PersistOver, now: float) -> None:
         event, start, outcome = self._departing, self._start, self._outcome
-        if order.ok and start is not None and order.round == start.round:
-            self._written = max(self._written, order.step)
+        if order.ok and start is not None:
+            self._is_in_storage(order)
             if outcome is not None and outcome.signum and self._has_saved():
                 code = code_for(self._failures(), Ending.SAVED)
                 self._outcome = replace(outcome, code=code)
@@ -140,7 +153,7 @@ class DepartingRules(ParkingRules, HoldingRules):
     def _leave_unsaved(self, event: fx.Signalled, now: float) -> None:
         """What the ranks had before is written out, where this node has the only copy: it stays
         until it has heard of that."""
-        if not self._persists:
+        if not self._persists and not self._has_saved():
             self._persists[RESCUE] = now + RESCUE_WITHIN
         self._leave(event, now)
 

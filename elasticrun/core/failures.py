@@ -144,7 +144,7 @@ class Ending(StrEnum):
     BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
     TOO_FEW = "too few"  # nodes: a lost one was not replaced, or not enough came in time
     LEFT = "left"  # told to leave by a signal, and nothing was saved for it
-    SAVED = "saved"  # the same, and the step that all ranks saved before is in storage
+    SAVED = "saved"  # the same, and what ranks had at that moment, or later, is in storage
     REFUSED = "refused"  # by the master: another version, another job, a node id that is taken
     NO_MASTER = "no master"  # ranks had failed or could not finish, and none answered
     STUCK = "stuck"  # the kernel does not let a process of this node die

@@ -26,6 +26,8 @@ from elasticrun.wire.ids import RoundName
 MAX_DECISIONS = 8
 """Decisions that may follow from one event; more would be a loop between two of them."""
 
+ALL_LEFT = "every node has left"
+
 _OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
 
@@ -102,6 +104,8 @@ class Job(Attaching):
         elif isinstance(report, OF_SNAPSHOTS):
             self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
+            if rdzv.phase is Phase.RUNNING or not report.signal:
+                self._left_a_round = True
             self._are_going((node,), signalled=report.signal != 0)
             self._membership.left(node, report.reason)
             self._stays.over(node)
@@ -148,10 +152,12 @@ class Job(Attaching):
         """Ask what is to be done until it is nothing."""
         for _ in range(MAX_DECISIONS):
             if self._sentence is not None:
-                self._conclude(*self._sentence, now)
+                code, reason = self._sentence
+                code = self._code_of_loss() if reason == ALL_LEFT else code  # it is saved by now?
+                self._conclude(code, reason, now)
                 return
             if self._all_left and self._membership.present() == 0 and not self._rdzv.succeeded:
-                self._conclude(self._code_of_loss(), "every node has left", now)
+                self._conclude(self._code_of_loss(), ALL_LEFT, now)
                 return
             unfit = self._perf_failure()
             if unfit:
@@ -192,6 +198,8 @@ class Job(Attaching):
     def _code_of_loss(self) -> int:
         """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
         saved = self._round is not None and self._departures.has_saved(self._round.name)
+        if self._all_left and not self._left_a_round:
+            saved = saved or self._is_newest_written()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _trouble(self) -> str:
@@ -292,6 +300,7 @@ class Job(Attaching):
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""
+        self._left_a_round = False
         self._rdzv.formed(round_.seats, now)
         self._stays.formed(round_.seats, now)
         self._settlement.new_round(nodes=len(round_.seats))

@@ -138,6 +138,11 @@ class Saving(JobBase):
         newest = self._saves.choose().restore
         return newest is not None and newest != self._saves.written
 
+    def _is_newest_written(self) -> bool:
+        """Whether another run would go on from the step from which the next round would."""
+        written, newest = self._saves.written, self._saves.choose().restore
+        return written is not None and newest in (None, written)
+
     def _hold_for_saves(self, exit_code: int, now: float) -> Decision | None:
         """The job is to end: what that waits for, None if for nothing (any more)."""
         saves = self._saves

@@ -113,7 +113,10 @@ class WorkerGroup(LinkRules, DepartingRules):
         self._stores.use(host=order.host_store)
         self._ranks.begin(order.first_rank)
         self._cut_short = False
-        self._asked = self._written = -1
+        self._asked = -1
+        restore = order.restore
+        if restore is None or self._written > restore.step or order.rewound_from >= 0:
+            self._written = -1
         self._reason = ""
         self._state = State.STARTING
         self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)

@@ -10,7 +10,8 @@ What must hold, else it is a fault of the world:
 * a snapshot that is being written out is never dropped;
 * with replicas, no watermark is set before every part was on two nodes, unless one could not copy
   its share, and no round goes back behind the watermark of the one before for the loss of one node;
-* a checkpoint is committed only when all of its parts were written, and they are all there is.
+* a checkpoint is committed only when all of its parts were written, and they are all there is;
+* a node that ends as saved leaves a checkpoint of what it knew to be whole when it was told to.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from elasticrun.config import EXIT_SAVED
 from elasticrun.sim.replicas import Replicas
-from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves
+from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves, age
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import (
     CommitCheckpoint,
@@ -75,6 +77,7 @@ class Memory:
         self.current = -1  # the step that ranks of this life are at
         self._asked: SaveAt | None = None
         self._watermark: Key | None = None
+        self._then_whole: Key | None = None  # when the agent was first signalled
         self._given_up = -1
         self._start: Start | None = None
         self._saver = Endpoint(node.name, SAVER_PORT)
@@ -152,6 +155,19 @@ class Memory:
         """Whether the shard of this rank, or one that is equal to it, is here."""
         content = self._shelves.content(rank)
         return any(content in self._contents(one) for one in self.of((name, step)))
+
+    def signalled(self) -> tuple[bool, int]:
+        """The agent is: whether snapshots are here, and the newest step that is whole, or -1."""
+        mark = self._watermark
+        self._then_whole = self._then_whole or mark
+        return bool(self.kept or self.replicas.copies), -1 if mark is None else mark[1]
+
+    def leave(self, code: int) -> None:
+        """The agent ends with this code, and all that is here goes."""
+        self.is_lost = True
+        whole, written = self._then_whole, self._shelves.checkpoints
+        if code == EXIT_SAVED and whole and not any(age(key) >= age(whole) for key in written):
+            self._fault(f"{self._node.name} ends as saved, and {whole} is not in storage")
 
     def spoil(self, step: int) -> None:
         """A byte of this step flips."""

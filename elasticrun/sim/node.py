@@ -332,8 +332,9 @@ class Node:
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
         """The agent receives a signal."""
-        holds = bool(self.memory.kept or self.memory.replicas.copies)
-        self.feed(Signalled(signum, name, death, self.memory.current, holds=holds))
+        holds, whole = self.memory.signalled()
+        event = Signalled(signum, name, death, self.memory.current, holds=holds, whole=whole)
+        self.feed(event)
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""
@@ -390,7 +391,7 @@ class Node:
     def _exit(self, effect: Exit) -> None:
         self.exited = effect
         self.alive = False
-        self.memory.is_lost = True
+        self.memory.leave(effect.code)
         self.world.trace(self.name, f"exits {effect.code}: {effect.reason}")
         self._kill_ranks()
         if self.stream is not None:

@@ -10,6 +10,7 @@ from elasticrun.core import breakpoint_held, breakpoint_save
 from elasticrun.core.breakpoint_replicas import Replicas
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.breakpoint_writing import Part, divide
+from elasticrun.core.departing_rules import DepartingRules
 from elasticrun.sim.script import read, run
 from elasticrun.sim.training import TrainingChaos
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -49,6 +50,14 @@ def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(breakpoint_held.Ledger, "is_whole", lambda ledger, step: True)
     text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 a\n9 end\n"
     assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
+
+
+def test_an_end_as_saved_that_was_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DepartingRules, "_has_saved", lambda rules: True)
+    text = (
+        "# why\njob 1:2\nworld state=sharded\n0 node a b\n5 snap 100\n6 signal SIGTERM b\n40 end\n"
+    )
+    assert any("b ends as saved" in fault for fault in run(read(text)).worlds.faults)
 
 
 REPLICAS = """# why

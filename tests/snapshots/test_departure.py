@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.config import EXIT_FAILED, EXIT_SAVED
+from elasticrun.config import EXIT_SAVED
 from elasticrun.testing.worlds import World
 from tests.snapshots.conftest import Training, asked, ends, told, watermark
 
@@ -136,7 +136,7 @@ def test_a_node_leaves_between_two_rounds(training: Training) -> None:
     os.kill(lingers, signal.SIGKILL)
     training.go_on()
     result = job.result()
-    assert [result.exit_codes[number] for number in (leaves, stays)] == [EXIT_FAILED, 0]
+    assert [result.exit_codes[number] for number in (leaves, stays)] == [EXIT_SAVED, 0]
     assert training.starts(0) == [0, 7]
     assert training.checkpoints()[0] == 7
 
