@@ -52,12 +52,20 @@ def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
 
 
+UNSAVED = """# why
+job 1:2
+world state=sharded
+0 node a b
+4 disk b full
+5 snap 100
+6 signal SIGTERM b
+200 end
+"""
+
+
 def test_an_end_as_saved_that_was_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DepartingRules, "_has_saved", lambda rules: True)
-    text = (
-        "# why\njob 1:2\nworld state=sharded\n0 node a b\n5 snap 100\n6 signal SIGTERM b\n40 end\n"
-    )
-    assert any("b ends as saved" in fault for fault in run(read(text)).worlds.faults)
+    assert any("b ends as saved" in fault for fault in run(read(UNSAVED)).worlds.faults)
 
 
 REPLICAS = """# why
