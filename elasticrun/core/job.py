@@ -104,7 +104,7 @@ class Job(Attaching):
         elif isinstance(report, OF_SNAPSHOTS):
             self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
-            if rdzv.phase is Phase.RUNNING or not report.signal:
+            if rdzv.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
                 self._left_a_round = True
             self._are_going((node,), signalled=report.signal != 0)
             self._membership.left(node, report.reason)

@@ -64,7 +64,7 @@ class JobBase:
         self._until: float | None = None
         self._ends: float | None = None  # when the wait of `_reason` is over at the latest
         self._all_left = False
-        self._left_a_round = False  # a node has left this one while it ran, or unasked
+        self._left_a_round = False  # a member, while it ran, or not for a signal
         self._last_failure = ""
         self._hold_reason = ""
         self._recorded_at = 0.0
