@@ -129,9 +129,8 @@ class Departing:
         """What the brain is told of a signal to this agent."""
         name = signal.Signals(signum).name
         step = self.step() if death else NONE
-        held = [one for one in self._held() if one.snapshots()]
-        whole = max((one.segment.watermark for one in held), default=NONE)
-        return Signalled(signum, name, death, step, self.margin(), bool(held), whole)
+        held = max((one.step for held in self._held() for one in held.snapshots()), default=NONE)
+        return Signalled(signum, name, death, step, self.margin(), held)
 
     def ask(self, order: m.SaveAt) -> None:
         """All ranks save their first step from this one on. The same order again, of a master that

@@ -142,13 +142,13 @@ class BreakpointSave(BreakpointChoice):
     def save(self, restore: m.Restore, now: float) -> None:
         """This snapshot, which a failure left, is to be written out, unless it was or is."""
         key = (restore.round, restore.step)
-        if self._is_in_storage(key) or (self._plan is not None and self._plan.key == key):
+        if self.is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
         self.abandon(f"step {restore.step} is written instead")
         self._intend(Plan(key, "breakpoint"))
         self._try(now)
 
-    def _is_in_storage(self, key: Key) -> bool:
+    def is_in_storage(self, key: Key) -> bool:
         """Whether it was written, or a later one that ranks would rather go on from."""
         written = None if self.written is None else self._name_of(self.written)
         if written is None or self.rewound_from >= 0:

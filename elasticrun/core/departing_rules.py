@@ -54,10 +54,10 @@ class DepartingRules(ParkingRules, HoldingRules):
             self._depart(event, now)
         elif self._is_said_again(event, now):
             pass
-        elif event.holds and self._can_depart() and self._state is not State.FINISHED:
+        elif event.held >= 0 and self._can_depart() and self._state is not State.FINISHED:
             self._may_be_said_again(event, now)
             if self._state is not State.RUNNING:
-                self._whole = event.whole
+                self._left_with = event.held
             self._leave_unsaved(event, now)
         else:
             self._leave(event, now)  # also at a second one: at once
@@ -96,22 +96,15 @@ class DepartingRules(ParkingRules, HoldingRules):
 
     def _has_saved(self) -> bool:
         """Whether the step that the ranks were to save before they leave is in storage; or, where
-        the signal came between two rounds, the newest that the next one would have gone on from."""
-        step = self._asked if self._whole is None else self._whole
+        the signal came between two rounds, all that they had."""
+        step = self._asked if self._left_with is None else self._left_with
         return 0 <= step <= self._written
-
-    def _is_in_storage(self, order: m.PersistOver) -> None:
-        """A step of the present round was written, or the one that it went on from."""
-        assert self._start is not None
-        restore = self._start.restore
-        old = restore is not None and order.round == restore.round and order.step <= restore.step
-        if old or order.round == self._start.round:
-            self._written = max(self._written, order.step)
 
     def _persist_over(self, order: m.PersistOver, now: float) -> None:
         event, start, outcome = self._departing, self._start, self._outcome
-        if order.ok and start is not None:
-            self._is_in_storage(order)
+        present = start is not None and order.round == start.round
+        if order.ok and (present or self._left_with is not None):
+            self._written = max(self._written, order.step)
             if outcome is not None and outcome.signum and self._has_saved():
                 code = code_for(self._failures(), Ending.SAVED)
                 self._outcome = replace(outcome, code=code)
@@ -153,7 +146,7 @@ class DepartingRules(ParkingRules, HoldingRules):
     def _leave_unsaved(self, event: fx.Signalled, now: float) -> None:
         """What the ranks had before is written out, where this node has the only copy: it stays
         until it has heard of that."""
-        if not self._persists and not self._has_saved():
+        if not self._persists:
             self._persists[RESCUE] = now + RESCUE_WITHIN
         self._leave(event, now)
 

@@ -166,16 +166,15 @@ class SpawnerLost:
 class Signalled:
     """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
     the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
-    steps in which word from the master comes to every rank. `holds`: there are snapshots here.
-    `whole`: the newest step of which every rank has one, as far as we were told; -1: none."""
+    steps in which word from the master comes to every rank. `held`: the newest of
+    which there is a snapshot here, whole or not; -1: there is none."""
 
     signum: int
     name: str
     death: bool
     step: int = -1
     margin: int = 2
-    holds: bool = False
-    whole: int = -1
+    held: int = -1
 
 
 @dataclass(frozen=True, slots=True)

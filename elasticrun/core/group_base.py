@@ -71,8 +71,8 @@ class GroupBase:
         self._departing: Signalled | None = None  # the signal that came, until this node leaves
         self._repeats = (0, 0.0)  # this signal, until then, is the one it departs by, said again
         self._asked = -1  # the step that the ranks are to save
-        self._written = -1  # the newest step that this round has, or went on from, in storage
-        self._whole: int | None = None  # told to go between two rounds: what is to be saved then
+        self._written = -1  # the newest step of the present round that is in storage
+        self._left_with: int | None = None  # told to go between two rounds: the newest step here
         self._parked_until: float | None = None  # it is to stay until then, or is there already
         self._cut_short = False  # a rank of this life has ended before its time
         self._deadlines: Deadlines[str] = Deadlines()

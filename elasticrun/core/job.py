@@ -106,6 +106,7 @@ class Job(Attaching):
         elif isinstance(report, m.Leaving):
             if rdzv.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
                 self._left_a_round = True
+            self._look_what_is_left()
             self._are_going((node,), signalled=report.signal != 0)
             self._membership.left(node, report.reason)
             self._stays.over(node)
@@ -199,7 +200,7 @@ class Job(Attaching):
         """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
         saved = self._round is not None and self._departures.has_saved(self._round.name)
         if self._all_left and not self._left_a_round:
-            saved = saved or self._is_newest_written()
+            saved = saved or self._is_left_in_storage()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _trouble(self) -> str:
@@ -300,7 +301,7 @@ class Job(Attaching):
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""
-        self._left_a_round = False
+        self._left_a_round, self._left_behind = False, None
         self._rdzv.formed(round_.seats, now)
         self._stays.formed(round_.seats, now)
         self._settlement.new_round(nodes=len(round_.seats))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core import effects as fx
 from elasticrun.core.breakpoint_save import BreakpointSave
+from elasticrun.core.breakpoint_writing import Key
 from elasticrun.core.crew import Phase
 from elasticrun.core.departures import Departures
 from elasticrun.core.exclusion import Exclusions
@@ -64,7 +65,8 @@ class JobBase:
         self._until: float | None = None
         self._ends: float | None = None  # when the wait of `_reason` is over at the latest
         self._all_left = False
-        self._left_a_round = False  # a member, while it ran, or not for a signal
+        self._left_a_round = True  # a member, while it ran, or not for a signal; or nobody knows
+        self._left_behind: Key | None = None  # the newest of all that nodes had as they left
         self._last_failure = ""
         self._hold_reason = ""
         self._recorded_at = 0.0

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.job_base import JobBase
 from elasticrun.core.rendezvous import Decision, Verb
@@ -138,10 +139,17 @@ class Saving(JobBase):
         newest = self._saves.choose().restore
         return newest is not None and newest != self._saves.written
 
-    def _is_newest_written(self) -> bool:
-        """Whether another run would go on from the step from which the next round would."""
-        written, newest = self._saves.written, self._saves.choose().restore
-        return written is not None and newest in (None, written)
+    def _look_what_is_left(self) -> None:
+        """A node leaves: what the next round would go on from if it stayed."""
+        newest = self._saves.choose().restore
+        if newest is not None:
+            key = (newest.round, newest.step)
+            self._left_behind = max(self._left_behind or key, key, key=order_of)
+
+    def _is_left_in_storage(self) -> bool:
+        """Whether another run would go on from there, or from a later step."""
+        left = self._left_behind
+        return left is not None and self._saves.is_in_storage(left)
 
     def _hold_for_saves(self, exit_code: int, now: float) -> Decision | None:
         """The job is to end: what that waits for, None if for nothing (any more)."""

@@ -29,6 +29,8 @@ the first store), `RankExited` for every rank it was asked to start, also those 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_OK,
@@ -113,10 +115,7 @@ class WorkerGroup(LinkRules, DepartingRules):
         self._stores.use(host=order.host_store)
         self._ranks.begin(order.first_rank)
         self._cut_short = False
-        self._asked = -1
-        restore = order.restore
-        if restore is None or self._written > restore.step or order.rewound_from >= 0:
-            self._written = -1
+        self._asked = self._written = -1
         self._reason = ""
         self._state = State.STARTING
         self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)
@@ -149,6 +148,9 @@ class WorkerGroup(LinkRules, DepartingRules):
             self._sweep(State.SWEEPING, now)
 
     def _end(self, order: m.End, now: float) -> None:
+        outcome = self._outcome
+        if outcome is not None and outcome.signum and order.exit_code == code_of(Ending.SAVED):
+            self._outcome = replace(outcome, code=code_for(self._failures(), Ending.SAVED))
         self._told_to_end(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:

@@ -11,7 +11,7 @@ What must hold, else it is a fault of the world:
 * with replicas, no watermark is set before every part was on two nodes, unless one could not copy
   its share, and no round goes back behind the watermark of the one before for the loss of one node;
 * a checkpoint is committed only when all of its parts were written, and they are all there is;
-* a node that ends as saved leaves a checkpoint of what it knew to be whole when it was told to.
+* a node that ends as saved leaves a checkpoint of what was whole when it was told to go.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ class Memory:
         content = self._shelves.content(rank)
         return any(content in self._contents(one) for one in self.of((name, step)))
 
-    def signalled(self) -> tuple[bool, int]:
-        """The agent is: whether snapshots are here, and the newest step that is whole, or -1."""
-        mark = self._watermark
-        self._then_whole = self._then_whole or mark
-        return bool(self.kept or self.replicas.copies), -1 if mark is None else mark[1]
+    def signalled(self) -> int:
+        """The agent is: the newest step that is here, or -1."""
+        whole = [one.key for one in self._all() if self._shelves.was_whole(one.key)]
+        self._then_whole = self._then_whole or max(whole, key=age, default=None)
+        return max((one.step for one in self._all()), default=-1)
 
     def leave(self, code: int) -> None:
         """The agent ends with this code, and all that is here goes."""

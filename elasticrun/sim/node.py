@@ -332,9 +332,8 @@ class Node:
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
         """The agent receives a signal."""
-        holds, whole = self.memory.signalled()
-        event = Signalled(signum, name, death, self.memory.current, holds=holds, whole=whole)
-        self.feed(event)
+        held = self.memory.signalled()
+        self.feed(Signalled(signum, name, death, self.memory.current, held=held))
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""

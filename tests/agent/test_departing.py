@@ -51,9 +51,9 @@ def test_the_newest_step_of_its_ranks_counts() -> None:
 
 def test_snapshots_that_lie_here_are_told_of() -> None:
     departing, current, _ = made()
-    assert not departing.signalled(15, death=True).holds
+    assert departing.signalled(15, death=True).held == NONE
     current[1].segment.commit(0, round=ROUND, sequence=1, step=3, layout=1, values=0)
-    assert departing.signalled(15, death=True).holds
+    assert departing.signalled(15, death=True).held == 3
 
 
 def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from elasticrun.core.local_ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import RoundName
 from tests.core.test_holding_rules import PERSIST
-from tests.core.test_worker_group import NEXT, ROUND, START, Agent
+from tests.core.test_worker_group import ROUND, Agent
 
 TERM = fx.Signalled(15, "SIGTERM", death=True, step=5, margin=3)
 DEPARTING = m.Departing(ROUND, "received SIGTERM", 15, 5, 3)
@@ -221,7 +221,7 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
 
 # ---------------------------------------------------------------- where no rank runs
 
-HOLDS = replace(TERM, step=-1, holds=True)
+HOLDS = replace(TERM, step=-1, held=5)
 
 
 @pytest.mark.parametrize("state", ["joined", "stopping"])
@@ -240,7 +240,7 @@ def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
     assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
     assert agent.feed(HOLDS) == []  # said again by Slurm
     over = m.PersistOver("a1", ROUND, 8, True, "")
-    assert agent.order(over) == [fx.Obey(over), END]
+    assert agent.order(over) == [fx.Obey(over), replace(END, code=EXIT_SAVED)]
 
 
 def test_it_does_not_wait_long_for_who_has_no_need_of_it() -> None:
@@ -251,13 +251,10 @@ def test_it_does_not_wait_long_for_who_has_no_need_of_it() -> None:
 
 
 def test_nobody_waits_for_nothing() -> None:
-    assert Agent().joined().feed(replace(HOLDS, holds=False)) == [LEAVING, END]
+    assert Agent().joined().feed(replace(HOLDS, held=-1)) == [LEAVING, END]
     assert Agent(departure_grace=0.0).joined().feed(HOLDS) == [LEAVING, END]
 
 
-# ---------------------------------------------------------------- between two rounds
-
-BETWEEN = replace(TERM, step=-1, holds=True, whole=5)
 OVER = m.PersistOver("a1", ROUND, 5, True, "")
 
 
@@ -283,34 +280,28 @@ def test_between_two_rounds_what_they_had_is_all_there_is_to_save(
     over: m.PersistOver, code: int
 ) -> None:
     agent = between()
-    assert agent.feed(BETWEEN) == [LEAVING]
+    assert agent.feed(HOLDS) == [LEAVING]
     agent.order(PERSIST)
     assert agent.state is State.HOLDING
     assert agent.order(over)[-1] == replace(END, code=code)
 
 
-def test_what_is_in_storage_by_then_is_not_waited_for() -> None:
+def test_what_is_in_storage_by_then_counts() -> None:
+    """It stays a moment all the same: the master may want what this node has for another."""
     agent = between()
     agent.order(OVER)
-    assert agent.feed(BETWEEN) == [LEAVING, replace(END, code=EXIT_SAVED)]
+    assert agent.feed(HOLDS) == [LEAVING]
+    assert agent.wait() == [replace(END, code=EXIT_SAVED)]
+    assert agent.now == RESCUE_WITHIN
 
 
 @pytest.mark.parametrize(
-    ("restored", "rewound_from", "code"),
-    [(5, -1, EXIT_SAVED), (3, -1, EXIT_FAILED), (5, 5, EXIT_FAILED)],
+    ("told", "code"), [(EXIT_SAVED, EXIT_SAVED), (EXIT_FAILED, EXIT_FAILED), (0, EXIT_FAILED)]
 )
-def test_so_is_what_the_round_went_on_from(restored: int, rewound_from: int, code: int) -> None:
+def test_the_end_of_the_job_tells_who_still_holds_that_others_have_saved_it(
+    told: int, code: int
+) -> None:
     agent = between()
-    agent.order(OVER)
-    agent.feed(fx.StoreReady(NEXT))
-    restore = m.Restore(ROUND, restored, 2)
-    name = RoundName(1, 2, "next")
-    more = {"store": NEXT, "restore": restore, "rewound_from": rewound_from}
-    agent.order(replace(START, round=name, **more))
-    for rank in (0, 1):
-        agent.feed(fx.RankSpawned(rank, 60 + rank))
-    for rank in (0, 1):
-        agent.feed(fx.RankExited(rank, 1, None))
-    agent.feed(fx.RanksSwept(()))
-    said = agent.feed(replace(BETWEEN, whole=restored))
-    assert (said + agent.wait() if agent.alive else said)[-1] == replace(END, code=code)
+    agent.feed(HOLDS)
+    agent.order(m.End(told, "every node has left", ()))
+    assert agent.wait() == [replace(END, code=code)]

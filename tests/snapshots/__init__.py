@@ -66,7 +66,10 @@ test_one_node_leaves_and_all_have_the_same_state, test_the_only_node_leaves, \
 test_all_nodes_leave_together, test_every_process_is_signalled, test_no_step_is_saved_in_time, \
 departing_no_spare_stands_by, departing_no_spare_comes_in_time |
 | SIGTERM between two rounds | test_a_node_leaves_between_two_rounds, departing_between_rounds, \
-departing_all_between_rounds, departing_unsaved_then_the_rest_between_rounds |
+departing_all_between_rounds, departing_all_between_rounds_with_the_same_state, \
+departing_unsaved_then_the_rest_between_rounds, departing_between_rounds_the_disk_is_full, \
+departing_between_rounds_with_what_is_not_copied_yet, departing_between_rounds_from_poison, \
+departing_between_rounds_after_a_loss |
 | a save fails in the script | \
 checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | no room for snapshots | test_shared_memory_that_is_too_small, \
