@@ -44,7 +44,7 @@ def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     recorded(path, monkeypatch)
     stamp = int(json.loads(path.read_text())["message"]["extraInfo"]["timestamp"])
     os.utime(path, ns=(0, stamp * 1_000_000_000 + 250_000_000))  # torch may pause in between
-    failure = describe(path)
+    failure = describe(path, time_us=(stamp + 1) * 1_000_000)  # reaped after it was written
     assert failure.message == "ValueError: boom and more"
     assert failure.traceback.startswith("Traceback (most recent call last)")
     assert failure.traceback.endswith("and more")
@@ -57,16 +57,17 @@ def test_the_time_is_the_files_when_the_rank_took_long_to_exit(tmp_path: Path) -
     path = tmp_path / "error.json"
     extra = {"py_callstack": "tb", "timestamp": "1795229851"}
     path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
-    assert describe(path).time_us == 1_795_229_851_000_000
+    later = 1_795_229_860_000_000
+    assert describe(path, time_us=later).time_us == 1_795_229_851_000_000
     os.utime(path, ns=(0, 1_795_229_852_250_000_000))
-    assert describe(path).time_us == 1_795_229_852_250_000
+    assert describe(path, time_us=later).time_us == 1_795_229_852_250_000
     assert describe(path, time_us=5).time_us == 5
 
 
 def test_the_new_format(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "it broke", "timestamp": 1_795_229_851}))
-    failure = describe(path)
+    failure = describe(path, time_us=1_795_229_860_000_000)
     assert (failure.message, failure.traceback) == ("it broke", "")
     assert failure.time_us == 1_795_229_851_000_000
 
