@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from elasticrun.testing.plan import free_port as free_port
+
 TORCHRUN, ELASTICRUN = "torchrun", "elasticrun"
 COMMANDS = {
     TORCHRUN: (sys.executable, "-m", "torch.distributed.run"),
@@ -159,11 +161,3 @@ def job(launcher: str) -> Iterator[Job]:
         yield made
     finally:
         made.end()
-
-
-def free_port() -> int:
-    """A TCP port that is free on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -108,19 +109,31 @@ class Plan:
 
 def free_port() -> int:
     """A port of loopback that is free now, and that the kernel gives to nobody who connects to
-    something, so that it is still free when the master gets there."""
+    something, so that it is still free when the master gets there. Of several pytest processes of
+    pytest-xdist each has ports of its own: it may take seconds until one is bound."""
     first = LOWEST_PORT
+    which, of = _worker()
     try:
         given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         given = first  # not Linux: any port
-    for _ in range(PORT_TRIES if given > first else 0):
+    choice = range(first + which, given, of)
+    for _ in range(PORT_TRIES if choice else 0):
         with socket.socket() as probe:
             try:
-                probe.bind((LOOPBACK, first + secrets.randbelow(given - first)))
+                probe.bind((LOOPBACK, secrets.choice(choice)))
             except OSError:
                 continue
             return int(probe.getsockname()[1])
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def _worker() -> tuple[int, int]:
+    """Which process of how many this is, as pytest-xdist says; (0, 1): the only one."""
+    name, count = (os.environ.get(f"PYTEST_XDIST_WORKER{more}", "") for more in ("", "_COUNT"))
+    number = name.removeprefix("gw")
+    if number.isdecimal() and count.isdecimal() and int(number) < int(count):
+        return int(number), int(count)
+    return 0, 1

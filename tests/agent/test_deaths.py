@@ -362,12 +362,12 @@ def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
         "--restart-backoff=0",
         PUPPET,
     )
-    host = world.launch(ELASTICRUN, *command, env={"LOGLEVEL": "INFO"})
+    host = world.launch(ELASTICRUN, *command, env={"LOGLEVEL": "INFO", **PATIENT})
     host.until_text("serving job")
-    other = world.launch(ELASTICRUN, *command)
+    other = world.launch(ELASTICRUN, *command, env=PATIENT)
     first = world.hub.ranks(2, world_size=2)
     host.process.kill()
-    replacement = world.launch(ELASTICRUN, *command)
+    replacement = world.launch(ELASTICRUN, *command, env=PATIENT)
     known = {rank.pid for rank in first}
     again = world.hub.ranks(2, world_size=2, pid=lambda pid: pid not in known)
     for rank in again:

@@ -88,6 +88,7 @@ class Cluster:
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._conf = folder / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._slurmds: dict[str, subprocess.Popen[bytes]] = {}
         self._off: list[str] = []
         self.lab = Lab(folder)
 
@@ -129,20 +130,23 @@ class Cluster:
 
     def _slurmd(self, name: str) -> None:
         command = ("sh", "-c", BOOT, "sh", str(self.disk))
-        self._daemon(name, *command, "slurmd", "-D", "-N", name, "-f", str(self._conf))
+        self._slurmds[name] = self._daemon(
+            name, *command, "slurmd", "-D", "-N", name, "-f", str(self._conf)
+        )
 
-    def _daemon(self, host: str, *command: str) -> None:
+    def _daemon(self, host: str, *command: str) -> subprocess.Popen[bytes]:
+        """All that stands before the daemon's name becomes it by exec: the pid is its own."""
         with (self.folder / f"{host}.console").open("ab") as console:
-            self._daemons.append(
-                subprocess.Popen(
-                    [*self.lab.prefix(host), *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=console,
-                    stderr=console,
-                    env=self.environment(),
-                    start_new_session=True,
-                )
+            daemon = subprocess.Popen(
+                [*self.lab.prefix(host), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=self.environment(),
+                start_new_session=True,
             )
+        self._daemons.append(daemon)
+        return daemon
 
     # ------------------------------------------------------------ what users do
 
@@ -219,7 +223,7 @@ class Cluster:
         """Remove what is in the shared memory of all machines; what that was."""
         found = []
         for name in self.nodes:
-            folder = Path(f"/proc/{self.host(name).pids()[0]}/root/dev/shm")
+            folder = Path(f"/proc/{self._slurmds[name].pid}/root/dev/shm")
             for path in folder.iterdir():
                 found.append(f"{name}: {path.name}")
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
