@@ -9,6 +9,7 @@ this run; the exit code is not 0 if anything did not go as promised.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import re
@@ -31,6 +32,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 NODES = 2
 RANKS_PER_NODE = 2
+LAST_RANK = NODES * RANKS_PER_NODE - 1
 WANTED_ACCURACY = 0.95
 LIMIT = 180.0
 """Seconds the whole demo may take before it is called a failure."""
@@ -160,18 +162,20 @@ class Show:
             number = int(values["number"])
             story.epochs.append(number)
             self.progress.update(self.task, completed=number, loss=f"loss {values['loss']}")
-            if not story.killed_at and number >= self.epochs // 3:
+            due = number >= self.epochs // 3 and (0, LAST_RANK) in story.ranks
+            if due and not story.killed_at:
                 self.kill(number)
         elif word == "done" and "accuracy" in values:
             story.accuracy = float(values["accuracy"])
 
     def kill(self, epoch: int) -> None:
         """Kill the last rank, which lives on the other node than rank 0's checkpoint."""
-        rank = NODES * RANKS_PER_NODE - 1
+        rank = LAST_RANK
         self.story.killed_in_epoch = epoch + 1
         self.say(f"[bold red]kill -9 rank {rank}[/], in the middle of epoch {epoch + 1}")
         self.story.killed_at = time.monotonic()
-        os.kill(self.story.ranks[0, rank], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it is done already; `judge` says so
+            os.kill(self.story.ranks[0, rank], signal.SIGKILL)
 
 
 def judge(story: Story, agents: list[Agent], epochs: int) -> None:

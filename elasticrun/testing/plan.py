@@ -24,6 +24,9 @@ LOWEST_PORT: Final = 10_000
 PORT_TRIES: Final = 100
 """Ports that are looked at before the kernel is asked for any."""
 
+_given: Final[set[int]] = set()
+"""Ports that were given; when all have been, the kernel is asked for any."""
+
 _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
 
@@ -109,21 +112,22 @@ class Plan:
 
 def free_port() -> int:
     """A port of loopback that is free now, and that the kernel gives to nobody who connects to
-    something, so that it is still free when the master gets there. Of several pytest processes of
-    pytest-xdist each has ports of its own: it may take seconds until one is bound."""
+    something, so that it is still free when the master gets there. Nobody else is given it by this
+    process, nor by another one of pytest-xdist: it may take seconds until it is bound."""
     first = LOWEST_PORT
     which, of = _worker()
     try:
         given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         given = first  # not Linux: any port
-    choice = range(first + which, given, of)
+    choice = [port for port in range(first + which, given, of) if port not in _given]
     for _ in range(PORT_TRIES if choice else 0):
         with socket.socket() as probe:
             try:
                 probe.bind((LOOPBACK, secrets.choice(choice)))
             except OSError:
                 continue
+            _given.add(int(probe.getsockname()[1]))
             return int(probe.getsockname()[1])
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))

@@ -374,7 +374,7 @@ def test_it_outlives_silence_but_not_its_fork_server(launch: str) -> None:
         agent.tell(CheckSnapshot(1, 0, 1))
         assert not agent.wait(Checked).ok
         assert alive(agent.pid)
-        if launch == "auto":
+        if launch == "fork":
             own.tell(Quit())
         else:
             own.process.kill()
