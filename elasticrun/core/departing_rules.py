@@ -101,19 +101,24 @@ class DepartingRules(ParkingRules, HoldingRules):
         return 0 <= step <= self._written
 
     def _persist_over(self, order: m.PersistOver, now: float) -> None:
-        event, start, outcome = self._departing, self._start, self._outcome
+        event, start = self._departing, self._start
         present = start is not None and order.round == start.round
         if order.ok and (present or self._left_with is not None):
             self._written = max(self._written, order.step)
-            if outcome is not None and outcome.signum and self._has_saved():
-                code = code_for(self._failures(), Ending.SAVED)
-                self._outcome = replace(outcome, code=code)
+            if self._has_saved():
+                self._ends_as_saved()
         super()._persist_over(order, now)
         if event is None or start is None or self._state is not State.RUNNING:
             return
         settled = order.ok or not order.attempt  # else another attempt may follow
         if settled and order.round == start.round and 0 <= self._asked <= order.step:
             self._leave(event, now) if order.ok else self._leave_unsaved(event, now)
+
+    def _ends_as_saved(self) -> None:
+        """What a node that leaves for a signal was to save is in storage, as it hears by now."""
+        if self._outcome is not None and self._outcome.signum:
+            code = code_for(self._failures(), Ending.SAVED)
+            self._outcome = replace(self._outcome, code=code)
 
     def _exited_departing(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> None:
         """A rank has ended while this node departs."""

@@ -166,8 +166,8 @@ class SpawnerLost:
 class Signalled:
     """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
     the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
-    steps in which word from the master comes to every rank. `held`: the newest of
-    which there is a snapshot here, whole or not; -1: there is none."""
+    steps in which word from the master comes to every rank. `held`: the newest of which there is a
+    snapshot here, whole or not; -1: there is none."""
 
     signum: int
     name: str

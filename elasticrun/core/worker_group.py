@@ -29,8 +29,6 @@ the first store), `RankExited` for every rank it was asked to start, also those 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_OK,
@@ -148,9 +146,8 @@ class WorkerGroup(LinkRules, DepartingRules):
             self._sweep(State.SWEEPING, now)
 
     def _end(self, order: m.End, now: float) -> None:
-        outcome = self._outcome
-        if outcome is not None and outcome.signum and order.exit_code == code_of(Ending.SAVED):
-            self._outcome = replace(outcome, code=code_for(self._failures(), Ending.SAVED))
+        if order.exit_code == code_of(Ending.SAVED):
+            self._ends_as_saved()
         self._told_to_end(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:

@@ -20,8 +20,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elasticrun.config import EXIT_SAVED
+from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.sim.replicas import Replicas
-from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves, age
+from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import (
     CommitCheckpoint,
@@ -159,14 +160,16 @@ class Memory:
     def signalled(self) -> int:
         """The agent is: the newest step that is here, or -1."""
         whole = [one.key for one in self._all() if self._shelves.was_whole(one.key)]
-        self._then_whole = self._then_whole or max(whole, key=age, default=None)
+        self._then_whole = self._then_whole or max(whole, key=order_of, default=None)
         return max((one.step for one in self._all()), default=-1)
 
     def leave(self, code: int) -> None:
         """The agent ends with this code, and all that is here goes."""
         self.is_lost = True
         whole, written = self._then_whole, self._shelves.checkpoints
-        if code == EXIT_SAVED and whole and not any(age(key) >= age(whole) for key in written):
+        if whole is None or code != EXIT_SAVED:
+            return
+        if not any(order_of(key) >= order_of(whole) for key in written):
             self._fault(f"{self._node.name} ends as saved, and {whole} is not in storage")
 
     def spoil(self, step: int) -> None:

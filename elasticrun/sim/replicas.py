@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrun.sim.shelves import Kept, age
+from elasticrun.core.breakpoint_writing import order_of
+from elasticrun.sim.shelves import Kept
 from elasticrun.wire.messages import Holding, NotReplicated, Replicate
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Replicas:
             return False
         made = Kept(*key, rank, order.world_size, 1, replica=True)
         self.copies.append(made)
-        self.copies.sort(key=lambda one: age(one.key))
+        self.copies.sort(key=lambda one: order_of(one.key))
         self._world.shelves.has(self._node.name, made)
         return True
 

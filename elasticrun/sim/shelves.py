@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elasticrun.core.breakpoint_choice import MAX_REJECTED
+from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.wire.ids import RoundName
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Shelves:
                 continue
             self.judged += 1
             self.judged_blind += not lost and name.term != before.term
-            if key is None or age(key) < age(floor):
+            if key is None or order_of(key) < order_of(floor):
                 gone = sorted(lost)
                 self.faults.append(f"round {name} restores {key}, and {gone} were lost of {before}")
 
@@ -127,9 +128,4 @@ class Kept:
 
     def is_later(self, than: Key) -> bool:
         """Whether it was taken after the one of this name."""
-        return age(self.key) > age(than)
-
-
-def age(key: Key) -> tuple[int, int, int]:
-    """Snapshots in the order of time."""
-    return (key[0].term, key[0].number, key[1])
+        return order_of(self.key) > order_of(than)
