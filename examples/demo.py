@@ -170,12 +170,11 @@ class Show:
 
     def kill(self, epoch: int) -> None:
         """Kill the last rank, which lives on the other node than rank 0's checkpoint."""
-        rank = LAST_RANK
         self.story.killed_in_epoch = epoch + 1
-        self.say(f"[bold red]kill -9 rank {rank}[/], in the middle of epoch {epoch + 1}")
+        self.say(f"[bold red]kill -9 rank {LAST_RANK}[/], in the middle of epoch {epoch + 1}")
         self.story.killed_at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):  # it is done already; `judge` says so
-            os.kill(self.story.ranks[0, rank], signal.SIGKILL)
+            os.kill(self.story.ranks[0, LAST_RANK], signal.SIGKILL)
 
 
 def judge(story: Story, agents: list[Agent], epochs: int) -> None:

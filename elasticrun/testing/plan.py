@@ -24,8 +24,8 @@ LOWEST_PORT: Final = 10_000
 PORT_TRIES: Final = 100
 """Ports that are looked at before the kernel is asked for any."""
 
-_given: Final[set[int]] = set()
-"""Ports that were given; when all have been, the kernel is asked for any."""
+_used: Final[set[int]] = set()
+"""Ports that were given once; when all have been, the kernel is asked for any."""
 
 _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
@@ -120,15 +120,15 @@ def free_port() -> int:
         given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         given = first  # not Linux: any port
-    choice = [port for port in range(first + which, given, of) if port not in _given]
+    choice = [port for port in range(first + which, given, of) if port not in _used]
     for _ in range(PORT_TRIES if choice else 0):
         with socket.socket() as probe:
             try:
-                probe.bind((LOOPBACK, secrets.choice(choice)))
+                probe.bind((LOOPBACK, port := secrets.choice(choice)))
             except OSError:
                 continue
-            _given.add(int(probe.getsockname()[1]))
-            return int(probe.getsockname()[1])
+            _used.add(port)
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

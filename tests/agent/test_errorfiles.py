@@ -15,6 +15,9 @@ from elasticrun.agent import errorfiles
 from elasticrun.agent.oom import NEAR_US, OomKills, count_files
 from elasticrun.wire.messages import MAX_TEXT, Failure, FailureKind
 
+LATER_US = 1_795_229_860_000_000
+"""When a rank is reaped whose error file is of 1795229851 or the second after."""
+
 
 def now_us() -> int:
     return time.time_ns() // 1000
@@ -57,17 +60,16 @@ def test_the_time_is_the_files_when_the_rank_took_long_to_exit(tmp_path: Path) -
     path = tmp_path / "error.json"
     extra = {"py_callstack": "tb", "timestamp": "1795229851"}
     path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
-    later = 1_795_229_860_000_000
-    assert describe(path, time_us=later).time_us == 1_795_229_851_000_000
+    assert describe(path, time_us=LATER_US).time_us == 1_795_229_851_000_000
     os.utime(path, ns=(0, 1_795_229_852_250_000_000))
-    assert describe(path, time_us=later).time_us == 1_795_229_852_250_000
+    assert describe(path, time_us=LATER_US).time_us == 1_795_229_852_250_000
     assert describe(path, time_us=5).time_us == 5
 
 
 def test_the_new_format(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "it broke", "timestamp": 1_795_229_851}))
-    failure = describe(path, time_us=1_795_229_860_000_000)
+    failure = describe(path, time_us=LATER_US)
     assert (failure.message, failure.traceback) == ("it broke", "")
     assert failure.time_us == 1_795_229_851_000_000
 
