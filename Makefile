@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check -q
 BIN = $(VENV)/bin
+INSTALL = bash scripts/install.sh $(BIN)/python
+# bytecode is kept where the environment says otherwise too: every process would compile all it imports
+unexport PYTHONDONTWRITEBYTECODE
 # tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile
 
-.PHONY: help demo test check lint unit bench soak proto wheel-test clean
+.PHONY: help demo test check lint unit bench soak matrix proto wheel-test clean
 help:
 	@echo "make demo    two agents, a real model, one rank killed on purpose (sets itself up)"
 	@echo "make test    lint, types, import contracts and every test (sets itself up)"
@@ -20,16 +22,16 @@ help:
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "elasticrun needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)"
-	$(PIP) install "$(TORCH)" -e '.[demo]'
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) "$(TORCH)" -e '.[demo]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install "$(TORCH)" -e '.[demo,dev]'
+	$(INSTALL) "$(TORCH)" -e '.[demo,dev]'
 	touch $@
 
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(PIP) install "$(TORCH)" -e '.[demo,dev,frameworks]'
+	$(INSTALL) "$(TORCH)" -e '.[demo,dev,frameworks]'
 	touch $@
 
 demo: $(VENV)/.run
@@ -66,6 +68,10 @@ bench: $(VENV)/.frameworks
 
 soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+# the ordinary build of one version, in an environment of its own: make matrix TORCH=2.6.0
+matrix:
+	$(PYTHON) scripts/matrix.py "$(TORCH)"
 
 proto: $(VENV)/.dev
 	$(BIN)/python scripts/gen_proto.py

@@ -257,6 +257,9 @@ EXIT_NOT_LEADING: Final = 80
 whose leadership is in etcd ends with it; its agents go to the one that leads)."""
 
 
+FIRST_PORT: Final = 29400
+"""Where a master listens that nobody has named a port for, or at the first free one after it."""
+
 # ---------------------------------------------------------------- what the command line resolves to
 
 
@@ -284,12 +287,17 @@ class Rendezvous:
     `host:port` names starts it. "static": node rank 0 does, behind a door on `port`, which the
     ranks see as MASTER_PORT. "external": somebody else has started it at `host:port`. "etcd": the
     agents choose one of them to start it, by way of `master_store`, on `port` (0: a free one).
+    "file": whoever claims the file `path` first, on the first free port from `port` on; the file
+    says where, and has the job's id and token. "open": this agent, likewise, and people are told.
     """
 
     kind: str
     host: str = ""
     port: int = 0
     is_host: bool | None = None  # --rdzv-conf is_host
+    path: str = ""  # of the rendezvous file
+    found: str = ""  # why that file, where nobody has named it
+    named: bool = False  # the job's id is the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +340,10 @@ class AgentConfig:
     departure_grace: float = DEPARTURE_GRACE
     # events, status
     event_log_handler: str = "null"
+    console_fds: tuple[int, ...] = (1, 2)  # where tee'd output is shown: stdout's, stderr's
     status_port: int = 0  # 0: one that is free
     notes: tuple[str, ...] = ()  # sentences to print once at the start
+    to_join: str = ""  # "file", "open": the command for other nodes; \0: where its flags go
     env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
     delegate: str = ""  # a rendezvous plug-in, which torch's own launcher must serve
     token: str = field(default="", repr=False)  # the job's secret; "": none was given

@@ -156,14 +156,14 @@ def launch_agent(
     return run_program(agent_config, name)
 
 
-def entrypoint_name(entrypoint: Callable[..., Any] | str, args: list[Any]) -> str:
+def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
     """What a summary of failures calls it: the function's name, the program, or, where the program
     is this interpreter, its script."""
     if callable(entrypoint):
         return str(getattr(entrypoint, "__name__", type(entrypoint).__name__))
     if entrypoint == sys.executable:
         return next((str(arg) for arg in args if not str(arg).startswith("-")), "")
-    return entrypoint
+    return entrypoint or ""
 
 
 def agent_config_of(
@@ -254,11 +254,11 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
     """The same wishes in the words of the command line; what is not among them has its default."""
     one_node = config.max_nodes == 1
     backend, endpoint = config.rdzv_backend, config.rdzv_endpoint.strip()
-    if backend in ("etcd", "etcd-v2"):
-        if not endpoint and not one_node:
+    if backend in ("etcd", "etcd-v2") and not endpoint:  # torch's default is etcd
+        if not one_node:
             raise ValueError(
-                "with more than one node LaunchConfig needs rdzv_endpoint='HOST:PORT', the node "
-                "whose agent starts the job master"
+                "with more than one node LaunchConfig needs rdzv_backend='c10d' and "
+                "rdzv_endpoint='HOST:PORT', the node whose agent starts the job master"
             )
         backend = "c10d"
     conf = {key: value for key, value in config.rdzv_configs.items() if value is not None}

@@ -1,5 +1,9 @@
-"""The operator's lines: what agent and master say on stderr, in the shape of torchrun's (glog):
-`W1121 02:57:27.668000 PID elasticrun/agent/loop.py:LINE] text`.
+"""The operator's lines: what agent and master say on stderr, as `elasticrun: text`, and in a job of
+several nodes as `elasticrun[NODE]: text`. With LOGLEVEL=DEBUG they have the shape of torchrun's
+(glog) instead, with time and place: `W1121 02:57:27.668000 PID elasticrun/agent/loop.py:9] text`.
+
+A line of level NOTICE tells the story of the job (who came, what was lost, what it cost) and is
+shown by default; INFO and DEBUG are for who asks by LOGLEVEL.
 
 A terminal that is frozen (Ctrl-S, a pager) blocks whoever writes to it, so lines go through a
 bounded queue to a thread; what does not fit is dropped and counted, and the count is told.
@@ -20,9 +24,16 @@ from elasticrun.wire import env
 QUEUE_LINES: Final = 2000
 """Lines held for a frozen terminal; we say little, so more would only be repetition."""
 
+NOTICE: Final = 25
+"""The level of the story, between INFO and WARNING."""
+
+LEVELS: Final = {"info": logging.INFO, "notice": NOTICE, "warning": 30, "error": 40}
+"""The words that brains use for levels."""
+
 logger = logging.getLogger("elasticrun")
 
-_LETTERS = {"DEBUG": "V", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+_LETTERS = {"DEBUG": "V", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+_COLOURS = {NOTICE: "36", logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -38,6 +49,22 @@ class GlogFormatter(logging.Formatter):
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
         return f"{letter}{stamp}.{micros:06d} {record.process} {place}:{record.lineno}] {text}"
+
+
+class PlainFormatter(logging.Formatter):
+    """Who speaks, and the text; who speaks in colour where that is wanted."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self.who = "elasticrun"
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        code = _COLOURS.get(record.levelno, "") if self._colour else ""
+        return f"\x1b[{code}m{self.who}:\x1b[0m {text}" if code else f"{self.who}: {text}"
 
 
 class StderrWriter:
@@ -96,13 +123,13 @@ class StderrWriter:
 class WriterHandler(logging.Handler):
     """A logging handler in front of a StderrWriter."""
 
-    def __init__(self, writer: StderrWriter) -> None:
+    def __init__(self, writer: StderrWriter, formatter: logging.Formatter) -> None:
         super().__init__()
-        self._writer = writer
-        self.setFormatter(GlogFormatter())
+        self.writer = writer
+        self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._writer.write(self.format(record) + "\n")
+        self.writer.write(self.format(record) + "\n")
 
 
 def level_from(word: str) -> int:
@@ -110,21 +137,49 @@ def level_from(word: str) -> int:
     word = word.strip().upper()
     if word.isdecimal():
         return int(word)
-    level = logging.getLevelName(word)
+    level = LEVELS.get(word.lower()) or logging.getLevelName(word)
     return level if isinstance(level, int) else logging.WARNING
 
 
-def set_up(default: str = "WARNING") -> StderrWriter:
+def set_up(default: int = NOTICE) -> StderrWriter:
     """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the writer it
     returns takes other text as well."""
-    for handler in logger.handlers:
-        if isinstance(handler, WriterHandler):
-            return handler._writer
-    writer = StderrWriter(sys.stderr.fileno() if _has_fileno() else 2)
-    logger.addHandler(WriterHandler(writer))
-    logger.setLevel(level_from(os.environ.get(env.LOGLEVEL, default)))
+    if (handler := _handler()) is not None:
+        return handler.writer
+    fd = sys.stderr.fileno() if _has_fileno() else 2
+    word = os.environ.get(env.LOGLEVEL, "")
+    level = level_from(word) if word.strip() else default
+    plain = PlainFormatter(colour=_wants_colour(fd))
+    handler = WriterHandler(StderrWriter(fd), GlogFormatter() if level <= logging.DEBUG else plain)
+    logger.addHandler(handler)
+    logger.setLevel(level)
     logger.propagate = False
-    return writer
+    return handler.writer
+
+
+def name_speaker(who: str) -> None:
+    """Lines begin with this from now on: `elasticrun[a]`."""
+    handler = _handler()
+    if handler is not None and isinstance(handler.formatter, PlainFormatter):
+        handler.formatter.who = who
+
+
+def last_word(sentence: str) -> None:
+    """A line that is written whatever LOGLEVEL says: why this process ends."""
+    handler, at = _handler(), logging.ERROR
+    if handler is not None:
+        handler.handle(logger.makeRecord(logger.name, at, __file__, 0, sentence, (), None))
+
+
+def _handler() -> WriterHandler | None:
+    return next((one for one in logger.handlers if isinstance(one, WriterHandler)), None)
+
+
+def _wants_colour(fd: int) -> bool:
+    """On a terminal, unless its user has said no (https://no-color.org) or it can show none."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    return os.isatty(fd)
 
 
 def _has_fileno() -> bool:

@@ -7,6 +7,19 @@ caller never holds grpc, and an end that is not a good one is raised.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and all
+    import _signal  # type: ignore[import-not-found]
+    import os
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # as in __main__.py
+        first = os.getpid() == 1
+        _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if first else _signal.SIG_DFL)
+    import sys
+
+    from elasticrun.cli.main import main as command_line
+
+    sys.exit(command_line())
+
 import argparse
 import dataclasses
 import importlib
@@ -127,8 +140,12 @@ def _resolve(args: argparse.Namespace) -> AgentConfig:
 
 def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfig:
     spec, place, logs = config.spec, config.rendezvous, config.logs
-    static = place.kind == "static"
-    endpoint = "localhost:0" if place.kind == "standalone" else f"{place.host}:{place.port}"
+    static = place.kind in ("static", "open")  # torch's own default where nothing was said
+    endpoint = {
+        "standalone": "localhost:0",
+        "open": f"127.0.0.1:{values.STATIC_PORT}",
+        "file": f"file://{place.path}",
+    }.get(place.kind, f"{place.host}:{place.port}")
     configs: dict[str, Any] = {**values.pairs(getattr(args, "rdzv_conf", "") or "")}
     if static:
         configs["rank"] = config.node_rank
@@ -155,9 +172,3 @@ def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfi
         virtual_local_rank=config.virtual_local_rank,
         shutdown_timeout=int(config.shutdown_timeout),
     )
-
-
-if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and all
-    from elasticrun.cli.main import main as command_line
-
-    sys.exit(command_line())

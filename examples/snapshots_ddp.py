@@ -57,7 +57,9 @@ def train(steps: int) -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     print(f"start rank={rank} life={life} pid={os.getpid()}\n", end="", flush=True)
-    ckpt = Checkpointer("runs/ddp", model=model, optim=optimizer, every=10, persist_every=100)
+    ckpt = Checkpointer(
+        "runs/ddp", model=model, optim=optimizer, every_steps=10, persist_every_steps=100
+    )
     start = ckpt.restore()
     for step in range(start, steps):
         inputs, wanted = batch(step, rank, world_size)

@@ -25,6 +25,13 @@ assert t.item() == 2
 print("rank", dist.get_rank(), "ok")
 dist.destroy_process_group()
 PY
+"$PYTHON" - "$work"/dist/*.whl <<'PY'
+import re, sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+broken = re.findall(r"\]\((?!https?://)[^)]*\)", text)
+assert "](https://" in text and not broken, f"links that lead nowhere on a package index: {broken}"
+PY
 cd "$work"
 "$bin/elasticrun" --version
 "$bin/elasticrun" --help > /dev/null

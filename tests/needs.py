@@ -4,6 +4,7 @@ fails where `.ci/run` has said that everything must be there."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -26,6 +27,13 @@ def lacking(why: str) -> NoReturn:
     if os.environ.get(LAB) == "required":
         pytest.fail(f"{why}; {LAB}=required does not let this test be skipped", pytrace=False)
     pytest.skip(why)
+
+
+def packages(*names: str) -> None:
+    """These are installed, else the module's tests are skipped. None is imported: that would cost
+    every test process seconds while it collects."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
 
 
 def several_hosts(*, lines: bool = False) -> None:

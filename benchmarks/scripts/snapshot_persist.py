@@ -57,7 +57,9 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     kept = Keep(last=1)
     with (place / "figures").open("a") as file:
-        checkpointer = Checkpointer(str(folder), model=state, every=1, persist_every=1, keep=kept)
+        checkpointer = Checkpointer(
+            str(folder), model=state, every_steps=1, persist_every_steps=1, keep=kept
+        )
         start = checkpointer.restore()
         for step in range(start + 1, start + samples + 2):
             time.sleep(PAUSE)

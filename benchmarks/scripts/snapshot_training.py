@@ -39,7 +39,9 @@ def train(pairs: int, steps: int) -> None:
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     place = Path(os.environ["BENCH_STEPS"])
-    checkpointer = Checkpointer(str(place / "checkpoints"), model=model, optim=optimizer, every=1)
+    checkpointer = Checkpointer(
+        str(place / "checkpoints"), model=model, optim=optimizer, every_steps=1
+    )
     images, labels = torch.rand(BATCH, 1, 8, 8), torch.randint(10, (BATCH,))
     step = checkpointer.restore()
     report("again")

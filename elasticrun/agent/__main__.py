@@ -30,6 +30,8 @@ def main(argv: list[str]) -> int:
     try:
         with open(asked.config_fd, "rb") as pipe:
             config = config_json.loads(pipe.read(config_json.MAX_CONFIG_BYTES), AgentConfig)
+        for fd in set(config.console_fds) - {1, 2}:
+            os.set_inheritable(fd, False)
         result = socket.socket(fileno=asked.result_fd)
         result.set_inheritable(False)
         spawner = None

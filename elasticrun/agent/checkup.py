@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.agent.trust import trust_of
 from elasticrun.config import AgentConfig
 from elasticrun.doctor.verdict import failures, in_a_line
@@ -61,6 +61,7 @@ class Checkup:
     def begin(self) -> None:
         """Look at this machine in threads, and tell what is wrong with it."""
         self._findings = asyncio.create_task(self._look())
+        tell_failure(self._findings, logger.error, "looking at this machine")
 
     async def unfit(self) -> str:
         """Why no rank may be started here, "" if one may or nobody asked; waits for the findings
@@ -79,6 +80,7 @@ class Checkup:
         if most > 1 and self._config.rendezvous.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKERS)
             self._asking = asyncio.create_task(self._ask(master, delay))
+            tell_failure(self._asking, logger.error, "asking the master about this node's ports")
 
     def close(self) -> None:
         """Look no further; threads that hang are left to themselves."""

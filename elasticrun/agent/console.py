@@ -2,19 +2,23 @@
 
 Ctrl-S, tmux's copy mode or `| less` stop whoever writes to a terminal. Here that is a thread of its
 own, which nothing waits for: ranks write to their files, the agent beats, and lines that the
-terminal does not take are dropped and counted (DROP-IN 8). A console that is merely slow loses
-nothing, because the reader of the files waits for it as long as it moves.
+terminal does not take are dropped and counted, by file. A console that is merely slow loses
+nothing, because the reader of the files waits for it as long as somebody reads.
 """
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import select
+import stat
+import termios
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 from elasticrun.config import CONSOLE_QUEUE_LINES
 
@@ -25,9 +29,20 @@ FROZEN_AFTER: Final = 5.0
 """Seconds without a byte taken after which a console is frozen and lines are dropped instead of
 waited with. Raise it and a pager may be left alone longer; the filtered copies wait as well."""
 
+LOOKS: Final = 8
+"""How often within that time the kernel is asked whether somebody has read: others may write to the
+same terminal, which hides a reader from a single look."""
+
 CHUNK_BYTES: Final = 4096
 """One write holds whole lines of no more than this (unless a single line is longer): a pipe takes
 so much in one piece, so lines of ranks and of others that share the terminal do not mix."""
+
+
+class Source(Protocol):
+    """The file that lines come from, and what was written before each of them."""
+
+    path: str
+    prefix: bytes
 
 
 class ConsoleWriter:
@@ -43,15 +58,20 @@ class ConsoleWriter:
         self._fd = fd
         self._capacity = capacity
         self._patience = patience
-        self._lines: deque[bytes] = deque()
+        self._lines: deque[tuple[bytes, Source | None]] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._progress = time.monotonic()
+        self._unread = 0  # bytes that the kernel held for the reader when we looked last
         self._writing = False
+        self._held = False
+        self._awaited = False
         self._gone = False
         self._closing = False
+        self._over_at: float | None = None
         self._untold = 0
         self._dropped = 0
+        self._lost: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
 
     @property
@@ -61,38 +81,83 @@ class ConsoleWriter:
             return self._dropped
 
     @property
-    def written_at(self) -> float:
-        """When the console last took something, on the monotonic clock."""
+    def lost(self) -> dict[str, int]:
+        """Bytes that were never shown, by the path of the file that has them."""
         with self._changed:
-            return self._progress
+            return dict(self._lost)
 
-    def put(self, lines: Iterable[bytes]) -> None:
-        """Queue whole lines. Waits while the queue is full and the console moves, drops the line
-        when it has not moved for `patience` seconds."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a `put` waits for room, as long as its patience lasts."""
+        with self._changed:
+            return self._awaited
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is shown: nobody reads it any more, or its time is up."""
+        with self._changed:
+            return self._gone or self._is_late()
+
+    @property
+    def why_over(self) -> str:
+        """Why something was not shown, in words for people."""
+        if self._gone:
+            return "the console was closed"
+        if self._over_at is not None:
+            return "the time to end was up"
+        return f"nobody read the console for {self._patience:g} s"
+
+    def start(self) -> None:
+        """Start the thread. RuntimeError where no thread can be started."""
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._run, name=f"elasticrun-console-{self._fd}", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+    def put(self, lines: Iterable[bytes], source: Source | None = None) -> None:
+        """Queue whole lines. Waits while the queue is full and somebody reads, drops the line
+        when nobody has read for `patience` seconds."""
         with self._changed:
             for line in lines:
                 if self._closing or self._gone or not self._await_room(len(line)):
-                    self._dropped += 1
+                    self._drop(line, source)
                     self._untold += not self._gone
                 else:
-                    self._push(line)
+                    self._push(line, source)
+
+    def lose(self, path: str, count: int) -> None:
+        """So many bytes of a file are not even read."""
+        with self._changed:
+            self._lost[path] += count
+
+    def hold(self, held: bool) -> None:
+        """Write nothing while another console of the same terminal has precedence."""
+        with self._changed:
+            self._held = held
+            self._progress = time.monotonic()
+            self._changed.notify_all()
+
+    def hurry(self, until: float) -> None:
+        """What is not shown then, on the monotonic clock, is dropped."""
+        with self._changed:
+            self._over_at = until
+            self._changed.notify_all()
 
     def close(self, timeout: float) -> int:
-        """Write what is queued, giving up when the console takes nothing for `timeout` seconds.
+        """Write what is queued, giving up when nobody reads for `timeout` seconds.
 
         Returns how many lines were dropped in all. Calling it again changes nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            end = time.monotonic() + timeout
+            began = time.monotonic()
             while (self._lines or self._writing) and not self._gone:
-                end = max(end, self._progress + timeout)
-                if (rest := end - time.monotonic()) <= 0:
+                if not self._wait_for_reader(timeout, began):
                     break
-                self._changed.wait(rest)
-            self._dropped += len(self._lines)
-            self._lines.clear()
-            self._bytes = 0
+            self._drop_queue()
+            self._changed.notify_all()
             return self._dropped
 
     # ---------------------------------------------------------------- the reader's side
@@ -101,27 +166,60 @@ class ConsoleWriter:
         while len(self._lines) >= self._capacity or (
             self._lines and self._bytes + size > QUEUE_BYTES
         ):
-            rest = self._progress + self._patience - time.monotonic()
-            if rest <= 0 or self._gone or self._closing:
+            if self._gone or self._closing:
                 return False
-            self._changed.wait(rest)
+            self._awaited = True
+            read_on = self._wait_for_reader(self._patience, 0.0)
+            self._awaited = False
+            if not read_on:
+                return False
+        return not self._is_late()
+
+    def _wait_for_reader(self, patience: float, since: float) -> bool:
+        """Wait for a change; false if nobody has read for `patience` seconds, or the time is up."""
+        self._look()
+        now = time.monotonic()
+        rest = patience if self._held else max(self._progress, since) + patience - now
+        if self._over_at is not None:
+            rest = min(rest, self._over_at - now)
+        if rest <= 0:
+            return False
+        self._changed.wait(min(rest, patience / LOOKS))
         return True
 
-    def _push(self, line: bytes) -> None:
+    def _look(self) -> None:
+        """See whether the reader has taken something since the last look, be it less than a write
+        waits for: a slow reader may need minutes for the room that one write takes in a pipe."""
+        before, self._unread = self._unread, _unread(self._fd)
+        if self._unread < before:
+            self._progress = time.monotonic()
+
+    def _is_late(self) -> bool:
+        return self._over_at is not None and time.monotonic() >= self._over_at
+
+    def _drop(self, line: bytes, source: Source | None) -> None:
+        self._dropped += 1
+        if source is not None:
+            self._lost[source.path] += len(line) - len(source.prefix)
+
+    def _drop_queue(self) -> None:
+        for line, source in self._lines:
+            self._drop(line, source)
+        self._lines.clear()
+        self._bytes = 0
+
+    def _push(self, line: bytes, source: Source | None) -> None:
         if not self._lines and not self._writing:
             self._progress = time.monotonic()  # an idle console is not a frozen one
+            self._unread = _unread(self._fd)
         if self._untold:
             notice = b"elasticrun: %d lines were not shown: the console was frozen\n" % self._untold
             self._untold = 0
-            self._lines.append(notice)
+            self._lines.append((notice, None))
             self._bytes += len(notice)
-        self._lines.append(line)
+        self._lines.append((line, source))
         self._bytes += len(line)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"elasticrun-console-{self._fd}", daemon=True
-            )
-            self._thread.start()
+        self.start()
         self._changed.notify_all()
 
     # ---------------------------------------------------------------- the writer's side
@@ -131,8 +229,8 @@ class ConsoleWriter:
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
-                while not self._lines:
-                    if self._closing:
+                while not self._lines or (self._held and not self._is_late()):
+                    if self._closing and not self._lines:
                         return
                     self._changed.wait()
                 chunk = self._take()
@@ -143,18 +241,16 @@ class ConsoleWriter:
             except OSError:  # nobody reads it any more; the job does not depend on it
                 with self._changed:
                     self._gone, self._writing = True, False
-                    self._dropped += len(self._lines)
-                    self._lines.clear()
-                    self._bytes = 0
+                    self._drop_queue()
                     self._changed.notify_all()
                 return
 
     def _take(self) -> bytes:
         """Whole lines of one write; called with the lock held and a line in the queue."""
-        chunk = [self._lines.popleft()]
+        chunk = [self._lines.popleft()[0]]
         size = len(chunk[0])
-        while self._lines and size + len(self._lines[0]) <= CHUNK_BYTES:
-            chunk.append(self._lines.popleft())
+        while self._lines and size + len(self._lines[0][0]) <= CHUNK_BYTES:
+            chunk.append(self._lines.popleft()[0])
             size += len(chunk[-1])
         self._bytes -= size
         return b"".join(chunk)
@@ -171,4 +267,17 @@ class ConsoleWriter:
                 continue
             rest = rest[taken:]
             with self._changed:
+                self._unread = _unread(self._fd)
                 self._progress = time.monotonic()
+
+
+def _unread(fd: int) -> int:
+    """Bytes that were written to a pipe or a terminal and that nobody has read yet; 0 where the
+    kernel does not tell."""
+    count = array.array("i", [0])
+    try:
+        asks = termios.FIONREAD if stat.S_ISFIFO(os.fstat(fd).st_mode) else termios.TIOCOUTQ
+        fcntl.ioctl(fd, asks, count)
+    except OSError:
+        return 0
+    return count[0]

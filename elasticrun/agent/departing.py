@@ -115,6 +115,11 @@ class Departing:
         first = -1 if self._first is None else self._first[1]
         return max([first, *steps]) if steps else -1
 
+    def newest(self) -> int:
+        """The newest that a rank of this life has come to, also one that has ended; -1: unknown."""
+        steps = (held.segment.current for held in self._current.values() if not held.gone)
+        return max(steps, default=NONE)
+
     def margin(self) -> int:
         """Steps in which word comes to every rank, at the pace that they have kept."""
         since = self._first or self._began

@@ -21,6 +21,7 @@ told, which holds up the door for as long as that takes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import json
 import os
@@ -54,6 +55,10 @@ CHUNK = 64 * 1024
 MAX_CONNECTIONS = 32_768
 """Connections passed at a time, fewer where the limit of open files is lower; others wait in the
 kernel's queue."""
+
+ACCEPT_AGAIN = 1.0
+"""Seconds until a connection is accepted again after there was no descriptor for one: the kernel
+would report those that wait again and again."""
 
 MAX_LINE = 4096
 """Bytes of one control line; a longer one is dropped."""
@@ -118,6 +123,7 @@ class Door:
         self._limit_count = 0
         self._count = 0
         self._accepting = False
+        self._short_until: float | None = None
         self._running = True
         self._epoll = select.epoll()
 
@@ -181,7 +187,7 @@ class Door:
     # ------------------------------------------------------------ arrivals
 
     def _accept_more(self) -> None:
-        accepting = self._count < self._most
+        accepting = self._count < self._most and self._short_until is None
         if accepting != self._accepting:
             self._accepting = accepting
             self._watch(self._listener.fileno(), _READ if accepting else 0)
@@ -189,7 +195,10 @@ class Door:
     def _visited(self) -> None:
         try:
             front, _ = self._listener.accept()
-        except OSError:  # it has gone again; or no descriptor is free until another link closes
+        except OSError as error:  # it has gone again, unless nothing is left for it
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._short_until = time.monotonic() + ACCEPT_AGAIN
+                self._accept_more()
             return
         _prepare(front)
         link = Link(front)
@@ -213,7 +222,11 @@ class Door:
         where = self._where[link.target]
         assert where is not None
         family, address = where
-        back = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            back = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free
+            self._close(link)
+            return
         _prepare(back)
         link.back, link.dialling = back, True
         self._links[back.fileno()] = (link, "back")
@@ -326,6 +339,7 @@ class Door:
             del self._links[sock.fileno()]
             sock.close()
         self._count -= 1
+        self._short_until = None
         self._accept_more()
 
     def _limit(self, after: float, link: Link, still: Callable[[], bool]) -> None:
@@ -334,10 +348,16 @@ class Door:
         heapq.heappush(self._limits, (time.monotonic() + after, self._limit_count, link, still))
 
     def _next_limit(self) -> float | None:
-        return max(0.0, self._limits[0][0] - time.monotonic()) if self._limits else None
+        due = [self._limits[0][0]] if self._limits else []
+        if self._short_until is not None:
+            due.append(self._short_until)
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_limits(self) -> None:
         now = time.monotonic()
+        if self._short_until is not None and self._short_until <= now:
+            self._short_until = None
+            self._accept_more()
         while self._limits and self._limits[0][0] <= now:
             _, _, link, still = heapq.heappop(self._limits)
             if still():

@@ -13,10 +13,11 @@ import signal
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from elasticrun.agent.oom import OomKills
-from elasticrun.core.failures import classify
+from elasticrun.core.failures import NO_TRACEBACK, classify
 from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_TEXT, Failure
 
@@ -26,10 +27,11 @@ MAX_ERROR_FILE_BYTES: Final = 1024 * 1024
 MAX_MESSAGE_CHARS: Final = 1024
 """One line; what is longer is cut, the traceback has the rest."""
 
-NO_TRACEBACK: Final = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
-"""torchrun's words for a rank that exited by itself and left no error file."""
 
-_oom_kills = OomKills()
+@cache
+def oom_kills() -> OomKills:
+    """To be called, in a thread, before there are ranks: it compares with the count of then."""
+    return OomKills()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def describe(
     rank may have spent seconds in its exit handlers since.
     """
     found = read_error_file(error_file)
-    oom = exitcode == -signal.SIGKILL and not stopping and _oom_kills.near(time_us)
+    oom = exitcode == -signal.SIGKILL and not stopping and oom_kills().near(time_us)
     message = found.message
     if not message:
         message = _without_file(exitcode, pid, oom)

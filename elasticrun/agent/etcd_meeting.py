@@ -329,6 +329,7 @@ class EtcdMeeting(MeetingBase):
         task = asyncio.create_task(chore)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+        tell_failure(task, logger.error, "telling etcd")
 
     def _watch_deposed(self, *, leading: bool) -> None:
         """End a master of ours that stands still while its key is gone."""

@@ -30,6 +30,12 @@ from elasticrun.wire.serverstart import SHIELDED
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
 
+NAMED_KINDS: Final = ("elastic", "file", "open")
+"""Rendezvous of which other nodes know the master's port."""
+
+SHARED_KINDS: Final = (*NAMED_KINDS, "etcd")
+"""Rendezvous whose master may serve other nodes when its agent has gone."""
+
 RELAY_BYTES: Final = 64 * 1024
 
 RESTARTS: Final = (0.0, 0.0, 0.1, 0.3, 1.0)
@@ -43,6 +49,9 @@ MAX_TAKEN: Final = 10
 
 HEALTHY_AFTER: Final = 10.0
 """A helper that lived this long starts again at once."""
+
+RECORD_WAIT: Final = 15.0
+"""Seconds for making the folder of the record, which may be on a network."""
 
 RECORD_LIMIT: Final = 5.0
 """Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
@@ -61,20 +70,44 @@ def shielded() -> Iterator[None]:
 
 def new_record() -> LaunchFolder | None:
     """A folder for the record of this launch's masters; None, with one line, where there can be
-    none. Blocks."""
+    none. Blocks, for RECORD_WAIT seconds at most."""
+    made: list[LaunchFolder | OSError] = []
+    given_up = threading.Event()
+
+    def work() -> None:
+        try:
+            folder = record_folder.make(os.environ)
+        except OSError as wrong:
+            made.append(wrong)
+            return
+        made.append(folder)
+        if given_up.is_set():
+            folder.remove()
+
+    thread = threading.Thread(target=work, name="elasticrun-record", daemon=True)
+    why: object = f"the disk has not answered for {RECORD_WAIT:g} s"
     try:
-        return record_folder.make(os.environ)
-    except OSError as wrong:
-        logger.warning("the job's master keeps no record: %s", wrong)
-        return None
+        thread.start()
+        thread.join(RECORD_WAIT)
+    except RuntimeError as wrong:  # no thread can be started
+        why = wrong
+    if not made:
+        given_up.set()
+    elif isinstance(made[0], LaunchFolder):
+        return made[0]
+    else:
+        why = made[0]
+    logger.warning("the job's master keeps no record: %s", why)
+    return None
 
 
 def sweep_records() -> None:
     """Remove, in a thread, what launches have left that were killed together with their masters."""
     environ = dict(os.environ)
-    threading.Thread(
-        target=record_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
-    ).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the next launch does it
+        threading.Thread(
+            target=record_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
+        ).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +132,7 @@ class MasterProcess:
         self.record = record
         self._code: int | None = None
         self._heard: Callable[[int], None] | None = None
-        several = config.spec.max_nodes > 1 and config.rendezvous.kind in ("elastic", "etcd")
+        several = config.spec.max_nodes > 1 and config.rendezvous.kind in SHARED_KINDS
         config_read, config_write = os.pipe()
         self.ready_fd, ready_write = os.pipe()
         lifeline_read, self.lifeline_fd = os.pipe()
@@ -125,6 +158,7 @@ class MasterProcess:
         # Where we are not installed our own folder has to be named.
         paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
         environ["PYTHONPATH"] = os.pathsep.join(paths)
+        environ.pop("PYTHONINSPECT", None)  # meant for scripts; no program ends with a 0 under it
         passed = (config_read, ready_write, lifeline_read)
         try:
             with shielded():
@@ -355,7 +389,7 @@ class MasterHost:
         self._again()
 
     def _port_taken(self) -> None:
-        if self._config.rendezvous.kind != "elastic" and self._served:
+        if self._config.rendezvous.kind not in NAMED_KINDS and self._served:
             # On loopback only we know the port: any other does as well.
             self._bind = Endpoint(self._bind.host, 0)
             self._again()

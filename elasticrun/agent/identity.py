@@ -116,10 +116,15 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
     try:
         slot = take_slot(str(run_folder(environ)), job_id)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        name = f"{host_id()}-{secrets.token_hex(4)}"
-        note = f"this node's id lasts only as long as this agent: no run folder ({error})"
-        return Identity(name, None, note)
+        return for_this_life(str(error))
     return Identity(f"{host_id()}-{slot.number}", slot)
+
+
+def for_this_life(why: str) -> Identity:
+    """An id where no folder can be used."""
+    name = f"{host_id()}-{secrets.token_hex(4)}"
+    note = f"this node's id lasts only as long as this agent: no run folder ({why})"
+    return Identity(name, None, note)
 
 
 # ---------------------------------------------------------------- the address offered

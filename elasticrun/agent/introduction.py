@@ -19,6 +19,10 @@ NAME_LIMIT: Final = 2.0
 """Seconds that a name server may take to say how this host is called."""
 
 
+SLOT_LIMIT: Final = 15.0
+"""Seconds for the lock on this node's place in the job; the user's folder may be on a network."""
+
+
 @dataclass(frozen=True, slots=True)
 class Introduction:
     """What was found."""
@@ -52,10 +56,15 @@ def hello(
 
 async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
     """This node's id, its host's name, and the event log, which bears both."""
-    found = await in_thread(
-        lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
-        name="identity",
-    )
+    try:
+        found = await in_thread(
+            lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+            limit=SLOT_LIMIT,
+            name="identity",
+            late=identity.Identity.release,
+        )
+    except TimeoutError as error:
+        found = identity.for_this_life(str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s")
     if found.note:
         logger.warning("%s", found.note)
     try:

@@ -15,13 +15,13 @@ from elasticrun.agent.summary import child_failed
 from elasticrun.agent.threads import in_thread
 from elasticrun.config import EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.effects import Exit
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import StderrWriter, last_word, logger
 from elasticrun.wire.messages import Start
 
 FILE_LIMIT: Final = 2.0
 """Seconds for our own error file; the disk may hang."""
 
-TELL_LIMIT: Final = 60.0
+TELL_LIMIT: Final = 20.0
 """Seconds that a frozen terminal may hold up the end; everything else is done by then."""
 
 
@@ -43,9 +43,11 @@ async def events(
         await in_thread(record, limit=EVENTS_LIMIT, name="events")
 
 
-async def tell(config: AgentConfig, outcome: Exit, writer: StderrWriter, *, ran: bool) -> None:
-    """Print the outcome and write the launcher's own error file, if it was given one. `ran`:
-    ranks were started here."""
+async def tell(
+    config: AgentConfig, outcome: Exit, writer: StderrWriter, limit: float, *, ran: bool
+) -> None:
+    """Print the outcome and write the launcher's own error file, if it was given one; `limit`
+    seconds for a frozen terminal. `ran`: ranks were started here."""
     if outcome.code == EXIT_OK:
         if not ran:  # a spare; or a second job at the endpoint of the first, by mistake
             logger.warning("no rank was started here: the job ended without needing this node")
@@ -61,8 +63,8 @@ async def tell(config: AgentConfig, outcome: Exit, writer: StderrWriter, *, ran:
         if not config.called:
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
     elif not config.called:
-        writer.write(f"elasticrun: {sentence(outcome)}\n")
-    await in_thread(lambda: writer.flush(TELL_LIMIT), name="flush")
+        last_word(sentence(outcome))
+    await in_thread(lambda: writer.flush(limit), name="flush")
 
 
 def sentence(outcome: Exit) -> str:

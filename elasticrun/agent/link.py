@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import Callable
 from typing import Any, Final
@@ -60,7 +61,10 @@ class Link:
         broken: Callable[[str], None] = lambda reason: None,
         trust: Trust = NO_TRUST,
         patience: float = HEARTBEAT_TIMEOUT,
+        page_level: int = logging.INFO,
     ) -> None:
+        """`page_level`: at which the address of the job's page is told."""
+        self._page_level = page_level
         self._patience = patience
         self._endpoint = endpoint
         self._trust = trust
@@ -282,7 +286,7 @@ class Link:
         self._warned = ""
         if welcome.status_url not in ("", self._page):
             self._page = welcome.status_url
-            logger.info("the job's page: %s", self._page)
+            logger.log(self._page_level, "the job's page: %s", self._page)
         return session
 
     def _warn(self, reason: str) -> None:

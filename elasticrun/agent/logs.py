@@ -7,16 +7,18 @@ attempts are never removed: what a world printed before it ended is what one wan
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import string
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elasticrun.agent.console import FROZEN_AFTER, ConsoleWriter
+from elasticrun.agent.log_folder import LogFolder, sweep
 from elasticrun.agent.logs_plugin import Destinations, LogsPlugin
 from elasticrun.agent.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
@@ -26,6 +28,10 @@ from elasticrun.wire import env
 STDOUT = 1
 STDERR = 2
 DEV_NULL = os.devnull
+
+
+MOST_NAMED = 3
+"""Files named in one sentence."""
 
 
 class LogsUnusable(Exception):
@@ -44,8 +50,8 @@ class RankLogs:
 class RankOutput:
     """The output of all local ranks over all their lives.
 
-    `prepare`, `open_attempt` and `close` touch the disk and may block: call them in a thread.
-    `rank_exited` returns at once.
+    `prepare`, `open_attempt`, `close` and `tidy` touch the disk and may block: call them in a
+    thread. `rank_exited` returns at once.
     """
 
     def __init__(
@@ -54,28 +60,42 @@ class RankOutput:
         run_id: str,
         role: str,
         nproc: int,
-        *,
         stdout_fd: int = 1,
         stderr_fd: int = 2,
+        *,
         patience: float = FROZEN_AFTER,
     ) -> None:
         self._plan = plan
         self._run_id = run_id
         self._role = role
         self._nproc = nproc
-        self._reader = Reader()
+        # Each stream has a reader of its own: a stdout that nobody reads holds no stderr up.
+        told: set[str] = set()
+        self._readers = {STDERR: Reader(told=told), STDOUT: Reader(told=told)}
         self._consoles = {
-            STDOUT: ConsoleWriter(stdout_fd, patience=patience),
             STDERR: ConsoleWriter(stderr_fd, patience=patience),
+            STDOUT: ConsoleWriter(stdout_fd, patience=patience),
         }
+        self._order = threading.Lock()
+        self._stderr_shown = False
         self._plugin: LogsPlugin | None = None
         self._run_dir = ""
+        self._folder: LogFolder | None = None
+        self._only_copy = False
+        """Whether the files have what was not shown on the console."""
         self._warned_filters = False
 
     @property
     def run_dir(self) -> str:
         """The folder of this run; empty before `prepare`, with a plug-in and with /dev/null."""
         return self._run_dir
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the output of some rank goes to files in `run_dir`."""
+        plan = self._plan
+        some = plan.redirects_all | plan.tee_all | any(plan.redirects.values())
+        return bool(self._run_dir) and bool(some | any(plan.tee.values()))
 
     def prepare(self) -> None:
         """Make the folder of this run, or load the plug-in. Raises LogsUnusable; may be called
@@ -97,7 +117,8 @@ class RankOutput:
         name = re.sub(r"[/\0]", "_", self._run_id)[:128]
         try:
             if base is None:
-                base = tempfile.mkdtemp(prefix="torchelastic_")
+                self._folder = LogFolder()
+                base = self._folder.path
             else:
                 os.makedirs(base, exist_ok=True)
             self._run_dir = tempfile.mkdtemp(prefix=f"{name}_", dir=base)
@@ -123,6 +144,8 @@ class RankOutput:
             self._follow(places, envs)
         except OSError as error:
             raise LogsUnusable(f"cannot write logs: {error.strerror or error}") from error
+        except RuntimeError as error:  # no thread
+            raise LogsUnusable(f"cannot show the ranks' output: {error}") from error
         logs = {}
         for local_rank, variables in envs.items():
             error_file = places.error_files.get(local_rank, "")
@@ -137,30 +160,62 @@ class RankOutput:
 
     def rank_exited(self, local_rank: int) -> None:
         """The rank has been reaped: its files are read for LOG_DRAIN seconds more."""
-        self._reader.rank_gone(local_rank)
+        for reader in self._readers.values():
+            reader.rank_gone(local_rank)
+
+    def hurry(self, seconds: float) -> None:
+        """`close` is to end within so many seconds: first stderr is shown, then, in what is left of
+        them, stdout. From any thread."""
+        until = time.monotonic() + seconds
+        with self._order:
+            self._consoles[STDOUT].hold(not self._stderr_shown)
+        for console in self._consoles.values():
+            console.hurry(until)
 
     def close(self, timeout: float) -> int:
-        """Show what there is to the end. Gives up when a console takes nothing, or the disk gives
-        nothing, for `timeout` seconds. Returns how many lines were never shown."""
-        if not self._reader.stop(timeout):
-            logger.warning("log files could not be read to their end: the disk does not answer")
-        dropped = sum(console.close(timeout) for console in self._consoles.values())
-        self._tidy()
-        if dropped:
-            where = f"; the files in {self._run_dir} have them" if self._run_dir else ""
-            logger.warning(
-                "%d lines of rank output were not shown on the console%s", dropped, where
-            )
-        return dropped
+        """Show what there is to the end, however long that takes, as long as somebody reads. Gives
+        a console up that nobody reads, and a disk that gives nothing, for `timeout` seconds. Says
+        what was not shown; returns its bytes."""
+        for reader in self._readers.values():
+            reader.end()
+        for stream, reader in self._readers.items():
+            console = self._consoles[stream]
+            if not reader.ended(timeout, console):
+                logger.warning("log files could not be read to their end: the disk does not answer")
+            console.close(timeout)
+            with self._order:
+                self._stderr_shown = True
+                self._consoles[STDOUT].hold(False)
+        cut = self._tell_cut()
+        self._only_copy |= cut > 0
+        return cut
 
-    def _tidy(self) -> None:
-        """A folder under $TMPDIR that nobody asked for, and into which nothing was written, goes
-        again. `rmdir` removes empty folders only, so whatever a rank has left is kept."""
-        if self._plan.log_dir is not None or not self._run_dir:
-            return
-        for folder, _, _ in os.walk(os.path.dirname(self._run_dir), topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+    def _tell_cut(self) -> int:
+        """Name the files that have what was not shown, those with the most of it first."""
+        total = 0
+        for stream, name in ((STDERR, "stderr"), (STDOUT, "stdout")):
+            console = self._consoles[stream]
+            lost = sorted(console.lost.items(), key=lambda item: -item[1])
+            count = sum(size for _, size in lost)
+            if not count:
+                continue
+            total += count
+            where = ", ".join(f"{path} ({_amount(size)})" for path, size in lost[:MOST_NAMED])
+            if len(lost) > MOST_NAMED:
+                where += f" and {len(lost) - MOST_NAMED} more beside them"
+            words = "%s of the ranks' %s were not shown, because %s; these files have it all: %s"
+            logger.warning(words, _amount(count), name, console.why_over, where)
+        return total
+
+    def tidy(self, *, ended_well: bool = False) -> None:
+        """After `close`: of the folder under $TMPDIR that nobody asked for, only what may still be
+        wanted is kept: anything if the job failed, files of the ranks' own, output that was not
+        shown. What killed runs have left goes too."""
+        if self._folder is not None:
+            useless = ended_well and not self._only_copy
+            self._folder.leave(("stdout.log", "stderr.log", "error.json") if useless else ())
+            self._folder = None
+        sweep()
 
     # ---------------------------------------------------------------- one attempt
 
@@ -185,21 +240,20 @@ class RankOutput:
                     files[local_rank] = os.path.join(own, name)
                     if tee & bit and shown:
                         tees[local_rank] = files[local_rank]
+                    else:
+                        self._only_copy = True
                 else:
                     files[local_rank] = "" if shown else DEV_NULL
             places.error_files[local_rank] = os.path.join(own, "error.json")
         return places
 
     def _follow(self, places: Destinations, envs: Mapping[int, dict[str, str]]) -> None:
-        tails: list[Tail] = []
-        filters: list[LineFilter] = []
         for stream, tees, needles, path in (
             (STDOUT, places.tee_stdouts, self._plan.stdout_filters, places.filtered_stdout),
             (STDERR, places.tee_stderrs, self._plan.stderr_filters, places.filtered_stderr),
         ):
+            tails: list[Tail] = []
             copy = self._open_filter(needles, path)
-            if copy is not None:
-                filters.append(copy)
             for local_rank, file in sorted(tees.items()):
                 if not file or file == DEV_NULL:
                     continue
@@ -207,8 +261,8 @@ class RankOutput:
                     pass
                 prefix = self._prefix(local_rank, envs[local_rank])
                 tails.append(Tail(local_rank, file, prefix, self._consoles[stream], copy))
-        if tails or filters:
-            self._reader.add(tails, filters)
+            if tails or copy is not None:
+                self._readers[stream].add(tails, () if copy is None else (copy,))
 
     def _open_filter(self, needles: tuple[str, ...], path: str) -> LineFilter | None:
         if not needles:
@@ -218,6 +272,7 @@ class RankOutput:
                 logger.warning("--duplicate-*-filters does nothing: there is no log folder")
                 self._warned_filters = True
             return None
+        self._only_copy = True  # not literally; it was asked for
         return LineFilter(path, needles)
 
     def _prefix(self, local_rank: int, variables: Mapping[str, str]) -> bytes:
@@ -230,6 +285,10 @@ class RankOutput:
             hostname=socket.gethostname(),
         )
         return text.encode(errors="surrogateescape")
+
+
+def _amount(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count} bytes"
 
 
 def _nowhere(envs: Mapping[int, dict[str, str]]) -> Destinations:

@@ -13,11 +13,24 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.effects import AgentEffect, AgentEvent, Exit, Tick
+from elasticrun.core.effects import (
+    AgentEffect,
+    AgentEvent,
+    Exit,
+    PrepareStore,
+    RunProbe,
+    SignalRanks,
+    SpawnRanks,
+    SweepRanks,
+    Tick,
+)
 from elasticrun.operator_log import logger
 
 MAX_FAULTS: Final = 3
-"""So many events that the brain did not expect end the agent: its picture is wrong."""
+"""So many effects that could not be carried out end the agent."""
+
+AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
+"""Effects whose outcome the brain waits for: one that is not carried out would never come."""
 
 
 class Brain(Protocol):
@@ -80,14 +93,27 @@ class AgentLoop:
         try:
             effects = self._brain.step(event, self._clock())
         except Exception as error:
-            # Never for bad input: it is a defect of ours. One event is dropped, not the ranks.
-            self._faults += 1
-            logger.error("a defect of elasticrun: %s", error, exc_info=True)
-            if self._faults >= MAX_FAULTS:
-                self._exit = Exit(EXIT_FAILED, f"a defect of elasticrun: {error}", (), 0)
+            # Never for bad input. What the brain knows may be wrong now: nothing is to follow it.
+            logger.exception("a defect of elasticrun: %s", error)
+            self._end_of_defect(f"{type(event).__name__} was not understood", error)
             return
         for effect in effects:
             if isinstance(effect, Exit):
                 self._exit = effect
                 return
-            self._perform(effect)
+            try:
+                self._perform(effect)
+            except Exception as error:
+                self._faulted(effect, error)
+
+    def _faulted(self, effect: AgentEffect, error: Exception) -> None:
+        """A defect of ours in what the brain knows nothing of: the next effect is carried out."""
+        name = type(effect).__name__
+        logger.exception("a defect of elasticrun: %s could not be carried out", name)
+        self._faults += 1
+        if isinstance(effect, AWAITED) or self._faults >= MAX_FAULTS:
+            self._end_of_defect(f"{name} could not be carried out", error)
+
+    def _end_of_defect(self, what: str, error: Exception) -> None:
+        sentence = f"a defect of elasticrun, please report it: {what} ({error!r})"
+        self.end(Exit(EXIT_FAILED, sentence, (), 0))

@@ -26,6 +26,7 @@ from elasticrun.wire.serverstart import ignored_signals
 if TYPE_CHECKING:
     import asyncio
 
+    from elasticrun.agent.finding import Found
     from elasticrun.core.effects import Exit
 
 
@@ -76,8 +77,17 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
         master = early_master(config)
         from elasticrun.agent.node import Node
 
-        node = Node(config, inbox, reaper, spawner, master, writer, ignored)
-        return _runner().run(node.run())
+        found: Found | None = None
+        if config.rendezvous.kind in ("file", "open"):
+            from elasticrun.agent.finding import find
+
+            config, found = _runner().run(find(config, inbox))
+        try:
+            node = Node(config, inbox, reaper, spawner, master, writer, ignored, found)
+            return _runner().run(node.run())
+        finally:
+            if found is not None:
+                found.close()
     finally:
         inbox.restore()
 
@@ -106,6 +116,6 @@ def fill_standard_fds() -> None:
 
 
 def _said(outcome: Exit) -> Exit:
-    operator_log.set_up().write(f"elasticrun: {outcome.reason}\n")
+    operator_log.last_word(outcome.reason)
     operator_log.set_up().flush(1.0)
     return outcome

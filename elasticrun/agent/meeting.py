@@ -25,6 +25,8 @@ from elasticrun.wire.messages import End, Refused
 
 if TYPE_CHECKING:
     from elasticrun.agent.etcd_meeting import EtcdMeeting
+    from elasticrun.agent.file_meeting import FileMeeting
+    from elasticrun.agent.finding import Found
 
 HEIR_AFTER: Final = 3.0
 """Seconds without a master after which an agent of its host starts one: the agent to which it
@@ -38,8 +40,13 @@ def meeting_of(
     met: Callable[[], None],
     fatal: Callable[[str], None],
     deliver: Callable[[AgentEvent], None],
-) -> Meeting | EtcdMeeting:
-    """The way in which the nodes of this job meet."""
+    found: Found | None = None,
+) -> Meeting | EtcdMeeting | FileMeeting:
+    """The way in which the nodes of this job meet. `found`: see `finding`."""
+    if found is not None:
+        from elasticrun.agent.file_meeting import FileMeeting
+
+        return FileMeeting(config, reaper, writer, met, fatal, found)
     if config.rendezvous.kind == "etcd":
         from elasticrun.agent.etcd_meeting import EtcdMeeting
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
 import time
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.agent import identity, last_words
 from elasticrun.agent.checkup import Checkup
-from elasticrun.agent.clearing import clear_descendants, end_callers_ranks
+from elasticrun.agent.clearing import Clearing, end_callers_ranks
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.host import HostError
@@ -30,10 +30,11 @@ from elasticrun.agent.snapshots import Snapshots
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.agent.stores import HOLD, Stores
-from elasticrun.agent.threads import in_thread, tell_failure, threadsafe
+from elasticrun.agent.story import Story
+from elasticrun.agent.threads import DISK_LIMIT, NoThread, Tasks, in_thread, own_defect, threadsafe
 from elasticrun.agent.trust import trust_of
-from elasticrun.agent.waiting import LongWaits, starting
-from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.agent.waiting import LongWaits
+from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core.effects import (
     AgentEffect,
     AgentEvent,
@@ -54,9 +55,9 @@ from elasticrun.core.effects import (
 from elasticrun.core.failures import Ending, code_of
 from elasticrun.core.group_states import State
 from elasticrun.core.worker_group import WorkerGroup
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
 from elasticrun.wire.ids import mint_incarnation
-from elasticrun.wire.messages import Finished, Hello, Running, Start, Stopped
+from elasticrun.wire.messages import Finished, Hello, RanksFailed, Running, Stopped, Stopping
 from elasticrun.wire.spawner import (
     Exited,
     FromSpawner,
@@ -67,13 +68,20 @@ from elasticrun.wire.spawner import (
     Swept,
 )
 
+if TYPE_CHECKING:
+    from elasticrun.agent.finding import Found
+
 GOODBYE: Final = 2.0
 """Seconds for the last reports to reach the master."""
 
 QUIT_LIMIT: Final = 5.0
 """Seconds for a spawner to kill and reap all it has; then the agent does."""
 
-LEVELS: Final = {"info": 20, "warning": 30, "error": 40}
+REMOVE_LIMIT: Final = 12.0
+"""Seconds for giving back the memory of the snapshots; more than `segments` takes by itself."""
+
+LEAVE_LIMIT: Final = 10.0
+"""Seconds for leaving the rendezvous; more than a meeting takes by itself."""
 
 
 class Node:
@@ -88,7 +96,10 @@ class Node:
         master: MasterProcess | None,
         writer: StderrWriter,
         ignored: tuple[int, ...],
+        found: Found | None = None,
     ) -> None:
+        """`found`: where the job is, where that had to be found out before."""
+        self._found = found
         self._config = config = replace(config, env=dict(config.env))  # ours, to add to
         self._inbox = inbox
         self._reaper = reaper
@@ -101,15 +112,21 @@ class Node:
         self._incarnation = mint_incarnation()
         self._identity = identity.Identity("", None)
         self._host = ""
-        self._last_start: Start | None = None
         self._store_wanted = False
         self._attached = False
         self._ending = False
-        self._hurry = asyncio.Event()
+        self._clearing = Clearing()
         self._events: EventLog | None = None
-        self._long_waits = LongWaits()
+        self._long_waits = LongWaits(self._meeting_place, _notice, time.monotonic)
+        self._story = Story(
+            most=config.spec.max_restarts,
+            several=config.spec.max_nodes > 1,
+            say=_notice,
+            newest=lambda: max(self._progress.newest, self._snapshots.departing.newest()),
+            clock=time.monotonic,
+        )
         self._checkup = Checkup(config)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(self._fatal)
 
     # ------------------------------------------------------------ the whole life
 
@@ -128,15 +145,26 @@ class Node:
         for note in self._config.notes:
             self._writer.write(note.rstrip("\n") + "\n")
         self._spawners.pet(self._brain.master_lost_timeout)
-        self._tasks.append(asyncio.create_task(self._set_out()))
-        tell_failure(self._tasks[-1], self._fatal, "setting out")
+        loop.set_exception_handler(self._uncaught)
+        self._tasks.start(self._set_out(), "setting out")
         try:
             outcome = await self._loop.run()
         except BaseException:
             await self._leave_nothing(None)
             raise
+        finally:
+            loop.set_exception_handler(None)
         await self._leave_nothing(outcome)
         return outcome
+
+    def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody caught in a callback of ours ends the node, as in a task of ours; what others
+        (grpc) leave is told as ever."""
+        if (error := own_defect(context)) is None:
+            loop.default_exception_handler(context)
+            return
+        logger.error("a defect of elasticrun", exc_info=error)
+        self._fatal(f"a defect of elasticrun, please report it: {error!r}")
 
     def _build(self) -> None:
         config = self._config
@@ -152,7 +180,13 @@ class Node:
         )
         self._loop = AgentLoop(self._brain, self._perform)
         self._meeting = meeting_of(
-            config, self._reaper, self._writer, self._met, self._fatal, self._loop.deliver
+            config,
+            self._reaper,
+            self._writer,
+            self._met,
+            self._fatal,
+            self._loop.deliver,
+            self._found,
         )
         self._spawners = Spawners(
             config,
@@ -172,6 +206,7 @@ class Node:
             waiting=self._no_master,
             broken=self._fatal,
             patience=spec.heartbeat_timeout,
+            page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
             trust=trust_of(config),
         )
 
@@ -181,7 +216,9 @@ class Node:
         self._stores = Stores(
             self._spawners, lambda: self._meeting.address, self._loop.deliver, self._fatal, hold
         )
-        self._output = RankOutput(config.logs, spec.job_id, config.role, config.nproc_per_node)
+        self._output = RankOutput(
+            config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
+        )
         self._progress = Progress(
             config.nproc_per_node,
             lambda steps: self._link.offer(steps),
@@ -193,6 +230,7 @@ class Node:
             environ=os.environ,
             link=lambda: self._link,
             address=lambda: self._meeting.address,
+            resumed=self._story.resumed,
         )
         self._ranks = Ranks(
             config,
@@ -212,13 +250,25 @@ class Node:
         """Who we are, where the master is; then dial."""
         config = self._config
         self._checkup.begin()
+        where = f"--log-dir {config.logs.log_dir or '(a folder for temporary files)'}"
         try:
-            await in_thread(self._output.prepare, name="logs")
+            slow = f"{where}: the disk does not answer"
+            await in_thread(self._output.prepare, limit=DISK_LIMIT, name="logs", slow=slow)
         except LogsUnusable as error:
             self._fatal(str(error))
             return
+        except NoThread as error:
+            self._fatal(str(error))
+            return
+        except TimeoutError:
+            self._fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
+            return
         introduction = await introduce(config, self._writer)
         self._identity, self._host = introduction.identity, introduction.host
+        if config.spec.max_nodes > 1:
+            name_speaker(f"elasticrun[{self._identity.node}]")
+            if self._output.has_files:
+                _notice(f"the output of its ranks is in {self._output.run_dir}")
         self._events = introduction.events
         await self._snapshots.open(self._identity.node)
         config.env.update(planted_in(self._identity.node))
@@ -237,7 +287,7 @@ class Node:
             if self._store_wanted:
                 self._stores.prepare()
             self._link.start()
-            self._tasks.append(asyncio.create_task(self._first_contact()))
+            self._tasks.start(self._first_contact(), "the first contact with the master")
         self._link.nudge()
 
     async def _first_contact(self) -> None:
@@ -254,10 +304,11 @@ class Node:
 
     def _signalled(self, signum: int, death: bool) -> None:
         if death:
-            logger.warning("Received %d death signal, shutting down workers", signum)
+            logger.info("Received %d death signal, shutting down workers", signum)
+            self._clearing.signalled()
         if self._ending:
             if death:
-                self._hurry.set()
+                self._clearing.hurry.set()
             return
         self._loop.deliver(self._snapshots.departing.signalled(signum, death=death))
 
@@ -295,6 +346,11 @@ class Node:
 
     def _fatal(self, sentence: str) -> None:
         self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
+
+    def _meeting_place(self) -> str:
+        """Where nodes meet, as the user wrote it where he did."""
+        where = self._config.rendezvous
+        return f"{where.host}:{where.port}" if where.host else str(self._meeting.dial)
 
     def _hello(self) -> Hello:
         where = (self._host, self._meeting.address)
@@ -334,10 +390,7 @@ class Node:
     def _spawn(self, effect: SpawnRanks) -> None:
         now = time.monotonic()
         start = effect.start
-        if start.round.number > 1:
-            most = self._config.spec.max_restarts
-            logger.warning("%s", starting(start, self._last_start, most))
-        self._last_start = start
+        self._story.starts(start)
         self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
         self._meeting.store(start.store)
         self._progress.begin(start)
@@ -348,53 +401,92 @@ class Node:
 
     def _say(self, effect: Say) -> None:
         report = effect.report
+        if isinstance(report, RanksFailed | Stopping | Stopped):
+            self._story.broke()
         if isinstance(report, Stopped | Finished):
             self._snapshots.reaped()
         if isinstance(report, Stopped):
             self._waiting_since = time.monotonic()
             self._meeting.store(None)
-        elif isinstance(report, Running) and self._events and self._ranks.start:
-            self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
+        elif isinstance(report, Running) and self._ranks.start:
+            self._story.running()
+            if self._events is not None:
+                self._events.started(self._ranks.start, self._ranks.pids, time.time_ns() // 10**6)
         self._link.say(report)
 
     # ------------------------------------------------------------ the end
 
     async def _leave_nothing(self, outcome: Exit | None) -> None:
-        """End every process below this one, tell the user, and give back what was taken."""
+        """End every process below this one, give back what was taken, and tell the user."""
         self._ending = True
-        self._snapshots.savers.close()
-        self._long_waits.close()
-        self._checkup.close()
-        for task in self._tasks:
-            task.cancel()
+        signalled = outcome is None or outcome.signum != 0
+        end = self._clearing
+        end.begin()
+        end.now("calling the saver off", self._snapshots.savers.close)
+        end.now("the end of warnings", self._long_waits.close)
+        end.now("the end of the doctor", self._checkup.close)
+        self._tasks.close()
         if outcome is not None:
-            await clear_descendants(self._ranks, self._config.shutdown_timeout, self._hurry)
+            grace = self._config.shutdown_timeout
+            grace = end.left(grace) / 2 if signalled else grace
+            await end.step("the end of ranks' processes", end.descendants(self._ranks, grace), None)
+            if not signalled:
+                end.begin()
         goodbye = asyncio.create_task(self._link.close(GOODBYE))
-        await self._spawners.close(QUIT_LIMIT)
+        await self._end_processes()
+        await end.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
+        job_over = not signalled
+        for what, work, limit in (
+            ("giving the snapshots back", self._snapshots.close(job_over=job_over), REMOVE_LIMIT),
+            ("leaving the rendezvous", self._meeting.close(job_over=job_over), LEAVE_LIMIT),
+            ("giving this node's id back", in_thread(self._identity.release), 1.0),
+        ):
+            await end.step(what, work, limit)
+        # It lasts as long as somebody reads: nothing else waits for it.
+        await end.step("showing output", end.output(self._output, hurried=signalled), None)
+        if not signalled:
+            end.begin()
+        well = outcome is not None and outcome.code == EXIT_OK
+        tidying = in_thread(lambda: self._output.tidy(ended_well=well), name="tidy")
+        await end.step("removing log folders", tidying, 2.0)
+        if outcome is not None:
+            await end.step("the last events", self._tell_events(outcome), 5.0)
+            words = last_words.tell(
+                *(self._config, outcome, self._writer, end.left(last_words.TELL_LIMIT)),
+                ran=self._ranks.start is not None,
+            )
+            await end.step("the last words", words, None)
+
+    async def _end_processes(self) -> None:
+        end = self._clearing
+        await end.step(
+            "the fork server's end", self._spawners.close(end.left(QUIT_LIMIT)), QUIT_LIMIT + 1
+        )
         if self._spawners.lives_by_call:
-            await end_callers_ranks(self._config, self._ranks.pids.values(), QUIT_LIMIT)
-        stuck = await self._reaper.sweep(keep=self._meeting.pids(), limit=QUIT_LIMIT)
+            pids = self._ranks.pids.values()
+            await end.step(
+                "ending the ranks",
+                end_callers_ranks(self._config, pids, QUIT_LIMIT),
+                QUIT_LIMIT + 1,
+            )
+        await end.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
+        end.now("the end of the ranks", self._ranks.close)
+        end.now("the end of progress", self._progress.end)
+        end.now("the end of probes", self._probing.close)
+        end.now("the end of stores", self._stores.close)
+
+    async def _kill_the_rest(self) -> None:
+        limit = self._clearing.left(QUIT_LIMIT)
+        stuck = await self._reaper.sweep(keep=self._meeting.pids(), limit=limit)
         if stuck:
             logger.error("the kernel does not let these processes die: %s", stuck)
-        self._ranks.close()
-        self._progress.end()
-        self._probing.close()
-        self._stores.close()
-        with contextlib.suppress(TimeoutError):
-            await in_thread(lambda: self._output.close(QUIT_LIMIT), limit=4 * QUIT_LIMIT)
-        await goodbye
-        job_over = outcome is not None and outcome.signum == 0
-        await self._snapshots.close(job_over=job_over)
-        await self._meeting.close(job_over=job_over)
-        with contextlib.suppress(TimeoutError):
-            await in_thread(self._identity.release, limit=1.0, name="identity")
-        if outcome is not None:
-            await self._tell_events(outcome)
-            ran = self._ranks.start is not None
-            await last_words.tell(self._config, outcome, self._writer, ran=ran)
 
     async def _tell_events(self, outcome: Exit) -> None:
         if self._events is not None:
             seconds = time.monotonic() - self._began
             ranks = dict(self._ranks.pids)
             await last_words.events(self._events, self._ranks.start, ranks, outcome, seconds)
+
+
+def _notice(text: str) -> None:
+    logger.log(NOTICE, "%s", text)

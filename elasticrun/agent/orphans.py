@@ -8,7 +8,7 @@ import time
 
 from elasticrun import config
 from elasticrun.agent.segment_folder import Cleaned, clean
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import in_thread, tell_failure
 from elasticrun.operator_log import logger
 
 LIMIT = 60.0
@@ -59,6 +59,7 @@ class Orphans:
 
     def _due(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._look_again())
+        tell_failure(self._task, logger.error, "looking for killed agents' snapshots")
 
     async def _look_again(self) -> None:
         try:

@@ -8,10 +8,11 @@ an attempt is over it is given up here, whatever the master says, or never says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from elasticrun.agent.folder_claim import NotOurs
 from elasticrun.agent.held import Held
 from elasticrun.agent.inventory import Inventory
 from elasticrun.agent.savers import SaverGone, Savers
@@ -51,7 +52,8 @@ class _Attempt:
 
 class Persisting:
     """All attempts under way. `say` reports; `bad(round, step, rank, reason)` tells of a snapshot
-    that is not what was written; `freed` is called when pins were taken away."""
+    that is not what was written; `freed` is called when pins were taken away; `sure` returns when
+    a marker may be written, and raises NotOurs."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Persisting:
         say: Callable[[Report], None],
         bad: Callable[[RoundName, int, int, str], None],
         freed: Callable[[], None],
+        sure: Callable[[], Awaitable[None]],
     ) -> None:
         self._segments = segments
         self._inventory = inventory
@@ -69,6 +72,7 @@ class Persisting:
         self._say = say
         self._bad = bad
         self._freed = freed
+        self._sure = sure
         self._attempts: dict[str, _Attempt] = {}
 
     def concerns(self, name: RoundName, step: int) -> bool:
@@ -145,8 +149,9 @@ class Persisting:
     async def _commit(self, attempt: _Attempt) -> None:
         order = attempt.order
         try:
+            await self._sure()
             done = await self._savers.commit(order.attempt, order.writers)
-        except SaverGone as error:
+        except (SaverGone, NotOurs) as error:
             self._tell(attempt, Persisted(order.attempt, False, True, str(error), 0, 0.0))
             return
         self._tell(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))

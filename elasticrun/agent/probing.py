@@ -20,10 +20,11 @@ from elasticrun.accelerators import Accelerator
 from elasticrun.agent import numa
 from elasticrun.agent.environ import probe_environment
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import Tasks, in_thread
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
 from elasticrun.core.effects import AgentEvent, ProbeEnded
 from elasticrun.core.netcheck_terms import duration
+from elasticrun.operator_log import logger
 from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 from elasticrun.wire.spawner import (
@@ -95,7 +96,7 @@ class Probing:
         self._keys: dict[int, _Probing] = {}
         self._accelerator: Accelerator | None = None
         self._bindings: list[numa.Binding] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(logger.error)  # a probe that is not started is overdue later
 
     # ------------------------------------------------------------ orders
 
@@ -107,9 +108,7 @@ class Probing:
         self._current = probing
         loop = asyncio.get_running_loop()
         probing.timer = loop.call_later(order.limit, self._overdue, probing)
-        task = loop.create_task(self._start(probing))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._start(probing), "starting probes")
 
     def call_off(self) -> None:
         """Kill what is under way; nothing is told of it."""
@@ -121,8 +120,7 @@ class Probing:
     def close(self) -> None:
         """The agent ends; its spawners kill and reap what is left."""
         self.call_off()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.close()
 
     # ------------------------------------------------------------ reports
 

@@ -30,6 +30,15 @@ def become_subreaper() -> bool:
         return False
 
 
+def state(pid: int) -> str:
+    """The letter of proc(5) for what a process does ("T": it is stopped); "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
 def parents() -> dict[int, int]:
     """Every process of the machine with its parent, as /proc shows them at this moment."""
     table: dict[int, int] = {}

@@ -111,11 +111,14 @@ class Progress:
         self._read_in_second = 0
         self._pause: asyncio.TimerHandle | None = None
         self._told: set[str] = set()
+        self.newest = -1
+        """The newest step that a rank of this life has told; -1: none."""
 
     def begin(self, start: Start) -> None:
         """A new life of the ranks: what ranks of the last one still say is not heard."""
         self.end()
         self._start = start
+        self.newest = -1
         self._windows = {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
@@ -209,6 +212,7 @@ class Progress:
                 "torch's flight recorder does not tell how long ranks wait for each other: whether "
                 "this node is slow will not be known"
             )
+        self.newest = max(self.newest, said.step)
         self._windows.setdefault(said.local_rank, _Window()).add(said)
         self._new_since = min(self._new_since, now)
         self._report(now)

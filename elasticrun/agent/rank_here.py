@@ -110,4 +110,6 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
         same=same,
         rewound_from=start.rewound_from,
         put_off=put_off,
+        suspect=start.suspect,
+        restore_step=start.restore_step,
     )

@@ -7,22 +7,24 @@ so a life may be ordered to stop before its ranks were started; such ranks are r
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from elasticrun.agent import numa
 from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
-from elasticrun.agent.errorfiles import describe
+from elasticrun.agent.errorfiles import describe, oom_kills
 from elasticrun.agent.logs import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import DISK_LIMIT, NoThread, Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.effects import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.core.failures import ECHOES, in_words
 from elasticrun.operator_log import logger
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.spawner import (
@@ -38,9 +40,6 @@ from elasticrun.wire.spawner import (
 
 DESCRIBE_LIMIT: Final = 0.5
 """Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
-
-SLOW_DISK: Final = 5.0
-"""Seconds after which a wait for log folders is told to the operator."""
 
 STOP_MEMORY: Final = 5.0
 """A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
@@ -93,7 +92,8 @@ class Ranks:
         self._sweeping: frozenset[int] = frozenset()
         self._bindings: list[numa.Binding] | None = None
         self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = {asyncio.create_task(self._report_exits())}
+        self._tasks = Tasks(fatal)
+        self._tasks.start(self._report_exits(), "reporting the ends of ranks")
         self._sent_at: dict[int, float] = {}
         self._cleared: asyncio.Event | None = None
 
@@ -114,9 +114,7 @@ class Ranks:
         life = _Life(effect.start, effect.attempt)
         self._life = life
         self._sent_at.clear()
-        task = asyncio.create_task(self._start(life))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._start(life), "starting the ranks")
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
         """Send a signal to these ranks' process groups."""
@@ -193,7 +191,7 @@ class Ranks:
         logger.error("local rank %d could not be started: %s", local_rank, message.reason)
         failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
-        self._queue_exit(life, asyncio.create_task(_ready(RankExited(local_rank, 1, failure))))
+        self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
 
     def exited(self, message: Exited) -> None:
         life = self._life
@@ -204,15 +202,7 @@ class Ranks:
         sent = life.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d ended by a signal that it had put off", local_rank)
-        elif message.code != 0 and sent is None:
-            logger.error(
-                "failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
-                message.code,
-                local_rank,
-                message.pid,
-                self._binary(),
-            )
-        self._queue_exit(life, asyncio.create_task(self._explain(life, local_rank, message)))
+        self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
 
     def swept(self, message: Swept) -> None:
         if frozenset(message.keys) == self._sweeping and self._sweeping:
@@ -230,8 +220,7 @@ class Ranks:
             self._life = None
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.close()
 
     # ------------------------------------------------------------ starting
 
@@ -274,13 +263,23 @@ class Ranks:
     async def _open_logs(
         self, life: _Life, environments: dict[int, dict[str, str]]
     ) -> dict[int, RankLogs]:
-        opening = asyncio.ensure_future(
-            in_thread(lambda: self._output.open_attempt(life.attempt, environments), name="logs")
-        )
-        done, _ = await asyncio.wait({opening}, timeout=SLOW_DISK)
-        if not done:
-            logger.warning("the ranks wait for their log folders: the disk does not answer")
-        return await opening
+
+        def work() -> dict[int, RankLogs]:
+            oom_kills()
+            return self._output.open_attempt(life.attempt, environments)
+
+        try:
+            return await in_thread(
+                work,
+                limit=DISK_LIMIT,
+                name="logs",
+                slow="the ranks wait for their log folders: the disk does not answer",
+            )
+        except NoThread:
+            raise
+        except TimeoutError:
+            words = f"log folders could not be made in {DISK_LIMIT:g} s: the disk does not answer"
+            raise LogsUnusable(words) from None
 
     async def _bind(self) -> list[numa.Binding]:
         config = self._config
@@ -296,8 +295,8 @@ class Ranks:
 
     # ------------------------------------------------------------ ends
 
-    def _queue_exit(self, life: _Life, task: asyncio.Task[RankExited]) -> None:
-        self._exits.put_nowait((life, task))
+    def _queue_exit(self, life: _Life, event: Coroutine[Any, Any, RankExited]) -> None:
+        self._exits.put_nowait((life, asyncio.create_task(event)))  # `_report_exits` awaits it
 
     async def _report_exits(self) -> None:
         """Tell the brain of exits in the order in which they happened, however long each takes to
@@ -308,7 +307,10 @@ class Ranks:
             if life is self._life:
                 self._deliver(event)
 
-    async def _explain(self, life: _Life, local_rank: int, message: Exited) -> RankExited:
+    async def _explain(
+        self, life: _Life, local_rank: int, message: Exited, *, tell: bool
+    ) -> RankExited:
+        """What it died of. `tell`: it ended by itself, which the user is told at once."""
         if message.code == 0:
             return RankExited(local_rank, 0, None)
         signum = -message.code
@@ -334,10 +336,32 @@ class Ranks:
             failure = await in_thread(
                 lambda: read(bare.error_file), limit=DESCRIBE_LIMIT, name="error-file"
             )
+        except NoThread as error:
+            logger.warning("the error file of local rank %d was not read: %s", local_rank, error)
+            failure = read("")
         except TimeoutError:
             logger.warning("the error file of local rank %d could not be read in time", local_rank)
             failure = read("")
+        except Exception:  # a rank that ended has ended, whatever is known of it
+            logger.exception("a defect of elasticrun: no cause for local rank %d", local_rank)
+            failure = bare
+        if tell and not self._is_put_off(local_rank, signum):
+            self._tell_failure(failure)
         return RankExited(local_rank, message.code, failure)
+
+    def _tell_failure(self, failure: Failure) -> None:
+        """In our words, and in torchrun's, which people and tools search for. That a rank has lost
+        a peer is no news: what became of the peer is."""
+        level = logging.INFO if failure.kind in ECHOES else logging.ERROR
+        logger.log(
+            level,
+            "%s; failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
+            in_words(failure),
+            failure.exitcode,
+            failure.local_rank,
+            failure.pid,
+            self._binary(),
+        )
 
     def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
         logs = life.logs.get(local_rank)
@@ -371,7 +395,7 @@ class Ranks:
             )
         else:
             name = signal.Signals(signum).name
-            logger.warning("Sending process %s closing signal %s", pid, name)
+            logger.info("Sending process %s closing signal %s", pid, name)
 
 
 async def _ready(event: RankExited) -> RankExited:

@@ -52,6 +52,12 @@ STARTS_WINDOW: Final = 600.0
 begins anew with a checkpoint's part that one has written, and none that went with its fork server
 is counted."""
 
+RETRY_FIRST: Final = 0.2
+RETRY_MOST: Final = 10.0
+"""Seconds until the next try where one could not be started, or ended before it had spoken: for
+want of processes, threads or memory, which may be there a moment later. Doubled each time; such a
+try is not counted above."""
+
 START_LIMIT: Final = 60.0
 """Seconds until a saver speaks; one that is executed imports torch first."""
 
@@ -92,6 +98,9 @@ class Savers:
         self._answers: dict[Hashable, asyncio.Future[Any]] = {}
         self._closed = False
         self._hopeless = ""  # why none is started any more
+        self._spoke = False  # the one that was started last
+        self._misses = 0  # tries in a row that came to nothing
+        self._again: asyncio.TimerHandle | None = None  # until then none is tried
         self.port = 0
         """Where it serves other nodes; 0: nowhere."""
 
@@ -127,7 +136,8 @@ class Savers:
         except TimeoutError:
             self._coming = None
             self._kill()
-            self._end(f"the saver has not spoken for {START_LIMIT:g} s")
+            if not self._misses:
+                self._end(f"the saver has not spoken for {START_LIMIT:g} s")
             raise SaverGone(self._last_end) from None
 
     # ------------------------------------------------------------ orders
@@ -201,6 +211,8 @@ class Savers:
     def close(self) -> None:
         """The agent ends; its spawners kill and reap what is left."""
         self._closed = True
+        if self._again is not None:
+            self._again.cancel()
         self._fail("this agent ends")
 
     # ------------------------------------------------------------ what it says
@@ -241,9 +253,13 @@ class Savers:
         self._spawners.forget([message.key])
         self._key = None
         if isinstance(message, SpawnFailed):
-            self._end(f"the saver could not be started: {message.reason}")
-        elif not self._closed:
-            self._end(f"the saver ended ({_code_in_words(message.code)})")
+            why = f"the saver could not be started: {message.reason}"
+        else:
+            why = f"the saver ended ({_code_in_words(message.code)})"
+        if isinstance(message, SpawnFailed) or not self._spoke:
+            self._put_off(why)
+        if isinstance(message, SpawnFailed) or not self._closed:
+            self._end(why)
         if self._coming is not None:
             self._start()
         return True
@@ -262,7 +278,7 @@ class Savers:
 
     def _start(self) -> None:
         """Order one, once the last one was reaped."""
-        if self._key is not None or self._coming is None:
+        if self._key is not None or self._coming is None or self._again is not None:
             return
         now = asyncio.get_running_loop().time()
         while self._starts and now - self._starts[0] > STARTS_WINDOW:
@@ -276,7 +292,7 @@ class Savers:
                 self._hopeless = sentence
                 logger.warning("no checkpoint is written from memory: %s", sentence)
             return
-        self._hopeless = ""
+        self._hopeless, self._spoke = "", False
         self._starts.append(now)
         self._key = self._spawners.new_key()
         self._spawners.start(
@@ -291,6 +307,22 @@ class Savers:
             )
         )
 
+    def _put_off(self, why: str) -> None:
+        """Try again a little later: this one says nothing about whether savers are of use."""
+        if self._closed:
+            return
+        if self._starts:
+            self._starts.pop()
+        wait = min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._misses, 16))
+        self._misses += 1
+        if self._misses == 1:
+            logger.warning("%s; it is tried again, %g s later at most", why, RETRY_MOST)
+        self._again = asyncio.get_running_loop().call_later(wait, self._retry)
+
+    def _retry(self) -> None:
+        self._again = None
+        self._start()
+
     def _worked(self, ok: bool) -> None:
         if ok:
             self._starts.clear()
@@ -302,6 +334,7 @@ class Savers:
             peer.break_off("no such saver was started")
         else:
             self._peer, self.port = peer, here.port
+            self._spoke, self._misses = True, 0
             coming, self._coming = self._coming, None
             if coming is not None and not coming.done():
                 coming.set_result(None)

@@ -49,6 +49,10 @@ _OR_NONE: Final = ("from_step", "rewound_from")
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
 
 
+class NotOurs(OSError):
+    """There is something at that path, and it is not a folder of this user; a sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A file of a segment."""
@@ -166,6 +170,10 @@ class SegmentFolder:
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(self.path, name))
 
+    def leave(self) -> None:
+        """Let another agent have it, as it is."""
+        os.close(self._lock)
+
     def remove(self, *, job_over: bool) -> None:
         """Give it back; with the job over, also those of its nodes on this host whose agents were
         killed and never came again."""
@@ -178,15 +186,22 @@ class SegmentFolder:
 
 def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
     """The locked folder of this node; without `make` only one that its last agent has left, None if
-    there is none. OSError."""
+    there is none. A name that somebody else has taken is passed over. OSError."""
     ours = _ours(job_id)
+    taken: list[NotOurs] = []
     for number in range(MOST_ALIKE):
         path = os.path.join(base, f"{ours}{_hash(node)}.{number}")
         if not make and not os.path.isdir(path):
             continue
-        lock = _lock(path)
+        try:
+            lock = _lock(path)
+        except NotOurs as error:
+            taken.append(error)
+            continue
         if lock is not None:
             return SegmentFolder(path, lock, ours)
+    if make and taken:
+        raise taken[0]
     if make:
         raise OSError(f"{MOST_ALIKE} agents of node {node} live on this host")
     return None
@@ -260,7 +275,7 @@ def _lock(path: str) -> int | None:
             os.mkdir(path, 0o700)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise OSError(f"{path} is not a folder of this user")
+            raise NotOurs(f"{path} is not a folder of this user")
         os.chmod(path, 0o700)
         lock = os.path.join(path, LOCK)
         try:

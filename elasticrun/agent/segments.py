@@ -31,7 +31,7 @@ from elasticrun.agent.segment_folder import (
     SegmentFolder,
     take,
 )
-from elasticrun.agent.threads import in_thread
+from elasticrun.agent.threads import NoThread, in_thread, tell_failure
 from elasticrun.operator_log import logger
 from elasticrun.wire import env
 from elasticrun.wire.layout import PAGE
@@ -79,7 +79,7 @@ class Segments:
         self._node = node
         try:
             due, adopted = await in_thread(
-                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments"
+                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments", late=_leave
             )
         except (OSError, TimeoutError) as error:
             self._have_none(error)
@@ -202,8 +202,12 @@ class Segments:
         def work() -> SegmentFolder | None:
             return take(self._base, self._job_id, self._node, make=True)
 
+        def late(folder: SegmentFolder | None) -> None:
+            if folder is not None:
+                folder.remove(job_over=False)
+
         try:
-            folder = await in_thread(work, limit=OPEN_LIMIT, name="segments")
+            folder = await in_thread(work, limit=OPEN_LIMIT, name="segments", late=late)
         except (OSError, TimeoutError) as error:
             self._have_none(error)
             return
@@ -246,7 +250,15 @@ class Segments:
                 fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled, small.append)
             return fd, memory.mapped(fd, sizes.nbytes, path)
 
-        fd, mapped = await in_thread(work, name="segments")
+        def late(taken: tuple[int, mmap.mmap]) -> None:
+            """Who wanted it has gone meanwhile."""
+            if path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            taken[1].close()
+            os.close(taken[0])
+
+        fd, mapped = await in_thread(work, name="segments", late=late)
         for why in small:
             self._once(f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})", "info")
         view = memoryview(mapped)
@@ -306,11 +318,18 @@ class Segments:
     async def _warm(self, held: Held) -> None:
         """Beside the rank, which makes its own mapping warm: who is first at a page zeroes it."""
         fd = os.dup(held.fd)
+
+        def work() -> bool:
+            with os.fdopen(fd, "rb"):  # closed here: nobody else knows when the thread is over
+                return memory.populate(fd, held.sizes.nbytes)
+
         try:
-            if not await in_thread(lambda: memory.populate(fd, held.sizes.nbytes), name="warm"):
-                self._once("the kernel cannot make memory warm: the first snapshots take longer")
-        finally:
+            warm = await in_thread(work, name="warm")
+        except NoThread:
             os.close(fd)
+            warm = False
+        if not warm:
+            self._once("the kernel cannot make memory warm: the first snapshots take longer")
 
     # ------------------------------------------------------------ taking over
 
@@ -382,6 +401,16 @@ class Segments:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        tell_failure(task, logger.error, "keeping segments")
+
+
+def _leave(found: tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]) -> None:
+    """What was found too late stays for a later agent."""
+    if found[1] is not None:
+        folder, held, _ = found[1]
+        for one in held:
+            let_go(one)
+        folder.leave()
 
 
 async def _give_back(held: list[Held]) -> None:

@@ -60,6 +60,11 @@ class SignalInbox:
             deliver(number, number in self._death)
         on_child()
 
+    def detach(self, unheard: Iterable[int] = ()) -> None:
+        """Keep what comes from now on, and these before it, for whoever attaches next."""
+        self._deliver = self._on_child = None
+        self._early[:0] = unheard
+
     def restore(self) -> None:
         """Put back the handlers that were there before."""
         for number, handler in self._saved.items():

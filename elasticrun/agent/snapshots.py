@@ -19,6 +19,7 @@ from typing import Any
 
 from elasticrun.agent.awaiting import Awaiting
 from elasticrun.agent.departing import Departing
+from elasticrun.agent.folder_claim import FolderClaim
 from elasticrun.agent.hashing import Hashing
 from elasticrun.agent.held import Held
 from elasticrun.agent.holdings_report import HoldingsReport
@@ -58,10 +59,12 @@ class Snapshots:
         environ: Mapping[str, str],
         link: Callable[[], Link],
         address: Callable[[], str],
+        resumed: Callable[[int, str], None] = lambda step, source: None,
     ) -> None:
         self._nproc = config.nproc_per_node
         self._several = config.spec.max_nodes > 1
         self._link = link
+        self._resumed = resumed
         self._address = address
         self._segments = Segments(config.spec.job_id, self._nproc, environ)
         self._inventory = Inventory(self._nproc)
@@ -79,7 +82,12 @@ class Snapshots:
         say = self._say
         parts = (self._segments, self._inventory, self.savers)
         self._shards = Shards(*parts, say)
-        self._persisting = Persisting(*parts, say=say, bad=self._shards.bad, freed=self._tidy)
+        self._claim = FolderClaim(
+            config.spec.job_id, lambda: self._start.round.term if self._start else 0
+        )
+        self._persisting = Persisting(
+            *parts, say=say, bad=self._shards.bad, freed=self._tidy, sure=self._sure
+        )
         self._replicas = Replicas(*parts, say=say, changed=lambda: self._report.changed())
         saves = config.spec.saves
         self._wanted = Wanted(self._segments, self._inventory, saves.limit, self._tidy)
@@ -88,6 +96,7 @@ class Snapshots:
         )
         self._start: m.Start | None = None
         self._living = False  # ranks of the present life may still write
+        self._put_back = False  # one of them has put back what their Start named
         self._ranks: dict[int, Peer] = {}
         self._current: dict[int, Held] = {}  # given in this life, by local rank
         self._speakers = Speakers()
@@ -116,6 +125,7 @@ class Snapshots:
         self._shards.end()
         self._replicas.close()
         self._persisting.close()
+        await self._claim.close()
         self._server.close()
         self._hashing.close()
         self._speakers.clear()
@@ -127,7 +137,7 @@ class Snapshots:
 
     def begin(self, start: m.Start) -> None:
         """Ranks of this round are about to be started."""
-        self._start, self._living = start, True
+        self._start, self._living, self._put_back = start, True, False
         for peer in self._server.peers():
             if isinstance(peer.here, s.RankHere):
                 peer.close()
@@ -214,6 +224,12 @@ class Snapshots:
             self._note()
         self._tidy()
 
+    async def _sure(self) -> None:
+        """The folder of the present life is this job's to write into. NotOurs."""
+        life = self._inventory.present
+        if life is not None and life.folder:
+            await self._claim.sure(life.folder)
+
     # ------------------------------------------------------------ what peers say
 
     def heard(self, peer: Peer, message: s.FromPeer) -> None:
@@ -255,6 +271,8 @@ class Snapshots:
             before.break_off("a newer Checkpointer of that rank has taken its place")
         if sentence := self._inventory.told(here):
             self._remarks(sentence)
+        if here.rank == 0:
+            self._claim.want(here.folder)
         self._replicas.wanted = here.replicas > 0
         if here.replicas and start.group_world_size == 1:
             self._remarks("no replicas: this node is the only one", level="info")
@@ -287,7 +305,9 @@ class Snapshots:
             self._remarks(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
             self._inventory.restored(message)
+            self._put_back = self._put_back or message.source == "memory"
             self.departing.began(message.step)
+            self._resumed(message.step, message.source)
             if (source := message.source) != "nothing":
                 self._remarks(f"ranks go on from step {message.step} ({source})", level="info")
 
@@ -377,7 +397,17 @@ class Snapshots:
     def _holdings(self) -> m.Holdings:
         held = self._inventory.holdings(self._segments.held, living=self._living)
         saver = Endpoint(self._address(), self.savers.port) if self.savers.port else None
-        return m.Holdings(saver, held, self._replicas.wanted, self._inventory.last())
+        last, went_on = self._inventory.last(), self._went_on()
+        return m.Holdings(saver, held, self._replicas.wanted, last, went_on)
+
+    def _went_on(self) -> m.WentOn | None:
+        """How far ranks of a life that is over have trained on from memory; None: not at all."""
+        start = self._start
+        if start is None or start.restore is None or self._living or not self._put_back:
+            return None
+        done = (held.segment.current for held in self._current.values() if not held.gone)
+        step = max(done, default=NONE)
+        return m.WentOn(start.round, step) if step > start.restore.step else None
 
     def _serve(self) -> None:
         """Let other nodes have what is held here."""

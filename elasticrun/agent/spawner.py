@@ -15,19 +15,26 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
+from elasticrun.agent import processes
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
+from elasticrun.agent.threads import Tasks
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.wire import frames
 from elasticrun.wire.spawner import (
     CloseStore,
+    Exited,
     FromSpawner,
     Learned,
     Notice,
     Pet,
+    Ping,
+    Pong,
     Quit,
+    Spawned,
     SpawnerReady,
+    SpawnFailed,
     SpawnProbe,
     SpawnRank,
     SpawnSaver,
@@ -44,6 +51,14 @@ must not leave ranks of an old round at work (COORDINATION 1)."""
 
 PETS: Final = 3
 """How often within that time it is told that the loop lives."""
+
+ANSWER_LIMIT: Final = 20.0
+"""Seconds for a spawner to answer after an order, or after the death of a process of its own. It is
+replaced then, with its ranks: raise it where memory is so short that a fork server stands still."""
+
+STALLED: Final = 1.0
+"""A limit that is noticed so many seconds late says that we stood still ourselves (Ctrl-Z, a frozen
+machine), and with us, perhaps, the spawner."""
 
 MAX_EARLY_DEATHS: Final = 3
 """Spawners in a row that died before they were ready; then something is wrong that a fourth will
@@ -67,7 +82,11 @@ class Spawner:
         """Processes it was told to start and has not reported gone."""
         self.ready: SpawnerReady | None = None
         self.quitting = False
+        self._death = ""
         self.ended = asyncio.Event()
+        self._pings = 0
+        self._due = 0.0
+        self._silence: asyncio.TimerHandle | None = None
         self._heard = heard
         self._lost = lost
         self._frames = frames.FrameBuffer(FromSpawner)
@@ -84,6 +103,34 @@ class Spawner:
         self._unsent += frames.encode(message)
         self._flush()
 
+    def expect(self) -> None:
+        """It has something to do, and answers within ANSWER_LIMIT or is given up; one that is not
+        ready yet imports torch, which may take as long as it takes."""
+        if self.ready is None or self.process.process is None or self.quitting:
+            return
+        self._pings += 1
+        self.send(Ping(self._pings))
+        if self._silence is None:
+            self._wait_for_answer()
+
+    def _wait_for_answer(self) -> None:
+        self._hush()
+        self._due = self._loop.time() + ANSWER_LIMIT
+        self._silence = self._loop.call_at(self._due, self._silent)
+
+    def _hush(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def _silent(self) -> None:
+        if self._loop.time() > self._due + STALLED:
+            self._wait_for_answer()
+            return
+        stopped = processes.state(self.process.pid or 0) in ("T", "t")
+        how = "it stands still (SIGSTOP, a debugger)" if stopped else "it hangs"
+        self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
+
     def quit(self) -> None:
         """Tell it to kill and reap all it has, and to end."""
         if not self.quitting:
@@ -95,10 +142,18 @@ class Spawner:
         if self.ended.is_set():
             return
         self.ended.set()
+        self._hush()
         self._loop.remove_reader(self._channel)
         self._loop.remove_writer(self._channel)
         self._channel.close()
         self._lost(self, reason)
+
+    def hear_out(self, reason: str) -> None:
+        """Its process has been reaped: all that it has said lies in the socket by now."""
+        self._death = reason
+        while not self.ended.is_set() and self._read():
+            pass
+        self.end(reason)
 
     def _flush(self) -> None:
         try:
@@ -112,24 +167,32 @@ class Spawner:
             self._unsent.clear()  # what it still said before it died is read first
         self._loop.remove_writer(self._channel)
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take in what has come; whether there was anything."""
         try:
             data = self._channel.recv(READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
-            self.end(error.strerror or str(error))
-            return
+            self.end(self._death or error.strerror or str(error))
+            return False
         if not data:
-            self.end("it was killed, or has crashed")
-            return
+            self.end(self._death or "it was killed, or has crashed")
+            return False
+        if self._silence is not None:
+            self._wait_for_answer()
         try:
             for message in self._frames.feed(data):
+                if isinstance(message, Pong):
+                    if message.number == self._pings:
+                        self._hush()
+                    continue
                 self._heard(self, message)
                 if self.ended.is_set():
-                    return
+                    break
         except frames.FrameError as error:
             self.end(f"it said what cannot be understood: {error}")
+        return True
 
 
 class Spawners:
@@ -160,12 +223,13 @@ class Spawners:
         self._fatal = fatal
         self._keys = count(1)
         self._all: list[Spawner] = []
+        self._pidfds: dict[int, int] = {}
         self._early_deaths = 0
         self._learned: tuple[str, ...] = ()
         self._told: set[str] = set()
         self._closing = False
         self._petting: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(fatal)
         self.lives_by_call = first.process is None
         """The caller of elastic_launch is the spawner: it can be neither replaced nor reaped."""
         self._current = self._adopt(first)
@@ -183,12 +247,14 @@ class Spawners:
         self._switch()
         self._current.keys.add(order.key)
         self._current.send(order)
+        self._current.expect()
 
     def send(self, key: int, message: ToSpawner) -> None:
         """Give an order about a process to the spawner that has it."""
         for spawner in self._all:
             if key in spawner.keys:
                 spawner.send(message)
+                spawner.expect()
                 return
 
     def close_store(self, key: int) -> None:
@@ -213,8 +279,7 @@ class Spawners:
         self._closing = True
         if self._petting is not None:
             self._petting.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.close()
         for spawner in self._all:
             spawner.quit()
         waits = [asyncio.create_task(spawner.ended.wait()) for spawner in self._all]
@@ -245,7 +310,37 @@ class Spawners:
             self._tell(message.reason)
             self._prepare_next(spawner)
         else:
+            if isinstance(message, Spawned):
+                self._watch(spawner, message)
+            elif isinstance(message, Exited | SpawnFailed):
+                self._unwatch(message.key)
             self._deliver(message)
+
+    def _watch(self, spawner: Spawner, born: Spawned) -> None:
+        """Hear of its death from the kernel, too: a spawner that stands still tells of none."""
+        if self.lives_by_call:
+            return
+        try:
+            pidfd = os.pidfd_open(born.pid)
+        except ProcessLookupError:
+            spawner.expect()
+            return
+        except OSError as error:
+            what = "a fork server that stands still is not noticed by the death of a rank"
+            self._tell(f"{what}: no pidfd ({error.strerror})")
+            return
+        self._pidfds[born.key] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._died, spawner, born.key)
+
+    def _died(self, spawner: Spawner, key: int) -> None:
+        self._unwatch(key)
+        spawner.expect()
+
+    def _unwatch(self, key: int) -> None:
+        pidfd = self._pidfds.pop(key, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
 
     def _tell(self, text: str) -> None:
         if text not in self._told:  # every life would say it again
@@ -254,6 +349,8 @@ class Spawners:
 
     def _ready(self, spawner: Spawner, ready: SpawnerReady) -> None:
         spawner.ready = ready
+        if spawner.keys:
+            spawner.expect()
         self._early_deaths = 0
         logger.info(
             "ranks will be started by %s (torch %s, imported in %.2f s)",
@@ -302,14 +399,12 @@ class Spawners:
     # ------------------------------------------------------------ deaths
 
     def _reaped(self, spawner: Spawner, code: int) -> None:
-        # What it said before it died still lies in the socket and is read first.
-        def check() -> None:
-            spawner.end(f"it was killed by signal {-code}" if code < 0 else f"exit code {code}")
-
-        asyncio.get_running_loop().call_later(0.05, check)
+        spawner.hear_out(f"it was killed by signal {-code}" if code < 0 else f"exit code {code}")
 
     def _ended(self, spawner: Spawner, reason: str) -> None:
         self._all.remove(spawner)
+        for key in spawner.keys if self._all else list(self._pidfds):
+            self._unwatch(key)
         if spawner is self._next:
             self._next = None
             if not self._closing:
@@ -319,9 +414,7 @@ class Spawners:
         if self.lives_by_call:
             self._fatal("the calling process has gone")
             return
-        task = asyncio.create_task(self._bury(spawner, reason))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._bury(spawner, reason), "replacing the fork server")
 
     async def _bury(self, spawner: Spawner, reason: str) -> None:
         """Kill and reap all that a dead spawner left (its orphans are our children by now)."""

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Final
 
 from elasticrun.agent.errorfiles import signal_name
+from elasticrun.core.failures import is_alike
 from elasticrun.wire.messages import Failure, FailureKind
 
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
@@ -30,7 +31,9 @@ def child_failed(name: str, failures: Sequence[Failure], root: Failure) -> str:
 def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> str:
     """What `str()` of torch's ChildFailedError gives for the same failures (it begins with a line
     break). `root` is shown apart and may be, but need not be, among `failures`."""
+    alike = [f for f in failures if f != root and is_alike(f, root)]
     shown = [f for f in failures if f == root or f.kind is not FailureKind.STOPPED]
+    shown = [f for f in shown if f not in alike]
     if root not in shown:
         shown.insert(0, root)
     title = f"{name} FAILED"
@@ -39,6 +42,8 @@ def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> st
     border, rule = "=" * min(width, MAX_WIDTH), "-" * min(width, MAX_WIDTH)
     place = shown.index(root)
     others = blocks[:place] + blocks[place + 1 :]
+    if alike:
+        others.append(f"  the same on {ranks(sorted(f.rank for f in alike))}")
     return "\n".join(
         (
             "",
@@ -53,6 +58,12 @@ def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> st
             border,
         )
     )
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1 and 2`, `ranks 1, 2 and 5`."""
+    *most, last = map(str, numbers)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _block(index: int, failure: Failure) -> str:

@@ -7,6 +7,7 @@ return ends a line as well, or a progress bar would show only when it is done.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -14,7 +15,7 @@ import re
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -97,19 +98,31 @@ class Tail:
 
     def finish(self, got: Callable[[int], None]) -> None:
         """Read to where the file ends now, however long somebody goes on writing; then the rest of
-        a line that has no end. `got` is told the bytes of each turn."""
+        a line that has no end. `got` is told the bytes of each turn. What nobody would see or keep
+        is not read but counted."""
         size = os.fstat(self.fd).st_size
-        while os.lseek(self.fd, 0, os.SEEK_CUR) < size and (count := self.turn()):
+        while os.lseek(self.fd, 0, os.SEEK_CUR) < size:
+            if self.console.is_over and self.filter is None:
+                self.skip()
+                break
+            if not (count := self.turn()):
+                break
             got(count)
         if self.held:
             self._pass_on([self.prefix + self.held.rstrip(b"\r") + b"\n"])
             self.held = b""
 
+    def skip(self) -> None:
+        """The rest of the file is not shown."""
+        rest = os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR)
+        self.console.lose(self.path, max(0, rest))
+        os.lseek(self.fd, 0, os.SEEK_END)
+
     def _pass_on(self, lines: list[bytes]) -> None:
         if lines:
             if self.filter is not None:
                 self.filter.pass_on(lines)
-            self.console.put(lines)
+            self.console.put(lines, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,8 @@ class Reader:
     """The thread. Every method may be called from any other thread and returns at once."""
 
     make_inotify: Callable[[], Inotify] = Inotify
+    told: set[str] = field(default_factory=set)
+    """Warnings that were given, by this reader or by another one that shares the set."""
     _inbox: queue.SimpleQueue[_Add | _RankGone | _Stop] = field(default_factory=queue.SimpleQueue)
     _tails: list[Tail] = field(default_factory=list)
     _filters: list[LineFilter] = field(default_factory=list)
@@ -141,12 +156,16 @@ class Reader:
     _poller: select.poll = field(default_factory=select.poll)
     _wake: int = -1
     _thread: threading.Thread | None = None
+    _ending: bool = False
     progress: int = 0
     """Bytes read so far: grows while the reader gets on."""
 
-    def add(self, tails: Iterable[Tail], filters: Iterable[LineFilter] = ()) -> None:
+    def add(self, tails: Collection[Tail], filters: Iterable[LineFilter] = ()) -> None:
         """Follow these files from now on. Files of an earlier attempt are finished first, so that
-        the lines of two lives do not mix."""
+        the lines of two lives do not mix. RuntimeError where no thread can be started."""
+        self._start()
+        for tail in tails:
+            tail.console.start()
         self._send(_Add(tuple(tails), tuple(filters)))
 
     def rank_gone(self, local_rank: int) -> None:
@@ -154,28 +173,52 @@ class Reader:
         if self._thread is not None:
             self._send(_RankGone(local_rank, time.monotonic() + LOG_DRAIN))
 
-    def stop(self, timeout: float) -> bool:
-        """Read everything that is there now and end. False if for `timeout` seconds the reader
-        could not get on (a disk that hangs); the thread is then left to itself."""
+    def end(self) -> None:
+        """Read everything that is there now and end; `ended` waits for that."""
+        if self._thread is not None and not self._ending:
+            self._ending = True
+            self._send(_Stop())
+
+    def ended(self, timeout: float, console: ConsoleWriter) -> bool:
+        """Whether the reader came to its end. False if for `timeout` seconds it could not get on (a
+        disk that hangs), not for its console's sake either; the thread is then left to itself."""
         thread = self._thread
         if thread is None:
             return True
-        self._send(_Stop())
         seen = -1
-        while thread.is_alive() and seen != self.progress:
+        while thread.is_alive() and (seen != self.progress or console.is_awaited):
             seen = self.progress
             thread.join(timeout)
         return not thread.is_alive()
 
+    def _start(self) -> None:
+        """RuntimeError where no thread can be started."""
+        if self._thread is not None:
+            return
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        thread = threading.Thread(target=self._watch, name="elasticrun-tail", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            os.close(self._wake)
+            raise
+        self._thread = thread
+
     def _send(self, message: _Add | _RankGone | _Stop) -> None:
-        if self._thread is None:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._thread = threading.Thread(target=self._run, name="elasticrun-tail", daemon=True)
-            self._thread.start()
         self._inbox.put(message)
         os.eventfd_write(self._wake, 1)
 
     # ---------------------------------------------------------------- in the thread
+
+    def _watch(self) -> None:
+        """The body; a defect of ours ends the copy, not the job, and is told."""
+        try:
+            self._run()
+        except Exception:
+            logger.exception("the ranks' output is not shown any more: a defect of elasticrun")
+            for tail in self._tails:
+                with contextlib.suppress(OSError):
+                    tail.skip()
 
     def _run(self) -> None:
         self._poller.register(self._wake, select.POLLIN)
@@ -248,11 +291,11 @@ class Reader:
 
     def _fall_back(self, error: OSError) -> None:
         """Law 12: say which slower way is taken, and take it."""
-        logger.warning(
-            "no inotify for log files (%s): they are looked at every %g s instead",
-            error.strerror or error,
-            TIMER_SECONDS,
-        )
+        words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
+        words += f"{TIMER_SECONDS:g} s instead"
+        if words not in self.told:
+            self.told.add(words)
+            logger.warning("%s", words)
         if self._inotify is not None:
             self._poller.unregister(self._inotify.fileno())
             self._inotify.close()

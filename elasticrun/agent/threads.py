@@ -1,4 +1,4 @@
-"""Work that may block on a disk or a terminal, kept out of the loop.
+"""Work that may block on a disk or a terminal, kept out of the loop; and tasks with an owner.
 
 The threads are daemons and nobody joins them: a file system that hangs for an hour must neither
 stop the agent's beats nor keep the agent from ending, which the executor of asyncio would do.
@@ -8,26 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from elasticrun.operator_log import logger
 
 T = TypeVar("T")
 
+SLOW_DISK: Final = 5.0
+"""Seconds after which a wait for a disk is told to the operator, where a sentence is given."""
 
-async def in_thread(work: Callable[[], T], *, limit: float | None = None, name: str = "work") -> T:
+DISK_LIMIT: Final = 120.0
+"""Seconds that a disk may take for what a node cannot go on without: a file server that was started
+again answers within that."""
+
+THREAD_LIMIT: Final = 10.0
+"""Seconds for which the start of a thread is tried again: whoever has used up the processes of this
+container (pids.max, RLIMIT_NPROC) may be about to end, as ranks that are stopped are."""
+
+FIRST_TRY: Final = 0.05
+"""Seconds until the second try; twice as long until the third, and so on."""
+
+
+_OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class NoThread(TimeoutError):
+    """No thread could be started. For whoever has set a limit it is the same as no answer."""
+
+
+async def in_thread(
+    work: Callable[[], T],
+    *,
+    limit: float | None = None,
+    name: str = "work",
+    slow: str = "",
+    late: Callable[[T], object] | None = None,
+) -> T:
     """The result of `work()`, called in a thread of its own.
 
     Raises TimeoutError after `limit` seconds (None: waits as long as it takes); the thread is then
-    left to itself and its result is dropped.
-    """
+    left to itself, and what it brings later is given to `late`, in a thread. After SLOW_DISK
+    seconds `slow` is said to the operator."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if done.cancelled() or done.done():
-            return
-        if error is not None:
+            if error is None and late is not None:
+                with contextlib.suppress(RuntimeError):  # no thread for it either: it stays
+                    threading.Thread(target=late, args=(result,), daemon=True).start()
+        elif error is not None:
             done.set_exception(error)
         else:
             done.set_result(result)  # type: ignore[arg-type]
@@ -42,12 +75,35 @@ async def in_thread(work: Callable[[], T], *, limit: float | None = None, name: 
         try:
             loop.call_soon_threadsafe(settle, result, error)
         except RuntimeError:  # the loop ended meanwhile: nobody waits any more
-            pass
+            if error is None and late is not None:
+                late(result)  # type: ignore[arg-type]
 
-    threading.Thread(target=body, name=f"elasticrun-{name}", daemon=True).start()
-    if limit is None:
-        return await done
-    return await asyncio.wait_for(done, limit)
+    began = loop.time()
+    await _started(body, name, THREAD_LIMIT if limit is None else min(limit, THREAD_LIMIT))
+    timer = loop.call_later(SLOW_DISK, logger.warning, "%s", slow) if slow else None
+    try:
+        left = None if limit is None else began + limit - loop.time()
+        return await asyncio.wait_for(done, left)
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+async def _started(body: Callable[[], None], name: str, limit: float) -> None:
+    """Start the thread. NoThread if that fails again and again for `limit` seconds."""
+    loop = asyncio.get_running_loop()
+    end, wait = loop.time() + limit, FIRST_TRY
+    while True:
+        try:
+            threading.Thread(target=body, name=f"elasticrun-{name}", daemon=True).start()
+            return
+        except RuntimeError as error:
+            left = end - loop.time()
+            if left <= 0:
+                words = f"no thread can be started here ({error}): too many processes or threads"
+                raise NoThread(words) from None
+        await asyncio.sleep(min(wait, left))
+        wait *= 2
 
 
 def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
@@ -56,11 +112,60 @@ def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *ar
         loop.call_soon_threadsafe(call, *args)
 
 
-def tell_failure(task: asyncio.Task[None], tell: Callable[[str], object], what: str) -> None:
-    """Have a defect of ours in this task told, so that nobody waits for it for ever."""
+class Tasks:
+    """The owner of tasks that nobody awaits: it hears of their ends.
 
-    def look(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            tell(f"{what} failed: {error!r}")
+    `fatal(sentence)` ends the node: what a task that failed was to do is not done by anybody, and
+    whoever waits for it would wait for ever."""
+
+    def __init__(self, fatal: Callable[[str], object]) -> None:
+        self._fatal = fatal
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, T],
+        what: str,
+        *,
+        tell: Callable[[str], object] | None = None,
+    ) -> asyncio.Task[T]:
+        """Start a task. If it fails the node ends, unless the sentence is for `tell`, where the
+        node can do without."""
+        task = asyncio.get_running_loop().create_task(work, name=what)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        tell_failure(task, tell or self._fatal, what)
+        return task
+
+    def close(self) -> None:
+        """Cancel all that are under way."""
+        for task in list(self._running):
+            task.cancel()
+
+
+def own_defect(context: dict[str, Any]) -> Exception | None:
+    """What an exception handler of asyncio is told of, if a callback failed in our code."""
+    error = context.get("exception")
+    if "handle" not in context or not isinstance(error, Exception):
+        return None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            return error
+        trace = trace.tb_next
+    return None
+
+
+def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: str) -> None:
+    """Have the failure of a task told, so that nobody waits for it for ever."""
+
+    def look(done: asyncio.Task[Any]) -> None:
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        if isinstance(error, NoThread):  # no defect of ours
+            tell(f"{what} failed: {error}")
+            return
+        logger.error("a defect of elasticrun: %s failed", what, exc_info=error)
+        tell(f"{what} failed: {error!r}")
 
     task.add_done_callback(look)

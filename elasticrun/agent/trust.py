@@ -12,6 +12,9 @@ from elasticrun.config import AgentConfig
 if TYPE_CHECKING:
     from elasticrun.wire.tls import Files
 
+FOUND_KINDS: Final = ("etcd", "file", "open")
+"""Rendezvous whose master's host no user has named."""
+
 TOKEN_BYTES: Final = 32
 """Random bytes of a token that we mint: nobody guesses it."""
 
@@ -33,9 +36,9 @@ NO_TRUST: Final = Trust()
 
 def trust_of(config: AgentConfig) -> Trust:
     """The name that the master's certificate must bear is the one that the user gave for it, also
-    where we dial it on loopback; a master that etcd named is dialled, and checked, by that name."""
+    where we dial it on loopback; a master that etcd or a file named is checked by what we dial."""
     where = config.rendezvous
-    return Trust(config.token, config.tls, where.host if where.kind != "etcd" else "")
+    return Trust(config.token, config.tls, where.host if where.kind not in FOUND_KINDS else "")
 
 
 def with_trust(config: AgentConfig) -> AgentConfig:

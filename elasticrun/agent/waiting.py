@@ -1,39 +1,61 @@
-"""Tells users who see warnings only why a node waits, when it waits long, and how its wait ends."""
+"""Tells users why a node waits, when it waits long, and how long it may."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from elasticrun.core.group_states import GroupStatus, State
-from elasticrun.core.wording import some
-from elasticrun.operator_log import logger
-from elasticrun.wire.messages import Start
 
-STILL_WAITING: Final = 10.0
-"""Seconds after which a wait is told; shorter ones are no news."""
+SOON: Final = 3.0
+"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
+
+LATE: Final = 10.0
+"""The same for every other wait."""
+
+AGAIN: Final = 60.0
+"""Seconds after which it is told again, if it lasts."""
+
+FOR_NODES: Final = "waiting for nodes: "
+LAST_CALL: Final = "last call: "
+
+_ENDS: Final = (State.STOPPING, State.ENDING)
+_WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
 class LongWaits:
-    """One warning per reason that has stood for STILL_WAITING seconds."""
+    """One line per reason that has stood for a while, and one a minute from then on. `place` is
+    where the nodes meet, in words; `say` gets each line; `clock` is the brain's."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, place: Callable[[], str], say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        self._place = place
+        self._say = say
+        self._clock = clock
         self._seen: tuple[State, str] | None = None
+        self._status: GroupStatus | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self, status: GroupStatus) -> None:
         """To be called with the brain's picture whenever it may have changed."""
+        self._status = status
         if self._seen == (status.state, status.reason):
             return
         self._seen = (status.state, status.reason)
         self.close()
-        if status.state in (State.PREPARING, State.JOINED) and status.reason:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(STILL_WAITING, self._tell, status.reason)
+        if status.state in _WAITS and status.reason:
+            quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
+            self._after(SOON if quick else LATE)
 
-    def _tell(self, reason: str) -> None:
-        rest = reason.removeprefix("waiting")  # which most reasons begin with
-        logger.warning("still waiting%s%s", ": " if rest == reason else "", rest)
+    def _after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tell)
+
+    def _tell(self) -> None:
+        if self._status is not None:
+            self._say(in_words(self._status, self._place(), self._clock()))
+        self._after(AGAIN)
 
     def close(self) -> None:
         """Say no more."""
@@ -42,15 +64,13 @@ class LongWaits:
             self._timer = None
 
 
-def starting(now: Start, last: Start | None, most: int) -> str:
-    """What is said when ranks start in a round that is not the job's first. `last`: the one that
-    this node was part of before, if any; `most`: restarts that the user has given the job."""
-    size = f"{some(now.world_size, 'rank')} on {some(now.group_world_size, 'node')}"
-    where = f"round {now.round.number} with {size}"
-    if now.restore is not None:
-        where += f", from step {now.restore.step} in memory"
-    if last is None:
-        return f"the ranks start here: {where}"
-    if now.restart_count == last.restart_count:
-        return f"the ranks start again, at no restart's cost: {where}"
-    return f"the ranks start again: {where}, restart {now.restart_count} of {most}"
+def in_words(status: GroupStatus, place: str, now: float) -> str:
+    """What is said of a wait at `now`."""
+    left = 0.0 if status.wait_ends is None else status.wait_ends - now
+    if status.state in _ENDS:
+        limit = f"; killed in {left:.0f} s" if left > 0 else ""
+        return f"{status.reason}: waiting for the ranks to end{limit}"
+    reason = status.reason.removeprefix(FOR_NODES)
+    if reason != status.reason or reason.startswith(LAST_CALL):
+        reason = f"rendezvous {place}: {reason}"
+    return f"{reason}, {left:.0f} s left" if left > 0 else reason

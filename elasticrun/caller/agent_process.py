@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from elasticrun import config_json
+from elasticrun.caller.consoles import Consoles
 from elasticrun.caller.own_module import command
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.effects import Exit
@@ -36,6 +38,8 @@ class AgentProcess:
         Raises OSError if it cannot be started."""
         self._result, theirs = socket.socketpair()
         self._heard = bytearray()
+        self._consoles = Consoles()
+        config = dataclasses.replace(config, console_fds=self._consoles.fds)
         config_fd = os.memfd_create("elasticrun-config", os.MFD_CLOEXEC)
         fds = {"--config-fd": config_fd, "--result-fd": theirs.fileno()}
         if spawner is not None:
@@ -46,7 +50,7 @@ class AgentProcess:
             os.lseek(config_fd, 0, os.SEEK_SET)
             self.process = subprocess.Popen(
                 command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
-                pass_fds=tuple(fds.values()),
+                pass_fds=(*fds.values(), *self._consoles.fds),
                 start_new_session=True,
             )
         except BaseException:
@@ -55,6 +59,7 @@ class AgentProcess:
         finally:
             os.close(config_fd)
             theirs.close()
+            self._consoles.begin()
 
     def fileno(self) -> int:
         """Readable when the agent has said something about its end, or has ended."""
@@ -75,6 +80,7 @@ class AgentProcess:
         while self.hear():
             pass
         code = self.process.wait()
+        self._consoles.wait()
         try:
             return config_json.loads(bytes(self._heard), Exit)
         except ValueError:

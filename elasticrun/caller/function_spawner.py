@@ -34,6 +34,10 @@ from elasticrun.wire import env, frames, spawner
 
 READ_BYTES: Final = 256 * 1024
 
+MAX_UNSENT: Final = 1024 * 1024
+"""Bytes of reports that wait for the agent to read them. A report has some hundred bytes, so an
+agent that leaves so many unread has not listened for thousands of them."""
+
 logger = logging.getLogger("elasticrun")
 
 
@@ -56,6 +60,7 @@ class FunctionSpawner:
         self._sparing = Sparing()
         self._channel, self.agents_end = socket.socketpair()
         self._frames = frames.FrameBuffer(spawner.ToSpawner)
+        self._unsent = bytearray()
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Life] = {}
         self._probes = Probes(self._selector, self._say)
@@ -76,7 +81,7 @@ class FunctionSpawner:
         """Follow the agent's orders until it has ended; then nothing of ours is left."""
         self.agents_end.close()
         self._channel.setblocking(False)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._converse)
         listening = True
 
         def hear_end() -> None:
@@ -131,6 +136,11 @@ class FunctionSpawner:
                     self._selector.unregister(pidfd)
                 self._swept(stuck)
 
+    def _converse(self) -> None:
+        self._flush()
+        if self._talking:
+            self._hear()
+
     def _hear(self) -> None:
         try:
             data = self._channel.recv(READ_BYTES)
@@ -165,12 +175,25 @@ class FunctionSpawner:
     def _say(self, message: spawner.FromSpawner) -> None:
         if not self._talking:
             return
+        self._unsent += frames.encode(message)
+        if len(self._unsent) > MAX_UNSENT:
+            logger.error("the agent does not read what it is told: its ranks are ended")
+            self._hang_up()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the agent takes now; the loop calls again when it takes more."""
         try:
-            self._channel.setblocking(True)
-            self._channel.sendall(frames.encode(message))
-            self._channel.setblocking(False)
+            while self._unsent:
+                del self._unsent[: self._channel.send(self._unsent)]
+        except BlockingIOError:
+            pass
         except OSError:
             self._hang_up()
+            return
+        write = selectors.EVENT_WRITE if self._unsent else 0
+        self._selector.modify(self._channel, selectors.EVENT_READ | write, self._converse)
 
     def _obey(self, message: spawner.ToSpawner) -> None:
         match message:
@@ -225,7 +248,7 @@ class FunctionSpawner:
             parent=0 if self._method == "forkserver" else os.getpid(),
             handlers=dict(self.handlers) if forked else {},
         )
-        reader, writer = self._context.Pipe(duplex=False)
+        reader, writer = self._context.Pipe()
         close = self._close_in_fork if forked else None
         process = self._context.Process(
             target=run_rank,
@@ -244,9 +267,12 @@ class FunctionSpawner:
         writer.close()
         os.set_blocking(reader.fileno(), False)
         rank = int(order.env.get(env.RANK, order.local_rank))
-        life = Life(order.key, order.local_rank, rank, process, reader)
+        of = int(order.env.get(env.LOCAL_WORLD_SIZE, 1))
+        life = Life(order.key, order.local_rank, rank, of, process, reader)
         self._ranks[order.key] = life
         self._pids[order.key] = process.pid
+        if order.local_rank in self._last_lives:  # the first of the next life
+            self._last_lives.clear()
         self._last_lives[order.local_rank] = life
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(life))
         self._selector.register(
@@ -257,6 +283,15 @@ class FunctionSpawner:
     def _read_result(self, life: Life) -> None:
         if not life.read():
             self._selector.unregister(life.results)
+        self._maybe_let_end()
+
+    def _maybe_let_end(self) -> None:
+        """As torch's own children, a rank whose function has returned stays until all local ones
+        have: who ends takes its connections along, and others may still be using them."""
+        lives = self._last_lives.values()
+        if all(len(lives) == life.of and life.has_returned() for life in lives):
+            for life in lives:
+                life.let_end()
 
     def _rank_ended(self, life: Life) -> None:
         self._selector.unregister(life.process.sentinel)
@@ -267,6 +302,8 @@ class FunctionSpawner:
             if not life.read() or len(life.received) == before:
                 self._selector.unregister(life.results)
         life.results.close()
+        life.ended_well = code == 0
+        self._maybe_let_end()
         del self._ranks[life.key]
         pid = self._pids[life.key]
         life.process.close()

@@ -5,6 +5,7 @@ Runs in a child of the caller, made by multiprocessing with the start method tha
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -20,6 +21,9 @@ from elasticrun.forkserver.linux import die_with_parent
 
 LENGTH_BYTES: Final = 8
 """A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
+
+LET_END: Final = b"e"
+"""What a rank is sent, once it has sent its result, when all local ranks have done so."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ def run_rank(
     args: tuple[Any, ...],
     close_inherited: Callable[[], None] | None = None,
 ) -> None:
-    """Become the rank, call the function, send back what it returned.
+    """Become the rank, call the function, send back what it returned, and stay until it may end:
+    its end would break connections that other ranks are still using.
 
     An exception is described in the error file, as `@record` does, and goes on upwards, where
     multiprocessing prints it and ends the process with 1."""
@@ -120,4 +125,6 @@ def _send(results: Connection, payload: bytes) -> None:
     rest = memoryview(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
     while rest:
         rest = rest[os.write(results.fileno(), rest) :]
+    with contextlib.suppress(OSError):  # the caller has died
+        os.read(results.fileno(), len(LET_END))
     results.close()

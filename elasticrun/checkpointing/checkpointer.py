@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import operator
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Literal
@@ -18,7 +20,8 @@ from elasticrun.checkpointing.board import Board, BoardError
 from elasticrun.checkpointing.choosing import Setting
 from elasticrun.checkpointing.departing import ASKED_LIMIT
 from elasticrun.checkpointing.line import LineError, own_place
-from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, check
+from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
+from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, State
 from elasticrun.checkpointing.ways import AgentWay, TorchWay, Way
 from elasticrun.dcp.collecting import no_collection
@@ -71,7 +74,8 @@ class Checkpointer:
 
     ::
 
-        ckpt = Checkpointer("runs/a", model=model, optim=optimizer, progress=progress)
+        seen = {"tokens": 0}
+        ckpt = Checkpointer("runs/a", model=model, optim=optimizer, seen=seen, every_steps=10)
         start = ckpt.restore()
         for step in range(start, total):
             train_step(...)
@@ -80,62 +84,76 @@ class Checkpointer:
     Every rank makes one, with the same arguments, and calls the same methods at the same steps;
     with an agent none of them is a collective. The state is given by name: a Module (plain, DDP,
     fully_shard, tensor parallel; FSDP1 is refused, since its state can only be had by collectives),
-    its Optimizer, anything with `state_dict` and `load_state_dict`, a dict (refilled in place), a
-    tensor, or a plain value (what it was stands in `values` after a restore). Checkpoints are plain
-    ones of torch.distributed.checkpoint, under these names.
+    its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor (overwritten), or a
+    dict (refilled in place), which is where plain values go: `state={"tokens": 0}`. This rank's
+    random states are part of it. Checkpoints are plain ones of torch.distributed.checkpoint, under
+    these names.
 
     A save that fails never ends the training: it is counted in `stats` and the operator is told,
     unless `strict_save` is set. Without an agent nothing is kept in memory, and torch's own save
-    writes what `persist_every` asks for: in the background under torchrun, where its collectives
-    have a process group of their own, and at once in plain python without a group."""
+    writes the checkpoints: in the background under torchrun, where its collectives have a process
+    group of their own, and at once in plain python without a group.
+
+    `folder`: a path or a URL. `every_steps` or `every_seconds`: from one snapshot to the next;
+    with neither, at most one hundredth of the time goes into them. `persist_every_steps` or
+    `persist_every_seconds`: the same for checkpoints; None for both: none but after failures and
+    by `save_now`. `slots`: snapshots that have room in memory (2 to 4), or "auto": 3 where
+    checkpoints or replicas are made, if there is room, so that snapshots are taken meanwhile;
+    else 2. `on_busy`: whether to skip a snapshot while its slot is still needed, or to wait for
+    it, a minute at most. `verify`: compare a checkpoint with its hashes before it is loaded; the
+    ranks share that work. `replicas`: 1 keeps every part of the state in the memory of two nodes,
+    so that one may be lost; what two hold anyway (DDP) is not copied. It takes two slots more on
+    each node, and a snapshot is only followed by others once it was copied (`slots`: 3). `rng`:
+    the random states are part of a snapshot. `weights_only`: nothing but plain values, tensors
+    and what torch.serialization's add_safe_globals has named is made of the bytes of snapshots
+    and checkpoints. `every`, `persist_every`: old names, which took steps as int and seconds as
+    float."""
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         *,
-        every: Every = AUTO,
-        persist_every: float | int | None = PERSIST_EVERY,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        persist_every_steps: int | None = None,
+        persist_every_seconds: float | None = PERSIST_EVERY,
         keep: Keep | None = None,
         slots: Literal["auto"] | int = "auto",
         on_busy: Literal["skip", "wait"] = "skip",
         verify: bool = True,
         strict_save: bool = False,
         replicas: int = 0,
+        rng: bool = True,
+        weights_only: bool = True,
+        every: Any = ...,
+        persist_every: Any = ...,
         **state: Any,
     ) -> None:
-        """`folder`: a path or a URL. `every`: steps (int) or seconds (float) from one snapshot to
-        the next, or "auto": at most one hundredth of the time goes into them. `persist_every`: the
-        same for checkpoints; None: none but after failures and by `save_now`. `slots`: snapshots
-        that have room in memory (2 to 4), or "auto": 3 where checkpoints or replicas are made, if
-        there is room, so that snapshots are taken meanwhile; else 2. `on_busy`: whether to skip a
-        snapshot while its slot is still needed, or to wait for it, a minute at most. `verify`:
-        compare a checkpoint with its hashes before it is loaded; the ranks share that work.
-        `replicas`: 1 keeps every part of the state in the memory of two nodes, so that one may be
-        lost; what two hold anyway (DDP) is not copied. It takes two slots more on each node, and a
-        snapshot is only followed by others once
-        it was copied (`slots`: 3).
-
-        ValueError for what cannot be."""
-        check(every, persist_every)
-        if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
-            raise ValueError(f'slots is {slots!r}; it may be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
-        if replicas not in (0, 1):
-            raise ValueError(f"replicas is {replicas!r}; it may be 0 or 1")
-        if on_busy not in ("skip", "wait"):
-            raise ValueError(f'on_busy is {on_busy!r}; it may be "skip" or "wait"')
+        """ValueError for what cannot be, and for an option that there is not."""
+        _refuse_what_is_no_state(state)
+        pace = chosen("every", every_steps, every_seconds, every)
+        said = persist_every_steps is not None or persist_every is not ...
+        if said and persist_every_seconds == PERSIST_EVERY:  # the default gives way
+            persist_every_seconds = None
+        name = "persist_every"
+        persists = chosen(name, persist_every_steps, persist_every_seconds, persist_every)
+        flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
+        _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
         rank, world_size = _place()
-        wanted, least = _slots(slots, persist_every, replicas)
+        wanted, least = _slots(slots, persists, replicas)
         keep = keep or Keep()
         url = os.fspath(folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         self._setting = Setting(
             *(Folder(url), rank, world_size, wanted, keep.last, keep.every, verify, replicas),
             least_slots=least,
+            weights_only=weights_only,
         )
-        self._state = State(state, rank)
-        self._every, self._persist_every = every, persist_every
+        self._state = State(state, rank, rng, weights_only)
+        self._every: Every = AUTO if pace is None else pace
+        self._persist_every = persists
         self._busy = BUSY_LIMIT if on_busy == "wait" else 0.0
         self._strict = strict_save
         self._way: Way | None = None
@@ -147,18 +165,17 @@ class Checkpointer:
         self._last = -1  # step that training was at
         self.stats = Stats()
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """What plain values were, by name, after a restore."""
-        return self._state.values
-
     def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
-        """State of this rank alone: its random numbers, its data loader. To be said before
+        """State of this rank alone: its data loader, a generator of its own. To be said before
         `restore`. At another number of ranks nobody can say whose it was: then `on_resize` is given
         the states of all old ranks, by rank (None for one that is lost), or without it the value is
         left as it is."""
         if self._way is not None:
             raise RuntimeError("per_rank() comes before restore() and step()")
+        if why := why_no_state(value):
+            raise StateError(f"{name} {why}")
+        if not (on_resize is None or callable(on_resize)):
+            raise StateError(f"on_resize is {on_resize!r}; it may be a function")
         self._state.add_own(name, value, on_resize)
 
     # ------------------------------------------------------------ restore
@@ -176,14 +193,22 @@ class Checkpointer:
         is whole stays as it is then."""
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
+        self._state.vouch()
         way, board = self._open()
         with no_collection():
             step = way.resume(board)
         self._begin(step)
         self.stats.source = way.source
+        self._state.put_back_rng()
         for text in dict.fromkeys(self._state.remarks):
             way.remark(text)
         return step
+
+    def restore_rng(self) -> None:
+        """Put the random states of the restore back once more, if there were any: where the script
+        has drawn numbers since that it does not draw in the middle of a training. A data loader's
+        iterator does, when it is made."""
+        self._state.put_back_rng()
 
     def _open(self) -> tuple[Way, Board]:
         if self._way is None or self._board is None:
@@ -207,8 +232,8 @@ class Checkpointer:
                 why = str(error)
         if self._setting.rank == 0 or ours:  # the other ranks may well have an agent
             warnings.warn(
-                f"elasticrun: {why}, so nothing is kept in memory; torch's own save writes what "
-                "persist_every asks for",
+                f"elasticrun: {why}, so nothing is kept in memory; torch's own save writes "
+                "the checkpoints",
                 stacklevel=4,
             )
         life = f"{os.environ.get(env.RUN_ID, '')}/{os.environ.get(env.RESTART_COUNT, '')}"
@@ -232,7 +257,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------ save
 
-    def step(self, number: int, healthy: bool = True) -> None:
+    def step(self, number: int, *, healthy: bool = True) -> None:
         """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
         that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
         number that no step has."""
@@ -305,9 +330,9 @@ class Checkpointer:
         return True
 
     def _tell_left_out(self, step: int) -> None:
-        """Once for each checkpoint, if there is anything to tell."""
+        """Once in a life of the ranks; `stats.skipped` has the count of them all."""
         count, self._left_out = self._left_out, 0
-        if count and self._way is not None:
+        if count == self.stats.skipped and count and self._way is not None:
             self._way.remark(
                 f"{count} snapshots were skipped before step {step}, since no slot was free "
                 "(Checkpointer's slots= gives them more, on_busy= has them wait)"
@@ -344,6 +369,40 @@ class Checkpointer:
         """Let go of the memory, and end what torch still writes. Snapshots stay."""
         if self._way is not None:
             self._guard(self._way.close)
+
+
+def _refuse_what_is_no_state(named: Mapping[str, Any]) -> None:
+    """Among what was given by name. A typo in an option is none, either. StateError."""
+    for name, value in named.items():
+        why = why_no_state(value)
+        if not why:
+            continue
+        parameters = inspect.signature(Checkpointer).parameters.values()
+        options = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+        options = [one for one in options if one not in ("every", "persist_every")]
+        near = difflib.get_close_matches(name, options, n=1)
+        if near:
+            raise StateError(
+                f"Checkpointer has no option {name} ({value!r:.100}): did you mean {near[0]}?"
+            )
+        raise StateError(f"{name} {why}")
+
+
+def _check(
+    keep: object, slots: object, on_busy: object, replicas: object, flags: Mapping[str, object]
+) -> None:
+    """ValueError for options that cannot be."""
+    if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
+        raise ValueError(f'slots is {slots!r}; it may be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
+    if replicas not in (0, 1):
+        raise ValueError(f"replicas is {replicas!r}; it may be 0 or 1")
+    if on_busy not in ("skip", "wait"):
+        raise ValueError(f'on_busy is {on_busy!r}; it may be "skip" or "wait"')
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it may be True or False")
+    if not isinstance(keep, Keep | None):
+        raise ValueError(f"keep is {keep!r}; it may be a Keep, as in keep=Keep(last=3)")
 
 
 def _slots(

@@ -1,5 +1,9 @@
 """What all ranks go on from, and that before anything is loaded.
 
+That is the newest step, in memory or in storage. What ranks have failed with soon after they went
+on from it is suspect and comes last: it is tried again before training begins anew. A step that a
+person asks for is taken and no other.
+
 Rank 0 compares memory with storage and tells the others. A checkpoint in storage is looked at by
 all ranks, each a part of it; where one finds it spoiled, rank 0 chooses once more, in the same life
 of the ranks: nothing has been loaded, so there is nothing to undo.
@@ -42,13 +46,22 @@ class Setting:
     keep_every: int
     verify: bool
     replicas: int = 0
+    weights_only: bool = True
     least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+
+
+class NotThere(RuntimeError):
+    """The step that a person asks for cannot be had; a sentence."""
+
+
+MOST_NAMED: Final = 10
+"""Checkpoints that a sentence names."""
 
 
 class Choice:
     """One restore. `memory`: the step that can be had from memory, -1: none. Checkpoints of step
-    `rewound_from` and later ones are passed over; -1: none is. `tell`: a sentence to the
-    operator."""
+    `rewound_from` and later ones come last, -1: none does; and so does memory if it is `suspect`.
+    `restore_step`: that a person asks for; -1: nobody does. `tell`: a sentence to the operator."""
 
     def __init__(
         self,
@@ -57,17 +70,23 @@ class Choice:
         tell: Callable[[str], None],
         memory: int = -1,
         rewound_from: int = -1,
+        *,
+        suspect: bool = False,
+        restore_step: int = -1,
     ) -> None:
         self._setting = setting
         self._board = board
         self._tell = tell
         self._memory = memory
-        self._below = rewound_from
+        self._rewound = rewound_from
+        self._suspect = suspect
+        self._restore_step = restore_step
+        self._spoiled = -1  # what was found so last: none from there on
         self._round = 0  # of choosing
 
     def restore(self, state: State) -> tuple[str, int]:
         """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
-        step. SpoiledError, NotAgreed, and whatever `Stored` raises."""
+        step. SpoiledError, NotAgreed, NotThere, and whatever `Stored` raises."""
         for self._round in range(MOST_SPOILED):
             source, step = self._choose()
             if source != "storage":
@@ -78,35 +97,60 @@ class Choice:
                 return source, step
             if self._setting.rank == 0:
                 self._tell(stored.condemn(wrong))
-            self._below = step
+            self._spoiled = step
         raise SpoiledError(
             f"{MOST_SPOILED} checkpoints in {self._setting.folder.url} were found spoiled, one "
             "after the other: see to the storage; the next start looks at those before them"
         )
 
     def _choose(self) -> tuple[str, int]:
-        """The larger step wins, and memory where they are equal."""
+        """The same on all ranks: rank 0 finds it."""
         key = f"from/{self._round}"
         if self._setting.rank != 0:
             source, _, what = self._board.hear(key).partition(" ")
             if source == "away":
-                raise NotAgreed(f"rank 0 cannot look into storage: {what}")
+                raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
             return source, int(what)
         try:
-            stored = self._newest()
+            chosen = self._asked_for() if self._restore_step >= 0 else self._best()
         except Exception as error:  # the others must not wait for what is not to come
             self._board.say(key, f"away {error!s:.500}")
             raise
-        if self._memory >= 0 and self._memory >= stored:
-            chosen = ("memory", self._memory)
-        else:
-            chosen = ("storage", stored) if stored >= 0 else ("nothing", 0)
         self._board.say(key, f"{chosen[0]} {chosen[1]}")
         return chosen
 
-    def _newest(self) -> int:
+    def _asked_for(self) -> tuple[str, int]:
+        step, folder = self._restore_step, self._setting.folder
+        if self._memory == step:
+            return "memory", step
+        whole = sorted(one.step for one in folder.survey() if one.committed)
+        if step in whole:
+            return "storage", step
+        there = ", ".join(map(str, whole[-MOST_NAMED:])) or "none"
+        raise NotThere(
+            f"--restore-step={step}: step {step} is not whole in memory, and {folder.url} has no "
+            f"whole checkpoint of it (it has: {there})"
+        )
+
+    def _best(self) -> tuple[str, int]:
+        """The larger step wins, and memory where they are equal; what is suspect comes last."""
+        memory = -1 if self._suspect else self._memory
+        below = [step for step in (self._rewound, self._spoiled) if step >= 0]
+        stored = self._newest(memory, min(below, default=-1))
+        if max(memory, stored) < 0 and (self._suspect or self._rewound >= 0):
+            memory, stored = self._memory, self._newest(self._memory, self._spoiled)
+            if max(memory, stored) >= 0:
+                again = f"step {max(memory, stored)} is tried again"
+                self._tell(
+                    f"{again}, although ranks have failed soon after it: nothing else is left"
+                )
+        if memory >= 0 and memory >= stored:
+            return "memory", memory
+        return ("storage", stored) if stored >= 0 else ("nothing", 0)
+
+    def _newest(self, memory: int, below: int) -> int:
         """In storage; a step in memory does not wait for a storage that is away."""
-        folder, below, memory = self._setting.folder, self._below, self._memory
+        folder = self._setting.folder
         if memory < 0:
             return folder.newest(below)
         answer: SimpleQueue[int | Exception] = SimpleQueue()
@@ -133,7 +177,8 @@ class Choice:
         setting, key = self._setting, f"whole/{self._round}"
         try:
             stored = Stored(
-                *(setting.folder, step, setting.rank, setting.world_size, setting.verify)
+                *(setting.folder, step, setting.rank, setting.world_size),
+                *(setting.verify, setting.weights_only),
             )
             wrong = stored.fault()
         except Exception as error:  # the others must not wait for this rank

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from elasticrun.checkpointing.parts import Nested, Path, StateError, Watch, fitting, unflatten
 from elasticrun.dcp.items import local
+from elasticrun.dcp.torches import DTensor
 from elasticrun.wire.layout import Item, ItemKind
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -8,8 +8,10 @@ said by it long before, and nobody waits for anybody.
 from __future__ import annotations
 
 import math
+import operator
+import warnings
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, SupportsIndex
 
 AUTO: Final = "auto"
 Every = Literal["auto"] | int | float
@@ -39,27 +41,50 @@ class Due:
     persist: bool
 
 
-def check(every: Every, persist_every: float | int | None) -> None:
-    """ValueError for what is no pace."""
-    for name, value in (("every", every), ("persist_every", persist_every)):
-        if value is None and name == "persist_every":
-            continue
-        if value == AUTO and name == "every":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            words = '"auto", ' if name == "every" else "None, "
-            raise ValueError(
-                f"{name} is {value!r}; it may be {words}a number of steps (int) or of seconds "
-                "(float), above 0"
-            )
+def chosen(
+    name: str, steps: int | None, seconds: float | None, old: object = ...
+) -> int | float | None:
+    """What the options `{name}_steps` and `{name}_seconds` come to: steps (int) or seconds (float),
+    None for neither. `old`: what `{name}` had when one number meant both; it warns. ValueError."""
+    if old is not ... and (steps is not None or seconds is not None):
+        raise ValueError(f"{name} is the old name of {name}_steps and {name}_seconds: leave it out")
+    if old is not ...:
+        steps, seconds = _of_old(name, old)
+    if steps is not None and seconds is not None:
+        raise ValueError(f"give one of {name}_steps and {name}_seconds, not both")
+    if steps is not None:
+        if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or not steps > 0:
+            more = f"; seconds are {name}_seconds" if isinstance(steps, float) else ""
+            raise ValueError(f"{name}_steps is {steps!r}; it is a whole number above 0{more}")
+        return operator.index(steps)
+    if seconds is not None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"{name}_seconds is {seconds!r}; it is a number above 0")
+        return float(seconds)
+    return None
+
+
+def _of_old(name: str, old: Any) -> tuple[int | None, float | None]:
+    """Steps and seconds, as an option meant them that took both."""
+    if isinstance(old, bool) or not (old is None or old == AUTO or isinstance(old, int | float)):
+        raise ValueError(f"{name} is {old!r}; say {name}_steps or {name}_seconds, with a number")
+    unit = "seconds" if isinstance(old, float) or old is None else "steps"
+    say = f"say {name}_{unit}={old!r}" if old != AUTO else "leave it out"
+    warnings.warn(
+        f"elasticrun: {name}={old!r} does not tell whether it means steps or seconds: {say}",
+        FutureWarning,
+        stacklevel=4,
+    )
+    if old is None or old == AUTO:
+        return None, None
+    return (None, old) if isinstance(old, float) else (old, None)
 
 
 class Pace:
     """One rank's view of the schedule. By steps it follows from the step alone."""
 
     def __init__(self, every: Every, persist_every: float | int | None, start: int) -> None:
-        """`start`: the step that training begins from."""
-        check(every, persist_every)
+        """Steps (int) or seconds (float). `start`: the step that training begins from."""
         self._every = every
         self._persist_every = persist_every
         self._start = start

@@ -7,16 +7,16 @@ state, a dict, learning rates) is read anew at every snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, eq
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from elasticrun.dcp.items import flatten, local
+from elasticrun.dcp.torches import DTensor
 from elasticrun.wire.layout import Item, ItemKind
 
 Path = tuple[str | int, ...]
@@ -92,13 +92,30 @@ class Part(Protocol):
         """The targets are filled; put them and the opaque values in their places. StateError."""
 
 
-class PlainPart:
-    """A dict, a tensor, or any other value. A dict is refilled, a tensor overwritten; what another
-    value was is told in `Checkpointer.values`."""
+def why_no_state(value: Any) -> str:
+    """ "" for what can be a part of the state by its name, else what it is (`is ..., which has no
+    state ...`)."""
+    if isinstance(value, torch.Tensor | Mapping):
+        return ""
+    kind = "class" if isinstance(value, type) else "function" if callable(value) else ""
+    if isinstance(value, Stateful) and kind != "class":
+        return ""
+    wanted = "pass an object that has state_dict() and load_state_dict(), a tensor, or a dict"
+    if kind and (kind == "class" or not hasattr(value, "state_dict")):
+        what = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else ""
+        return f"is the {kind} {what or repr(value)}, which has no state: {wanted}"
+    for has, lacks in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if hasattr(value, has):
+            return f"is a {type(value).__name__}, which has {has}() and no {lacks}()"
+    return f"is {value!r:.100}, a plain value: put it into a dict, as in state={{...}}"
 
-    def __init__(self, value: Any, tell: Callable[[Any], None]) -> None:
+
+class PlainPart:
+    """A dict, which is refilled, or a tensor, which is overwritten."""
+
+    def __init__(self, name: str, value: dict[Any, Any] | torch.Tensor) -> None:
+        self._name = name
         self._value = value
-        self._tell = tell
 
     def steady(self) -> None:
         return None
@@ -107,16 +124,21 @@ class PlainPart:
         return self._value
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
+        there = saved.get(())
+        if isinstance(self._value, dict):
+            if there is not None:
+                raise StateError(f"{self._name} is a dict and was none when it was saved")
+        elif there is None or there.shape != self._value.shape or there.kind is ItemKind.BYTES:
+            shape = "" if there is None else f" (shape {there.shape})"
+            now = f"shape {tuple(self._value.shape)}"
+            raise StateError(f"{self._name} was saved as something else{shape}; it has {now} now")
         return fitting(self._value, saved, in_place=True)
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
-        if () in values:
-            if values[()] is not self._value:
-                self._tell(values[()])
-        elif isinstance(self._value, dict):
+        if isinstance(self._value, dict):
             refill(self._value, unflatten(values, self._value))
-        elif values:
-            self._tell(unflatten(values, self._value))
+        elif values[()] is not self._value:  # of another type: converted, as DCP does
+            self._value.copy_(values[()])
 
 
 class StatefulPart:

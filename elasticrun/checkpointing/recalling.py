@@ -17,7 +17,8 @@ from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.memory import Mapped, values_at
 from elasticrun.checkpointing.parts import Path, StateError, unflatten
 from elasticrun.checkpointing.state import Known, State
-from elasticrun.dcp.items import PLAIN, deserialise, own_key, pieces
+from elasticrun.dcp.items import PLAIN, own_key, pieces
+from elasticrun.dcp.loading import NotAllowed, deserialise
 from elasticrun.dcp.restoring import Cover, RestoreError, copy, names_of
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import Item, Layout
@@ -46,9 +47,11 @@ class Shard:
     def tensors(self) -> list[torch.Tensor]:
         return self.mapped.tensors(self.snapshot.slot, self.layout)
 
-    def value(self, place: int) -> Any:
+    def value(self, place: int, weights_only: bool) -> Any:
+        """NotAllowed, or whatever a user's class makes of its bytes."""
         found = values_at(self.mapped, self.snapshot.slot, self.layout, self.snapshot.values_bytes)
-        return deserialise(bytes(found[place]))
+        name = self.layout.values[place].fqn
+        return deserialise(bytes(found[place]), weights_only, name)
 
 
 def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
@@ -148,7 +151,7 @@ class Recall:
             if isinstance(shard, str):
                 why = shard
                 continue
-            names = names_of([shard.layout])
+            names = self._names_in(shard)
             self.bytes_room = self.bytes_room or shard.layout.bytes_room
             try:
                 if found is None or not names.keys() <= saved.keys():
@@ -164,6 +167,12 @@ class Recall:
                 return
             why = f"{found[0].missing[0]} is held by no rank that was asked"
         raise Unusable(self._order[0], why)
+
+    def _names_in(self, shard: Shard) -> dict[str, Item]:
+        """Without what belongs to other ranks: each has its own, and what is needed would have to
+        be looked up anew for every shard."""
+        mine, found = own_key(self._state.rank), names_of([shard.layout])
+        return {fqn: item for fqn, item in found.items() if not item.own or item.path[0] == mine}
 
     def _cover(
         self, saved: dict[str, Item], own: bool
@@ -208,7 +217,9 @@ class Recall:
         values: dict[str, Any] = dict(targets)
         for fqn, (rank, place) in cover.values.items():
             try:
-                values[fqn] = self._shards[rank].value(place)
+                values[fqn] = self._shards[rank].value(place, self._state.weights_only)
+            except NotAllowed:  # the snapshot is as it was written
+                raise
             except Exception as error:  # whatever a user's class makes of its bytes
                 raise Unusable(rank, f"{fqn} cannot be read: {error!r:.200}") from error
         self._state.adopt(saved, values, own)
@@ -232,10 +243,7 @@ class Recall:
         """Another number of ranks: hand the state of all old ones to who can make use of it."""
         for name, own in self._state.own.items():
             if own.on_resize is None:
-                self._state.remarks.append(
-                    f"per-rank state {name} is left as it is: the job had "
-                    f"{self._resume.world_size} ranks before"
-                )
+                self._state.not_had(name, f"the job had {self._resume.world_size} ranks before")
                 continue
             template = own.part.loose()
             own.on_resize(
@@ -255,5 +263,5 @@ class Recall:
                 found[item.path[2:]] = tensor.clone()
         for place, item in enumerate(shard.layout.values):
             if item.path[:2] == prefix:
-                found[item.path[2:]] = shard.value(place)
+                found[item.path[2:]] = shard.value(place, self._state.weights_only)
         return unflatten(found, template) if found else None

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from elasticrun.checkpointing.modules import ModulePart, OptimizerPart
 from elasticrun.checkpointing.parts import (
@@ -26,6 +25,7 @@ from elasticrun.checkpointing.parts import (
     StatefulPart,
     Watch,
 )
+from elasticrun.checkpointing.rng import NAME as RNG, RandomPart
 from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.items import (
     OWN_PREFIX,
@@ -41,6 +41,8 @@ from elasticrun.dcp.items import (
     pieces,
     serialise,
 )
+from elasticrun.dcp.loading import NotAllowed, deserialise
+from elasticrun.dcp.torches import DTensor
 from elasticrun.wire.layout import Item, ItemKind, Layout
 
 _Groups = dict[Path, dict[Path, Item]]
@@ -84,12 +86,19 @@ class Own:
 class State:
     """The parts by their names."""
 
-    def __init__(self, parts: Mapping[str, Any], rank: int) -> None:
-        """StateError for what cannot be part of a state."""
-        self.values: dict[str, Any] = {}  # what plain values were, after a restore
+    def __init__(
+        self, parts: Mapping[str, Any], rank: int, rng: bool = False, weights_only: bool = True
+    ) -> None:
+        """`rng`: with this rank's random states. `weights_only`: nothing is saved that cannot be
+        loaded so. StateError for what cannot be part of a state."""
+        self.weights_only = weights_only
+        self._vouched: set[tuple[str, type]] = set()  # names and types that can be loaded
         self.remarks: list[str] = []
         self.rank = rank
         self.own: dict[str, Own] = {}
+        self._rng = RandomPart(self._remark) if rng else None
+        if self._rng is not None:
+            self.own[RNG] = Own(self._rng, None)
         self.parts = self._sort(parts)
         self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
@@ -126,7 +135,7 @@ class State:
                     raise StateError(
                         f"{name}[{key!r}] is a {type(inner).__name__}: pass it by a name of its own"
                     )
-        return PlainPart(value, lambda was: self.values.__setitem__(name, was))
+        return PlainPart(name, value)
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
@@ -138,17 +147,58 @@ class State:
             except StateError as error:
                 why = str(error)
         if modules:
-            self.remarks.append(
-                f"{why}; its state is kept by their places, for as many ranks alone"
-            )
+            self._remark(f"{why}; its state is kept by their places, for as many ranks alone")
         return StatefulPart(optimizer)
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
         """State of this rank alone. StateError."""
+        if name == RNG:
+            raise StateError(f"{name!r} cannot be a name: the random states have it")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
             raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
         self.own[name] = Own(self._part(name, value, ()), on_resize)
         self._plan = None
+
+    def not_had(self, name: str, why: str) -> None:
+        """Own state of this name is not what it was."""
+        if name == RNG:
+            text = "random states are as the script has them now, not as they were"
+            self._remark(f"{text}: {why}")
+        else:
+            self._remark(f"per-rank state {name} is left as it is: {why}")
+
+    def _remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    def put_back_rng(self) -> None:
+        """The random states of the restore are those that are drawn from now on."""
+        if self._rng is not None:
+            self._rng.put_back()
+
+    def vouch(self) -> None:
+        """Refuse, before training begins, what could be saved and not loaded. StateError."""
+        if not self.weights_only:
+            return
+        try:
+            flat = flatten(self._loose())
+        except Exception:  # of a user's state_dict: that is told when a snapshot is due
+            return
+        self._vouch(flat)
+
+    def _vouch(self, flat: Flat) -> None:
+        """Whether opaque values can be loaded again is tried once for each name and type."""
+        if not self.weights_only:
+            return
+        for fqn, value in flat.values.items():
+            if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
+                continue
+            if not (isinstance(value, torch.Tensor) and is_array(value)) and not _is_plain(value):
+                try:
+                    deserialise(serialise(value), name=fqn)
+                except NotAllowed as error:
+                    raise StateError(str(error)) from error
+            self._vouched.add((fqn, type(value)))
 
     # ------------------------------------------------------------ taking
 
@@ -157,6 +207,7 @@ class State:
         or whatever a Stateful raises."""
         loose = self._loose()
         flat = flatten(loose)
+        self._vouch(flat)
         signature = tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
         known = self._plan is not None and signature == self._signature
         if known and all(watch.holds() for watch in self._watches):
@@ -244,7 +295,9 @@ class State:
                 whole[name] = found[0]
                 self._watches.append(found[1])
         loose = self._loose()
-        self._signature = tuple((fqn, _shape(v)) for fqn, v in flatten(loose).values.items())
+        flat = flatten(loose)
+        self._vouch(flat)
+        self._signature = tuple((fqn, _shape(v)) for fqn, v in flat.values.items())
         self._merge(whole, loose)
         self._plan = None
         return whole
@@ -297,8 +350,10 @@ class State:
             below = self._items_below(saved, prefix)
             names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
             if not below:
-                if self._has_state(part):
-                    self.remarks.append(f"{'.'.join(prefix)} was not saved and is left as it is")
+                if prefix[-1] == RNG:
+                    self.not_had(RNG, f"those of rank {self.rank} were not saved")
+                elif self._has_state(part):
+                    self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue
             for path, tensor in part.targets(below).items():
                 found[names[path]] = tensor
@@ -345,6 +400,9 @@ class State:
         self._plan = None
         self._below = ({}, {})
 
+
+_VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
+"""Types whose values can always be loaded."""
 
 REMEMBERED = 16 * 1024
 """Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""

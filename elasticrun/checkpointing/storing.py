@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from elasticrun.checkpointing.parts import StateError, unflatten
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import OWN_PREFIX, own_key
+from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.wire.layout import Item, ItemKind
@@ -36,12 +37,21 @@ class UnreadableError(RuntimeError):
 class Stored:
     """One checkpoint, as one rank of many sees it. StorageError if it cannot be reached."""
 
-    def __init__(self, folder: Folder, step: int, rank: int, world_size: int, verify: bool) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        step: int,
+        rank: int,
+        world_size: int,
+        verify: bool,
+        weights_only: bool = True,
+    ) -> None:
         self._folder = folder
         self._step = step
         self._rank = rank
         self._world_size = world_size
         self._verify = verify
+        self._weights_only = weights_only
         self._where = f"step {step} in {folder.url}"
         self._reader = _reader(folder, step)
         self._metadata: Metadata | None = None
@@ -57,7 +67,7 @@ class Stored:
             if wrong:
                 return wrong
         try:
-            self._metadata = self._reader.read_metadata()
+            self._metadata = read_metadata(self._reader, self._weights_only)
             self._saved = saved_in(self._metadata)
         except Exception as error:  # torch's reader and pickle raise many kinds
             return self._blamed(error)
@@ -86,6 +96,8 @@ class Stored:
 
     def _blamed(self, error: Exception) -> str:
         """Why it is spoiled, after it could not be read. Whatever does not say that is raised."""
+        if isinstance(error, NotAllowed):
+            raise UnreadableError(f"{self._where} is not loaded: {error}") from error
         if isinstance(error, StorageError):
             raise error
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -133,7 +145,7 @@ class Stored:
 
     def _fill(self, values: dict[str, Any]) -> None:
         try:
-            _load(values, self._reader)
+            _load(values, self._reader, self._weights_only)
         except Exception as error:  # torch's reader and pickle raise many kinds
             raise SpoiledError(self.condemn(self._blamed(error))) from error
 
@@ -141,10 +153,7 @@ class Stored:
         """Another number of ranks: hand the state of all old ones to who can make use of it."""
         for name, own in state.own.items():
             if own.on_resize is None or not ranks:
-                state.remarks.append(
-                    f"per-rank state {name} is left as it is: the checkpoint has that of {ranks} "
-                    "ranks"
-                )
+                state.not_had(name, f"the checkpoint has that of {ranks} ranks")
                 continue
             template, states = own.part.loose(), []
             for rank in range(ranks):
@@ -171,11 +180,11 @@ def _reader(folder: Folder, step: int) -> Any:
     return FsspecReader(folder.path(step))
 
 
-def _load(values: dict[str, Any], reader: Any) -> None:
+def _load(values: dict[str, Any], reader: Any, weights_only: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this rank loads alone is meant so
         try:
-            load(values, storage_reader=reader, no_dist=True)
+            load(values, storage_reader=reader, planner=Loading(weights_only), no_dist=True)
         except CheckpointException as error:  # which is no Exception
             failures: list[Any] = list(error.failures.values())
             raise failures[0][0] from error

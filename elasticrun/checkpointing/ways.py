@@ -95,9 +95,16 @@ class AgentWay:
 
     def resume(self, board: Board) -> int:
         rewound = self._resume.rewound_from
-        if rewound >= 0 and self._setting.rank == 0:
-            self.remark(f"checkpoints of step {rewound} and later ones are passed over as poison")
-        choice = Choice(self._setting, board, self.remark, self._resume.step, rewound)
+        asked = self._resume.restore_step
+        if rewound >= 0 > asked and self._setting.rank == 0:
+            self.remark(
+                f"checkpoints of step {rewound} and later ones come last: training was taken back"
+            )
+        choice = Choice(
+            *(self._setting, board, self.remark, self._resume.step, rewound),
+            suspect=self._resume.suspect,
+            restore_step=asked,
+        )
         source, step = choice.restore(self._state)
         if source == "memory":
             self._recall()

@@ -11,13 +11,16 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.accelerators.builds import torch_build
 from elasticrun.accelerators.cpu import cores as all_cores
 from elasticrun.accelerators.nvidia import Nvidia
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.bare import SHARED_VARIABLE
+from elasticrun.cli.values import NotHere
+from elasticrun.wire.record_folder import network_file_system
 
 if TYPE_CHECKING:
     from elasticrun.detection.found import Facts
@@ -51,12 +54,15 @@ class Machine(NamedTuple):
     `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that no
     installed torch knows; `say` hears one sentence when that takes long. `facts()` is what the
     detection of schedulers needs beside the environment; without it nothing is detected.
+    `shared(folder)` names the network file system of a folder, "" for one of this host's.
     """
 
     cores: Callable[[], int]
     accelerators: Callable[[str], int | None]
     entry_points: Callable[[str], Iterable[str]]  # names in a group
     facts: Callable[[], Facts] | None = None
+    shared: Callable[[str], str] = lambda folder: ""
+    user: str = ""
 
 
 def this_machine(
@@ -69,7 +75,34 @@ def this_machine(
         cores=lambda: cores(say),
         accelerators=lambda word: count_accelerators(word, variables, say),
         entry_points=entry_points,
+        shared=lambda folder: shared_folder(folder, variables),
+        user=user_name(),
     )
+
+
+def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
+    """The name of the network file system that a folder is on, "" for none, or for a folder that
+    cannot be asked. What $ELASTICRUN_SHARED names is shared whatever it is on."""
+    where = os.path.realpath(folder)
+    for named in environ.get(SHARED_VARIABLE, "").split(":"):
+        if named and os.path.commonpath([os.path.realpath(named), where]) == os.path.realpath(
+            named
+        ):
+            return f"what ${SHARED_VARIABLE} names"
+    try:
+        return network_file_system(Path(where))
+    except OSError:
+        return ""
+
+
+def user_name() -> str:
+    """This user's name, or number where it has none here."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def facts(environ: Mapping[str, str]) -> Facts:
@@ -141,7 +174,7 @@ def _ask_torch(word: str, environ: Mapping[str, str], say: Callable[[str], None]
     try:
         answer = json_of(command, environ, TORCH_LIMIT)
     except NoAnswer as why:
-        raise UsageError(
+        raise NotHere(
             f"--nproc-per-node={word}: torch could not be asked for its devices ({why}); give a "
             "number"
         ) from None

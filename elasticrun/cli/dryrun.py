@@ -61,11 +61,16 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
         "nnodes": (spec.max_nodes != 1, spec.max_nodes, "$NODE_NUM"),
         "nproc-per-node": (config.nproc_per_node != 1, config.nproc_per_node, "GPUs seen here"),
         "rdzv-backend": (
-            (row.value, config.rendezvous.kind) == ("static", "elastic"),
+            row.value == "static" and config.rendezvous.kind in ("elastic", "file", "open"),
             "c10d",
-            "--nnodes=MIN:MAX with --rdzv-endpoint",
+            "--nnodes=MIN:MAX" + (" with --rdzv-endpoint" if config.rendezvous.host else ""),
         ),
-        "rdzv-id": (spec.job_id != row.value, spec.job_id, "new for every run"),
+        "rdzv-endpoint": (
+            bool(config.rendezvous.found),
+            f"file://{config.rendezvous.path}",
+            config.rendezvous.found,
+        ),
+        "rdzv-id": (spec.job_id != row.value, spec.job_id, _whose_id(config)),
         "node-rank": (
             str(rank) != row.value,
             "" if rank < 0 else rank,
@@ -74,6 +79,11 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
     }
     counts, value, source = others.get(row.name, (False, "", ""))
     return Setting(row.name, str(value), source) if counts and row.source == "default" else row
+
+
+def _whose_id(config: AgentConfig) -> str:
+    file = config.rendezvous.kind == "file"
+    return "new, where the file names none" if file else "new for every run"
 
 
 def _attempt(place: Whereabouts) -> list[tuple[str, str]]:
@@ -99,7 +109,15 @@ def _master(config: AgentConfig) -> str:
     if config.delegate:
         return f"none: the plug-in {config.delegate} is torchrun's to serve"
     where = str(Endpoint(place.host, place.port))
+    if place.kind == "file":
+        why = place.found or "--rdzv-endpoint"
+        return (
+            f"where the file {place.path} says ({why}); where nobody has written it, started by "
+            f"this agent, on the first free port from {place.port} on"
+        )
     return {
+        "open": f"started by this agent, on the first free port from {place.port} on (nothing says "
+        "where nodes meet, and this folder is of this machine alone)",
         "standalone": "started by this agent, on a free port of this host",
         "elastic": f"{where}, started by the node that has this address",
         "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
@@ -118,6 +136,8 @@ def _restarts(config: AgentConfig) -> str:
 
 def _saves(config: AgentConfig) -> str:
     saves = config.spec.saves
+    if saves.restore_step >= 0:
+        return f"ranks go on from step {saves.restore_step} and no other, from memory or storage"
     if not saves.at_breakpoint:
         return "ranks go on from a snapshot in memory, if they have taken any"
     return (

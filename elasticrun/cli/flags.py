@@ -1,8 +1,9 @@
 """The command line's grammar: what a flag is, and the argparse parser built from the table.
 
 A flag is data (`table.FLAGS`); this module turns the data into an ordinary parser. Both spellings
-of every flag, abbreviations, REMAINDER after the script and defaults from the environment are as
-torchrun has them; torch is not needed to read them.
+of every flag, abbreviations of torchrun's and defaults from the environment are as torchrun has
+them; torch is not needed to read them. What stands behind the script is cut off before any flag is
+looked for: argparse itself matches every word, and refuses a script's own `--log` as ambiguous.
 """
 
 from __future__ import annotations
@@ -131,13 +132,36 @@ class _Convert:
         return value
 
 
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The clause that names what a mistyped word was meant to be, "" where nothing is near."""
+    import difflib
+
+    names = list(names)
+    begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
+    found = begun[:1] or difflib.get_close_matches(word, names, 1, 0.75)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, and that keeps torchrun's abbreviations."""
+    """An ArgumentParser whose errors are one sentence, and in which only torchrun's flags may be
+    abbreviated: what torchrun resolves means the same here whatever flags we add."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.bad_switches: list[str] = []
         self.contract: set[str] = set()
+        self.newer: set[str] = set()
+        self.all_help = "--help"
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            names = [name for name in self._option_string_actions if "_" not in name]
+            hint = nearest(extra[0].partition("=")[0].replace("_", "-"), names)
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        return found
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -148,14 +172,65 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Argparse's form without its page of usage: one line, what to do, exit 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} {self.all_help})\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # An abbreviation that torchrun understands means the same here, although a flag that
-        # torchrun does not have may begin with the same letters.
         found: list[Any] = super()._get_option_tuples(option_string)
-        contract = [match for match in found if match[0].dest in self.contract]
-        return contract or found
+        contract = [match for match in found if match[0].dest in self.contract | {"help"}]
+        return contract or [match for match in found if match[0].dest in self.newer]
+
+
+class LaunchParser(Parser):
+    """The parser of the launcher itself: flags, the script, and what is the script's."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        at = self.script_at(words)
+        found, extra = super().parse_known_args(words[: at + 1], namespace)
+        behind = words[at + 1 :]
+        if behind[:1] == ["--"] and "--" not in words[:at]:
+            del behind[0]  # as torchrun: it ends the launcher's flags, behind the script as well
+        if behind:
+            found.training_script_args = behind
+        return found, extra
+
+    def script_at(self, words: Sequence[str]) -> int:
+        """Where the script stands, or the end where there is none."""
+        at = 0
+        while at < len(words):
+            if words[at] == "--":
+                return at + 1
+            if not self._is_flag(words[at]):
+                return at
+            at += 2 if self._takes_the_next(words[at]) else 1
+        return len(words)
+
+    def _is_flag(self, word: str) -> bool:
+        """As argparse has it: `-`, a negative number and a text with a space are none."""
+        if not word.startswith("-") or word == "-":
+            return False
+        known = self._option_string_actions
+        if word in known or word.partition("=")[0] in known or self._get_option_tuples(word):
+            return True
+        return " " not in word and not self._negative_number_matcher.match(word)
+
+    def _takes_the_next(self, word: str) -> bool:
+        """Whether the value of this flag is the next word. Of one that argparse will refuse, it
+        does not matter."""
+        known = self._option_string_actions
+        if word in known:
+            return known[word].nargs != 0
+        if "=" in word:
+            return False
+        if word.startswith("--"):
+            return any(match[0].nargs != 0 for match in self._get_option_tuples(word))
+        for at, letter in enumerate(word[1:], start=2):  # short ones together: -m, -r3, -mr
+            flag = known.get(f"-{letter}")
+            if flag is None or flag.nargs != 0:
+                return flag is not None and at == len(word)
+        return False
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -196,6 +271,16 @@ class _Version(argparse.Action):
         parser.exit(0)
 
 
+class _Help(argparse.Action):
+    """One screen; --help-all is argparse's page of everything."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from elasticrun.cli.table import HELP
+
+        sys.stdout.write(HELP)
+        parser.exit(0)
+
+
 class _PrintCompletion(argparse.Action):
     def __call__(
         self,
@@ -233,16 +318,25 @@ def truth(text: str) -> bool:
     return bool(int(word))
 
 
-def get_args_parser(environ: Mapping[str, str] | None = None) -> Parser:
+def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     """The parser of the whole command line, with defaults taken from `environ` (os.environ)."""
     from elasticrun.cli.table import EPILOG, FLAGS, GROUPS
 
-    parser = Parser(
+    parser = LaunchParser(
         prog=PROG,
         usage=f"{PROG} [options] script [arguments of the script ...]",
         description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
         epilog=EPILOG,
         formatter_class=_Formatter,
+        add_help=False,
+    )
+    parser.all_help = "--help-all"
+    options = parser.add_argument_group("options")
+    options.add_argument(
+        "-h", "--help", action=_Help, nargs=0, default=argparse.SUPPRESS, help="One screen of help."
+    )
+    options.add_argument(
+        "--help-all", action="help", default=argparse.SUPPRESS, help="Print this page."
     )
     groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
     add_flags(parser, groups, FLAGS, os.environ if environ is None else environ)
@@ -296,6 +390,8 @@ def add_flags(
         groups[flag.group].add_argument(*flag.spellings, **options)
         if flag.origin == TORCHRUN:
             parser.contract.add(flag.dest)
+        elif flag.origin == NEWER:
+            parser.newer.add(flag.dest)
 
 
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:

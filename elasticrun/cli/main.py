@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import config as settings
-from elasticrun.cli.flags import PROG, get_args_parser
+from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.trust import notes, withdraw
-from elasticrun.cli.values import NothingToDo, UsageError
+from elasticrun.cli.values import NoProgram, NothingToDo, UsageError
 
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return VERBS[verb](words[1:]) if verb else _launch(words)
     except UsageError as error:
-        say(f"error: {error}")
+        hint = nearest(words[0], VERBS) if isinstance(error, NoProgram) else ""
+        say(f"error: {error}{hint}")
         return error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130
@@ -65,10 +66,19 @@ def say(sentence: str) -> None:
 
 
 def _launch(words: Sequence[str]) -> int:
+    ns = get_args_parser().parse_args(words)
+    try:
+        return _run(words, ns)
+    except UsageError as error:
+        if ns.exit_codes == "scheduler" and error.exit_code == settings.EXIT_FAILED:
+            error.exit_code = error.for_scheduler
+        raise
+
+
+def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     from elasticrun.cli.devices import facts, this_machine
     from elasticrun.cli.resolve import resolve
 
-    ns = get_args_parser().parse_args(words)
     environ = withdraw()
     if ns.srun:
         from elasticrun.cli.srun import become_srun
@@ -87,9 +97,14 @@ def _launch(words: Sequence[str]) -> int:
         if note:
             say(note)
     if config.delegate:
-        return _leave_to_torchrun(config.delegate, words)
+        return _leave_to_torchrun(config.delegate, words, ns)
     from elasticrun.agent.main import run
 
+    if config.rendezvous.kind in ("file", "open"):
+        from elasticrun.cli.asked import Asked
+        from elasticrun.cli.bare import for_others
+
+        config = dataclasses.replace(config, to_join=for_others(words, Asked(ns, environ)))
     return run(dataclasses.replace(config, notes=()))  # they have been printed
 
 
@@ -120,14 +135,17 @@ def _check(config: settings.AgentConfig) -> str:
         return str(error)
 
 
-def _leave_to_torchrun(plugin: str, words: Sequence[str]) -> int:
-    """Become torchrun, which alone can serve a rendezvous plug-in; returns only if it cannot."""
+def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
+    """Become torchrun, which alone can serve a rendezvous plug-in; returns only if it cannot. The
+    `--` keeps it from taking a script's words for abbreviations of its own flags."""
     from elasticrun.cli.flags import in_torchruns_words
 
     say(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
     os.environ.update(in_torchruns_words(os.environ))
     # -P: the folder we were started in is not on the path of the console script torchrun either
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run"]
+    ours = [word for word in words[: get_args_parser().script_at(words)] if word != "--"]
+    command += [*ours, "--", ns.training_script, *ns.training_script_args]
     try:
         os.execv(command[0], command)
     except OSError as error:

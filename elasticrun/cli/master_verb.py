@@ -25,6 +25,7 @@ JOB_FLAGS: Final = (
     "restart_backoff",
     "restart_grace",
     "grow",
+    "exit_codes",
     "network_check",
     "comm_perf_test",
     "comm_perf_threshold",
@@ -35,6 +36,7 @@ JOB_FLAGS: Final = (
     "quarantine",
     "save_at_breakpoint",
     "save_limit",
+    "restore_step",
 )
 """Flags that make the job's agreement; where none is given, the first agent's counts."""
 

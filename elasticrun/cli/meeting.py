@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from elasticrun.cli import values
+from elasticrun.cli import bare, values
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.values import UsageError
 from elasticrun.config import Rendezvous
@@ -34,6 +34,18 @@ class Meeting(NamedTuple):
     node_rank: int  # -1: none was given
     notes: tuple[str, ...] = ()
     delegate: str = ""  # the plug-in that has to be asked instead of us
+    store: str = ""  # etcd's URL, where the master's record and leadership are
+
+
+class Around(NamedTuple):
+    """What a command that says nothing of where nodes meet is judged by. `bare`: it is a command,
+    and no scheduler is here; else it means what it means to torchrun. `shared(folder)`: the name of
+    the network file system there, "" for none."""
+
+    bare: bool = False
+    shared: Callable[[str], str] = lambda folder: ""
+    folder: str = "."
+    user: str = ""
 
 
 def fresh_id() -> str:
@@ -48,29 +60,30 @@ def find_meeting(
     conf: Mapping[str, str],
     entry_points: Callable[[str], Iterable[str]],
     new_id: Callable[[], str] = fresh_id,
+    around: Around | None = None,
 ) -> Meeting:
     """Everything that is settled by how and where nodes meet."""
     low, high, notes = _how_many(asked)
     word = asked.text("rdzv_backend")
+    around = around or Around()
     if asked.text("master_store"):
-        return _etcd(asked, low, high, notes)
+        return _etcd(asked, asked.text("master_store"), low, high, notes)
     if asked.environ.get("DLROVER_MASTER_ADDR") and _stronger(asked):
         notes.append(f"DLROVER_MASTER_ADDR is not used: {_stronger(asked)} says where nodes meet")
     if asked.switch("standalone"):
         return _standalone(asked, low, high, new_id, notes)
     if _dlrover_master(asked):
         return _external(asked, low, high, notes)
+    if bare.is_file(asked):
+        return _shared(asked, bare.file_place(asked, conf), low, high, new_id, notes)
+    if high > 1 and around.bare and bare.says_nothing(asked):
+        return _bare(asked, around, low, high, new_id, notes)
     if word == "static" and not _comes_and_goes(asked, low, high):
         return _static(asked, low, high, new_id, notes)
     if word == "static" or word in ELASTIC_WORDS:
         return _elastic(asked, conf, low, high, new_id, notes)
     if word in ETCD_WORDS:
-        raise UsageError(
-            f"--rdzv-backend={word}: elasticrun needs no etcd, its master runs on one of the "
-            f"nodes; use --rdzv-backend=c10d --rdzv-endpoint=HOST:{values.C10D_PORT} with the "
-            "name of that node, or --master-store=etcd://HOST:PORT to have the master of no one "
-            "node"
-        )
+        return _etcd_of_torchrun(asked, conf, low, high, notes)
     if word in set(entry_points(PLUGIN_GROUP)):
         place = Rendezvous(kind="external")
         return Meeting(
@@ -113,6 +126,30 @@ def _standalone(
         Rendezvous(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
         _wish(asked), tuple(notes),
     )  # fmt: skip
+
+
+def _bare(
+    asked: Asked, around: Around, low: int, high: int, new_id: Callable[[], str], notes: list[str]
+) -> Meeting:
+    """Several nodes, and nobody says where."""
+    if low == high:
+        raise bare.refuse_fixed(asked, high)
+    place, note = bare.open_place(asked, around.shared, around.folder, around.user)
+    return _shared(asked, place, low, high, new_id, [*notes, *([note] if note else [])])
+
+
+def _shared(
+    asked: Asked,
+    place: Rendezvous,
+    low: int,
+    high: int,
+    new_id: Callable[[], str],
+    notes: list[str],
+) -> Meeting:
+    """The first node makes up the job's name; the others hear it."""
+    own = f"{bare.job_stem(asked)}-{new_id()[:8]}"
+    job_id = asked.text("rdzv_id") if place.named else own
+    return Meeting(place, job_id, low, high, _wish(asked), tuple(notes))
 
 
 def _comes_and_goes(asked: Asked, low: int, high: int) -> bool:
@@ -197,35 +234,58 @@ def _elastic(
     )  # fmt: skip
 
 
-def _etcd(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
-    """The nodes choose the master's host by way of etcd; of an endpoint only the port counts."""
+def _etcd_of_torchrun(
+    asked: Asked, conf: Mapping[str, str], low: int, high: int, notes: list[str]
+) -> Meeting:
+    """torchrun's nodes meet in etcd itself; ours learn there which of them has the master."""
+    word, servers = asked.text("rdzv_backend"), asked.text("rdzv_endpoint").strip()
+    if not servers:
+        raise UsageError(
+            f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; without "
+            f"an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{values.C10D_PORT} with the "
+            "name of one of the nodes"
+        )
+    scheme = "etcds" if conf.get("protocol", "http").lower() == "https" else "etcd"
+    store = f"{scheme}://{servers}"
+    notes.append(
+        f"--rdzv-backend={word} --rdzv-endpoint={servers}: taken as --master-store={store}"
+    )
+    return _etcd(asked, store, low, high, notes, flag="--rdzv-endpoint")
+
+
+def _etcd(
+    asked: Asked, store: str, low: int, high: int, notes: list[str], flag: str = "--master-store"
+) -> Meeting:
+    """The nodes choose the master's host by way of etcd, whose URL `flag` has given. Beside
+    --master-store only the port of an endpoint counts."""
     try:
-        place = parse_place(asked.text("master_store"))
+        place = parse_place(store)
     except PlaceError as wrong:
-        raise UsageError(f"--master-store: {wrong}") from None
-    word = asked.text("rdzv_backend")
-    if asked.switch("standalone"):
-        raise UsageError("--master-store has no use with --standalone: no other node can join")
-    if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
-        raise UsageError(
-            f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
-        )
+        raise UsageError(f"{flag}: {wrong}") from None
+    word, port = asked.text("rdzv_backend"), 0
+    if flag == "--master-store":
+        if asked.switch("standalone"):
+            raise UsageError("--master-store has no use with --standalone: no other node can join")
+        if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+            raise UsageError(
+                f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
+            )
+        if named := asked.text("rdzv_endpoint").strip():
+            host, port = values.endpoint(named, 0, "--rdzv-endpoint")
+            notes.append(
+                f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or "
+                "another) is known from etcd, and only the port counts"
+            )
     job_id = asked.text("rdzv_id")
-    if not asked.explicitly("rdzv_id"):
+    if not asked.explicitly("rdzv_id") or not job_id:
+        given = flag if flag == "--master-store" else f"--rdzv-backend={word}"
         raise UsageError(
-            "--master-store needs --rdzv-id=NAME, the same on all nodes and new for every run: "
+            f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
             "etcd remembers how a job of that name has ended"
-        )
-    port = 0
-    if named := asked.text("rdzv_endpoint").strip():
-        host, port = values.endpoint(named, 0, "--rdzv-endpoint")
-        notes.append(
-            f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or another) "
-            "is known from etcd, and only the port counts"
         )
     return Meeting(
         Rendezvous(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
-        _wish(asked), tuple(notes),
+        _wish(asked), tuple(notes), store=store,
     )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.values import NoProgram
 from elasticrun.wire.spawner import Entry, EntryKind
 
 
 def check_program(entry: Entry) -> str:
-    """Raise `UsageError` where the program cannot be run here; else a hint for the user, or "".
+    """Raise `NoProgram` where the program cannot be run here; else a hint for the user, or "".
 
     A module is not looked for: finding it may mean importing its packages.
     """
@@ -25,18 +25,18 @@ def _check_script(path: str) -> str:
         return ""
     if not os.path.exists(path):
         hint = "; for a module write -m" if _like_a_module(path) else ""
-        raise UsageError(f"there is no script {path} (from {os.getcwd()}){hint}")
+        raise NoProgram(f"there is no script {path} (from {os.getcwd()}){hint}")
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "__main__.py")):
-            raise UsageError(f"{path} is a folder without __main__.py, and no script")
+            raise NoProgram(f"{path} is a folder without __main__.py, and no script")
         return ""
     try:
         with open(path, "rb") as file:
             start = file.read(256)
     except OSError as error:
-        raise UsageError(f"the script {path} cannot be read: {error.strerror}") from None
+        raise NoProgram(f"the script {path} cannot be read: {error.strerror}") from None
     if start.startswith(b"\x7fELF"):
-        raise UsageError(f"{path} is a program and no Python script: add --no-python")
+        raise NoProgram(f"{path} is a program and no Python script: add --no-python")
     if start.startswith(b"#!") and b"python" not in start.splitlines()[0]:
         first = start.splitlines()[0][2:].decode(errors="replace").strip()
         return f"{path} is meant for {first}; if it is not Python, add --no-python"
@@ -53,5 +53,5 @@ def _check_command(command: str) -> None:
     if shutil.which(command) is not None:
         return
     if os.path.isfile(command):
-        raise UsageError(f"{command} may not be executed: chmod +x it, or leave out --no-python")
-    raise UsageError(f"there is no program {command} to run (--no-python)")
+        raise NoProgram(f"{command} may not be executed: chmod +x it, or leave out --no-python")
+    raise NoProgram(f"there is no program {command} to run (--no-python)")

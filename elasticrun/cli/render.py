@@ -153,6 +153,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         ttl=ns.ttl,
         deadline=ns.deadline,
         suspend=ns.suspend,
+        retries=ns.retries,
         backoff_limit=ns.backoff_limit,
         rbac=ns.rbac,
         version=checks.version(ns.k8s_version, "--k8s-version"),
@@ -204,6 +205,7 @@ def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
         signal=signal,
         lead=lead,
         requeues=ns.requeue,
+        retries=ns.retries,
         options=tuple(option.removeprefix("--") for option in ns.sbatch),
         env=_env(ns),
     )

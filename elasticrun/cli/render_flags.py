@@ -8,7 +8,7 @@ from typing import Any, Final
 from elasticrun.cli.flags import PROG, Flag, Parser, add_flags, help_formatter
 from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
-from elasticrun.render.wanted import ASSUMED, BACKOFF_LIMIT, GANGS, MASTER_PORT
+from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
 
 SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id")
 """Flags of the launcher that the verb has as its own."""
@@ -20,6 +20,10 @@ SETTLED: Final = (
 """Flags that have one value in what is printed, or no place in it."""
 
 HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
+
+RETRIES: Final = (
+    "How often the whole job is tried again after an end that another try may better (code 1)."
+)
 
 SIGNAL: Final = "TERM@120"
 """What nodes get before their time is over, where nothing else is said."""
@@ -37,7 +41,7 @@ def parser(target: str) -> Parser:
         prog=f"{PROG} render {target}",
         usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
         description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
-        epilog="Flags of the launcher (see elasticrun --help) are handed on to every node.",
+        epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
         formatter_class=help_formatter(),
         allow_abbrev=False,
     )
@@ -190,8 +194,9 @@ def _lifetime(target: Parser) -> None:
             None)  # fmt: skip
     _number(group, "--deadline", "Seconds after which the job is ended. [default none]")
     _switch(group, "--suspend", "Make no pods until it is resumed.")
-    _number(group, "--backoff-limit", "Failed pods, also deleted ones, after which Kubernetes "
-            "gives up. [default: the master does]", BACKOFF_LIMIT)  # fmt: skip
+    _number(group, "--retries", RETRIES)
+    _number(group, "--backoff-limit", "Failed pods, also deleted ones, that do not yet end the "
+            "job. [default: pods times (retries + 1), less one]", None)  # fmt: skip
     _switch(group, "--rbac", "Pods may read and resize their own Job, by a Role for it alone.")
 
 
@@ -210,6 +215,7 @@ def _slurm(target: Parser) -> None:
     _text(group, "--output", "FILE", "File of what is printed, in Slurm's form.")
     _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end. "
           f"[default, with --time or --requeue: {SIGNAL}]")  # fmt: skip
+    _number(group, "--retries", RETRIES)
     _number(group, "--requeue", "How often the job goes back into the queue: when its time is over "
             "or a node has died.")  # fmt: skip
     _many(group, "--sbatch", "NAME[=VALUE]", "A further option of sbatch, like constraint=h100; "

@@ -45,7 +45,7 @@ def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: s
         nproc_per_node=ranks,
         job_id=values.name(ns.rdzv_id, "--rdzv-id"),
         by_etcd=bool(asked.text("master_store")),
-        flags=(*given, *_heard(asked, signal)),
+        flags=(*given, *_heard(asked, signal), *_codes(asked)),
         leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
     )
     if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
@@ -82,6 +82,11 @@ def _heard(asked: Asked, signal: str) -> list[str]:
             "the scheduler sends it"
         )
     return [f"--signals-to-handle={handled},{name}"]
+
+
+def _codes(asked: Asked) -> list[str]:
+    """The flag by which a job that cannot succeed ends for its scheduler, too."""
+    return [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
 
 
 def _understood(launch: Launch) -> list[str]:

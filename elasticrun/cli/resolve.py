@@ -7,6 +7,8 @@ operator of Kubernetes uses these words for its nodes, `detection` knows.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,11 +16,12 @@ from elasticrun import config
 from elasticrun.cli import health, table, trust, values, whereabouts
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
-from elasticrun.cli.flags import TORCHRUN
-from elasticrun.cli.meeting import Meeting, find_meeting
-from elasticrun.cli.values import NothingToDo, UsageError
+from elasticrun.cli.flags import TORCHRUN, nearest
+from elasticrun.cli.meeting import Around, Meeting, find_meeting
+from elasticrun.cli.values import NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.wording import some
+from elasticrun.wire import env
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
@@ -45,7 +48,16 @@ _WITHOUT_EFFECT: Final = (
     "read_timeout",
     "pend_timeout",
     "timeout",
+    "protocol",
 )
+
+MOST_UNREAD: Final = 5
+"""Variables that are named, of those that nobody reads."""
+
+_OF_OTHERS: Final = re.compile(
+    r"ELASTICRUN_(JOB_UID$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
+)
+"""Of manifests and tests, and what Kubernetes sets in every pod for a Service with our name."""
 
 _ONE_THREAD: Final = (
     "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this machine; set it "
@@ -62,7 +74,8 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     asked = Asked(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(asked)
-    meeting = find_meeting(asked, conf, machine.entry_points)
+    around = _around(machine, place)
+    meeting = find_meeting(asked, conf, machine.entry_points, around=around)
     if meeting.delegate:
         _only_torchrun_flags(asked, meeting.delegate)
     notes += meeting.notes
@@ -75,7 +88,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     preload, learn = values.modules(asked.text("preload"))
     _choices(asked)
     notes += health.notes(asked, spec.checks)
-    notes += _nothing_yet(asked)
+    notes += [*_nothing_yet(asked), *_unread(environ)]
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
         values.name(meeting.job_id, "--rdzv-id")
@@ -108,10 +121,21 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         delegate=meeting.delegate,
         token=token,
         tls=tls,
-        master_store=asked.text("master_store"),
+        master_store=meeting.store,
         precheck=health.precheck(asked),
         accelerator=health.accelerator(asked),
     )
+
+
+def _around(machine: Machine, place: whereabouts.Whereabouts) -> Around:
+    """For a command that says nothing of where nodes meet. Callers from Python mean what torchrun
+    means; they hand in no facts."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        folder = "/"
+    bare = machine.facts is not None and place.found is None
+    return Around(bare, machine.shared, folder, machine.user)
 
 
 def _static_id(kind: str, node_rank: int) -> str:
@@ -162,13 +186,18 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         master_lost_timeout=times["master_lost_timeout"],
         checks=health.checks(asked, conf, meeting.min_nodes),
         saves=_saves(asked),
+        scheduler_codes=asked.text("exit_codes") == "scheduler",
     )
 
 
 def _saves(asked: Asked) -> SaveSpec:
     """What the job does with its snapshots; raises `UsageError`."""
     limit = values.seconds(str(asked.value("save_limit")), "--save-limit")
-    return SaveSpec(at_breakpoint=asked.switch("save_at_breakpoint"), limit=limit)
+    step = asked.value("restore_step")
+    if step is not None and not 0 <= step < 2**53:
+        raise UsageError(f"--restore-step={step} is no step: give a number from 0 on")
+    breakpoint_ = asked.switch("save_at_breakpoint")
+    return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
@@ -200,7 +229,7 @@ def _devices(word: str, machine: Machine) -> int:
         return machine.cores()
     if found == 0:
         name = {"gpu": "GPU", "xpu": "XPU"}.get(word, f"device of the kind {word}")
-        raise UsageError(
+        raise NotHere(
             f"--nproc-per-node={word}: no {name} is available here to the installed torch; give a "
             "number, or use cpu"
         )
@@ -287,7 +316,7 @@ def _choices(asked: Asked) -> None:
 def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     """What --rdzv-conf says that has no effect."""
     notes = []
-    used = ("timeout",) if kind == "static" else ()
+    used = {"static": ("timeout",), "etcd": ("protocol",)}.get(kind, ())
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
     if idle:
         notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
@@ -311,6 +340,21 @@ def _nothing_yet(asked: Asked) -> list[str]:
     if asked.explicitly("membind_policy") and not asked.switch("numa_affinity"):
         notes.append("--membind-policy has no effect without --numa-affinity")
     return notes
+
+
+def _unread(environ: Mapping[str, str]) -> list[str]:
+    """One line that names the variables which look like ours and which nobody reads."""
+    begins = "ELASTICRUN_"
+    known = {value for value in vars(env).values() if isinstance(value, str)}
+    known |= {f"{begins}{flag.dest.upper()}" for flag in table.FLAGS if flag.env == "*"}
+    known |= {flag.variable for flag in table.FLAGS} | {trust.TOKEN_VARIABLE}
+    names = sorted(n for n in environ if n.startswith(begins) and n not in known)
+    names = [name for name in names if not _OF_OTHERS.match(name)]
+    if not names:
+        return []
+    shown = ", ".join(names[:MOST_UNREAD]) + (" ..." if len(names) > MOST_UNREAD else "")
+    are = "is" if len(names) == 1 else "are"
+    return [f"{shown} in the environment {are} read by nobody{nearest(names[0], sorted(known))}"]
 
 
 def _only_torchrun_flags(asked: Asked, plugin: str) -> None:

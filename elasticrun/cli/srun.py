@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.values import UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.detection.found import amount, number
@@ -20,8 +20,8 @@ from elasticrun.detection.slurm import PTY, step_of
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """One agent a node; and whether a job goes on without one is not for srun to say."""
 
-NOT_HANDED_ON: Final = re.compile("--sr(un?)?|--dry[-_](r(un?)?)?")
-"""Flags that srun's tasks are not given, with their abbreviations."""
+NOT_HANDED_ON: Final = ("--srun", "--dry-run", "--dry_run")
+"""Flags that srun's tasks are not given."""
 
 _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 """What `srun --pty` has left in a shell and says nothing about a step that is started from it."""
@@ -36,7 +36,7 @@ def become_srun(
     """Say the command and become it, or print it for a dry run: only then it returns, with the exit
     code. UsageError where it cannot be."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    command = srun_command(words, ns, environ, interactive=interactive)
+    command = srun_command(words, environ, interactive=interactive)
     if ns.dry_run:
         print(shlex.join(command))
         return EXIT_OK
@@ -51,7 +51,6 @@ def become_srun(
 
 def srun_command(
     words: Sequence[str],
-    ns: argparse.Namespace,
     environ: Mapping[str, str],
     *,
     interactive: bool,
@@ -75,11 +74,10 @@ def srun_command(
     options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
         options.append("--overlap")  # the shell we are in holds the job's resources
-    return ["srun", *options, sys.executable, "-P", "-m", "elasticrun", *_without(words, ns)]
+    return ["srun", *options, sys.executable, "-P", "-m", "elasticrun", *_without(words)]
 
 
-def _without(words: Sequence[str], ns: argparse.Namespace) -> list[str]:
+def _without(words: Sequence[str]) -> list[str]:
     """The words without --srun and --dry-run; the script's words stay."""
-    script = len(words) - len(ns.training_script_args) - 1
-    ours = [word for word in words[:script] if not NOT_HANDED_ON.fullmatch(word)]
-    return [*ours, *words[script:]]
+    script = get_args_parser().script_at(words)
+    return [*(word for word in words[:script] if word not in NOT_HANDED_ON), *words[script:]]

@@ -73,18 +73,18 @@ def print_status(
                 questions = [question(runner.run(leading(*store, files)), token, files)]
             else:
                 questions = _here(token, files)
-            pages, silent = _ask(questions, runner)
+            answers, silent = _ask(questions, runner)
     except (NoStatus, NoLeader) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if as_json:
-        shown = [asdict(page) for page in pages]
+        shown = [asdict(page) for _, page in answers]
         print(json.dumps(shown[0] if (endpoint or store) and shown else shown, indent=1))
     else:
-        for page in pages:
-            _show(page)
+        for where, page in answers:
+            _show(page, str(where))
     return 1 if silent else 0
 
 
@@ -132,8 +132,10 @@ def _here(token: str, files: Tls | None) -> list[Question]:
     ]
 
 
-def _ask(questions: list[Question], runner: asyncio.Runner) -> tuple[list[JobStatus], list[str]]:
-    """The pages of those who answer, and a sentence for each who does not."""
+def _ask(
+    questions: list[Question], runner: asyncio.Runner
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
+    """The pages of those who answer, with their addresses; a sentence for each who is silent."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.agent.probe import Answer, probe
     from elasticrun.wire import tls
@@ -157,7 +159,7 @@ def _ask(questions: list[Question], runner: asyncio.Runner) -> tuple[list[JobSta
     async def ask_all() -> list[JobStatus | BaseException]:
         return await asyncio.gather(*map(ask, questions), return_exceptions=True)
 
-    pages: list[JobStatus] = []
+    pages: list[tuple[Endpoint, JobStatus]] = []
     silent: list[str] = []
     for question, answer in zip(questions, runner.run(ask_all()), strict=True):
         where = question.endpoint
@@ -169,23 +171,25 @@ def _ask(questions: list[Question], runner: asyncio.Runner) -> tuple[list[JobSta
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            pages.append(answer)
+            pages.append((where, answer))
     return pages, silent
 
 
 # ---------------------------------------------------------------- the page
 
 
-def _show(page: JobStatus) -> None:
+def _show(page: JobStatus, where: str = "") -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    console.print(Text.assemble(("job ", "dim"), (page.job_id, "bold"), f"  {page.phase}"))
+    # a static job has no id of its own: all of them are called "none", as under torchrun
+    name = f"of {where}" if page.job_id in ("", "none") and where else page.job_id
+    console.print(Text.assemble(("job ", "dim"), (name, "bold"), f"  {page.phase}"))
     for line in _lines(page):
         console.print(Text(line), soft_wrap=True)
-    if page.nodes:
-        print_table(console, _table(page))
+    for line in nodes_table(page, console.width) if page.nodes else ():
+        console.print(Text(line), soft_wrap=True)
     for line in _excluded(page):
         console.print(Text(line), soft_wrap=True)
 
@@ -241,19 +245,21 @@ def _excluded(page: JobStatus) -> list[str]:
     ]
 
 
-def _table(page: JobStatus) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    titles = ["node", "host", "state", "does", "group rank", "ranks", "pids", "reason"]
-    healthy = any(node.health for node in page.nodes)  # else nobody has looked
-    for title in (*titles, "health") if healthy else titles:
-        table.add_column(title, overflow="fold")
-    for node in page.nodes:
-        # Text, not markup: a name may hold square brackets.
-        table.add_row(*map(Text, (*_row(node), node.health) if healthy else _row(node)))
-    return table
+def nodes_table(page: JobStatus, columns: int) -> list[str]:
+    """The nodes, a line each, and below them a line for each that there is more to say of. A name
+    is never broken, for then it can neither be read nor copied; where there is no room, the hosts
+    that nodes are named after and the pids (see --json) are left out."""
+    titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
+    rows = [titles, *map(_row, page.nodes)]
+    most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
+    shown = list(range(len(titles)))
+    named_after = all(node.node == node.host for node in page.nodes)
+    for at, spare in ((6, True), (1, named_after)):
+        if spare and sum(most[one] + 2 for one in shown) - 2 > columns:
+            shown.remove(at)
+    lines = ["  ".join(row[at].ljust(most[at]) for at in shown).rstrip() for row in rows]
+    lines += [f"{node.node}: {node.reason}" for node in page.nodes if node.reason]
+    return lines + [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
 
 
 def _row(node: NodeStatus) -> tuple[str, ...]:
@@ -269,7 +275,6 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
         str(node.group_rank) if placed else "-",
         ranks if placed else "-",
         pids or "-",
-        node.reason,
     )
 
 

@@ -25,6 +25,41 @@ GROUPS: Final = {
     "dlrover": "accepted from dlrover-run",
 }
 
+HELP: Final = """\
+usage: elasticrun [options] script [arguments of the script ...]
+
+Elastic launcher for distributed PyTorch, in the place of torchrun: the same
+flags, the same environment in the ranks. What follows the script is its own.
+
+  elasticrun --nproc-per-node=8 train.py    8 ranks on this machine
+  elasticrun --nnodes=1:10 train.py         1 to 10 machines that come and go
+  elasticrun --srun train.py                all nodes of a Slurm job
+
+the options that most jobs need:
+  --nproc-per-node N|auto|gpu|cpu   ranks on each node [1]
+  --nnodes N|MIN:MAX                nodes, or the fewest and most of them [1]
+  --rdzv-endpoint HOST[:PORT]       where the nodes meet
+  --rdzv-id ID                      name of the job, the same on all nodes
+  --token-file FILE                 secret of the job, the same on all nodes
+  --max-restarts N                  restarts after failures of ranks [0]
+  -m, --module                      the script is a module
+  --no-python                       the script is any program
+  --log-dir DIR, -t, --tee 3        files of the ranks' output; on screen, too
+  --network-check                   probe nodes and links before training
+  --save-at-breakpoint              write the newest snapshot after a failure
+  --dry-run                         print what would run, and why so
+  --version, -h, --help             the version; this page
+  --help-all                        every option, with its default
+
+subcommands, each with its own --help:
+  elasticrun status [ENDPOINT]      the state of your jobs, and why they wait
+  elasticrun doctor                 what is wrong with this machine
+  elasticrun render TARGET          what Kubernetes or Slurm is to be given
+  elasticrun master                 a job master on a host without ranks
+  elasticrun replay TRACE           a master's decisions again, with reasons
+"""
+"""What --help prints: one screen. `--help-all` prints all there is."""
+
 EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
   elasticrun status [ENDPOINT]  print the state of a job: its nodes, and what it waits for
@@ -33,9 +68,9 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
   elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
 
-Every flag may be written with underscores, and abbreviated as long as it is clear. A flag on the
-command line beats the variable in its brackets, and ELASTICRUN_NNODES beats PET_NNODES: all PET_
-variables have such a form."""
+Every flag may be written with underscores; torchrun's may be abbreviated, as far as torchrun knows
+what is meant. What stands behind the script is the script's. A flag beats the variable in its
+brackets, and ELASTICRUN_NNODES beats PET_NNODES: all PET_ variables have such a form."""
 
 
 def comma_separated(text: str) -> list[str]:
@@ -92,7 +127,8 @@ FLAGS: Final[tuple[Flag, ...]] = (
     ),
     Flag(
         "--rdzv-endpoint", "Where the master is; the node that has this address starts it. The "
-        "port is 29400 where none is given.", "rdzv", kind=str, default="", metavar="HOST[:PORT]",
+        "port is 29400 where none is given. file:///PATH: a file in a folder that all nodes share, "
+        "by which they find each other.", "rdzv", kind=str, default="", metavar="HOST[:PORT]",
     ),
     Flag(
         "--rdzv-id", "Name of the job, the same on all its nodes.", "rdzv",
@@ -224,6 +260,11 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "restarts the ranks at once.", "restart", kind=str, default="auto",
         choices=("auto", "now"), origin=OURS,
     ),
+    Flag(
+        "--exit-codes", "torchrun: 1 for every failure of ranks; scheduler: 93 (do not try again) "
+        "where another try cannot help, as the script itself has failed or is missing.", "restart",
+        kind=str, default="torchrun", choices=("torchrun", "scheduler"), origin=OURS,
+    ),
     # ------------------------------------------------------------ output
     Flag(
         "--log-dir", "Folder for log files; /dev/null for none at all.", "output",
@@ -332,6 +373,10 @@ FLAGS: Final[tuple[Flag, ...]] = (
         "--save-limit", "Longest time for writing one checkpoint; then the attempt is given up.",
         "saves", kind=seconds, wants=_SECONDS, default=config.SAVE_LIMIT, metavar="SECONDS",
         origin=OURS,
+    ),
+    Flag(
+        "--restore-step", "Go on from this step and no other, from memory or storage; for one "
+        "start: take it off again.", "saves", kind=int, wants=_WHOLE, metavar="STEP", origin=OURS,
     ),
     # ------------------------------------------------------------ elasticrun itself
     Flag(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli.asked import Asked
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.values import NotHere, UsageError
 from elasticrun.config import Rendezvous, Tls
 from elasticrun.wire.route import names_this_host_only
 
@@ -56,7 +56,7 @@ def token(asked: Asked) -> str:
             text = file.read(MAX_TOKEN + 2).strip()
     except (OSError, UnicodeDecodeError) as wrong:
         why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
-        raise UsageError(f"--token-file={path} cannot be read: {why}") from None
+        raise NotHere(f"--token-file={path} cannot be read: {why}") from None
     if not text:
         raise UsageError(f"--token-file={path} is empty: write the job's secret into it")
     return _checked(text, f"--token-file={path}")
@@ -82,7 +82,7 @@ def tls(asked: Asked) -> Tls | None:
     for name, path in files.items():
         if path and not Path(path).is_file():
             why = "it is no file" if Path(path).exists() else "there is no such file"
-            raise UsageError(f"--tls-{name}={path}: {why}")
+            raise NotHere(f"--tls-{name}={path}: {why}")
     return Tls(**files)
 
 
@@ -97,6 +97,8 @@ def notes(where: Rendezvous, most_nodes: int, secret: str, files: Tls | None) ->
         return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []
     if names_this_host_only(where.host) or (where.kind == "static" and most_nodes == 1):
         return []  # the agent mints a token for the latter
+    if where.kind in ("file", "open") and not secret:
+        return []  # the agent mints one
     told = []
     mutual = files is not None and bool(files.cert and files.ca)
     if not secret and not mutual:

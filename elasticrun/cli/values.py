@@ -26,12 +26,27 @@ class UsageError(Exception):
     """One sentence for the user: what was asked for that cannot be, and what to do instead.
 
     `exit_code` is 1 where torchrun, too, finds out only after parsing (a ValueError there), and 2
-    for what no torchrun has.
+    for what no torchrun has. `for_scheduler` is what takes the place of 1 with
+    --exit-codes=scheduler: the same words are wrong on every try.
     """
+
+    for_scheduler = config.EXIT_USAGE
 
     def __init__(self, sentence: str, exit_code: int = config.EXIT_FAILED) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+class NotHere(UsageError):
+    """What was asked for is not here: another machine, or another try, may have it."""
+
+    for_scheduler = config.EXIT_FAILED
+
+
+class NoProgram(UsageError):
+    """There is no script that could be run."""
+
+    for_scheduler = config.EXIT_FINAL
 
 
 class NothingToDo(Exception):

@@ -161,7 +161,7 @@ class Attaching(Checking):
         self._settlement.budget.adopt(report.restart_count)
         self._settlement.new_round(adopted=True)
         self._bad_snapshot = ""
-        self._saves.rewound_from = report.rewound_from
+        self._saves.rewound_from, self._saves.restore_step = report.rewound_from, -1
         seats = self._round.seats
         self._saves.begin_round(report.round, report.world_size, report.restore, seats)
         self._rdzv.adopt(report.world_size, now)
@@ -215,7 +215,9 @@ class Attaching(Checking):
         else:
             deaths = self._membership.due(now, lambda _: True, self._membership.present())
         for death in deaths:
-            self._note(f"node {death.node} is dead: {death.reason}", "warning")
+            # where a round needed it, every agent says so itself (Start.why, Wait)
+            level = "info" if rdzv.is_concerned(death.node) else "warning"
+            self._note(f"node {death.node} is dead: {death.reason}", level)
             last_heard = self._membership.member(death.node).last_heard
             self._end_stay(death.node, death.since, now)
             rdzv.gone(death.node, f"is dead: {death.reason}", last_word=last_heard)

@@ -10,9 +10,14 @@ replicas it is the newest of which every part is on two nodes (`breakpoint_repli
 ranks have come to hold different steps above it, none of which can become whole, their slots would
 be full for ever: those steps are *given up*, and do not count from then on.
 *The choice* is the newest whole step of the present round, else of the one before, without those
-that are bad: a shard did not have its hash, or (poison) MAX_REJECTED rounds that went on from it
-failed by themselves before they had a whole step of their own. A node that died is no sign of
-poison.
+that are bad: a shard did not have its hash. Those that are suspect come last.
+*Suspect* is a step from which MAX_REJECTED rounds trained on, and failed by themselves within
+FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have put it back
+and done a step, a signal from outside and the loss of a node say nothing about it. Nothing is lost
+for suspicion: where nothing else is whole in memory, nor in storage, it is tried again.
+*A person may ask* for a step (--restore-step). That one is gone on from and no other, from memory
+or storage, until a round that did so has a whole step of its own; and again, as long as no
+checkpoint of what came of it is written, where memory is lost.
 
 *A master that knows of no round* (a new one without a record, and no rank lives that could tell it
 of one) believes what agents have noted: the newest round that any of them names counts as the one
@@ -21,16 +26,16 @@ with a clock that was set back, newer snapshots would seem to be older. Decision
 
 Ranks that have state of their own (`per_rank`) are given it back where that costs a step or two: of
 the whole steps, the newest at which every such rank is held comes before a newer one that lacks it.
-*Training is taken back* when a snapshot is given up as poison: a checkpoint of that step or a later
-one is no better, so it is not gone on from (`rewound_from`), until a newer one was committed, which
-says by itself that those were left.
+*Training is taken back* when a snapshot is suspect: a checkpoint of that step or a later one is no
+better, so it comes last too (`rewound_from`), until a newer one was committed, which says by itself
+that those were left.
 
 What comes of it is left in `orders` and `news`, for the caller to take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from elasticrun.config import REPLICA_LIMIT
@@ -45,23 +50,31 @@ MAX_WAITING = 65536
 """Questions for a shard whose holder is on its way back."""
 
 MAX_REJECTED = 2
-"""Rounds that failed by themselves before they got further than the snapshot they went on from."""
+"""Rounds that failed by themselves soon after what they went on from, until that is suspect."""
+
+FEW_STEPS = 10
+"""Steps after a restore; a failure that comes later has other reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the next round goes on from; `why` says what could not be had of a newer one."""
+    """What the next round goes on from; `why` says what could not be had of a newer one. `suspect`
+    and `restore_step` are as in Start."""
 
     restore: m.Restore | None
     why: str = ""
+    suspect: bool = False
+    restore_step: int = -1
 
 
 class BreakpointChoice:
     """See the module's head."""
 
-    def __init__(self, term: int) -> None:
-        """`term`: of this master."""
+    def __init__(self, term: int, restore_step: int = -1) -> None:
+        """`term`: of this master; `restore_step`: that a person asks for."""
         self._term = term
+        self.restore_step = restore_step  # as in Start; -1 too once a checkpoint followed
+        self._has_obeyed = False  # a round that went on from it has a whole step of its own
         self._began = False  # a round of this master, or one that it was told of as such
         self._last: m.LastRound | None = None  # of another master, as agents have noted it
         self._is_clock_told = False
@@ -71,12 +84,13 @@ class BreakpointChoice:
         self._away: dict[str, None] = {}  # nodes that may come back with what they hold
         self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
-        self._dropped: dict[Key, None] = {}  # not to be restored again
-        self._rejected: dict[Key, int] = {}
+        self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
+        self._rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
         self._restored: m.Restore | None = None  # by the present round
+        self._reached = -1  # newest step of those that ranks did after they had put that back
         self._replicas = Replicas(REPLICA_LIMIT, self._tell, self._say)
         self.watermark = -1  # of the present round; -1: none yet
-        self.rewound_from = -1  # as in Start
+        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as in Start
         self.orders: list[tuple[tuple[str, ...], m.Order]] = []
         self.news: list[tuple[str, str]] = []  # a sentence, and its level
 
@@ -100,9 +114,10 @@ class BreakpointChoice:
         known = self._last
         if known is None or _order(known.round) < _order(last.round):
             self._last = last
-            self.rewound_from = last.rewound_from
+            if self.restore_step < 0:
+                self.rewound_from = last.rewound_from
             self._know(last.round, last.world_size, last.restore)
-        elif known.round == last.round and last.rewound_from < 0:
+        elif known.round == last.round and last.rewound_from < 0 and self.restore_step < 0:
             self.rewound_from = -1  # a checkpoint that was committed since says so
 
     def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
@@ -114,7 +129,7 @@ class BreakpointChoice:
             origin.end_at(restore.step)
             self._ledgers.append(origin)
         self._restored = restore
-        self.watermark = -1
+        self._reached = self.watermark = -1
         known = {one.name for one in self._ledgers}
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
@@ -138,6 +153,9 @@ class BreakpointChoice:
         self._raw[node] = report
         self._away.pop(node, None)
         self._look_back(report.last)
+        went_on = report.went_on
+        if went_on is not None and self._ledgers and went_on.round == self._ledgers[0].name:
+            self._reached = max(self._reached, went_on.step)
         self._count(node)
 
     def _lose_sight(self, node: str, *, for_good: bool) -> None:
@@ -175,6 +193,7 @@ class BreakpointChoice:
             newest = next((step for step in whole if self._replicas.counts(ledger, step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
+                self._has_obeyed = True
                 self.orders.append((tuple(self._raw), self._mark()))
             elif whole and whole[0] > self.watermark:
                 continue  # to be given up with what is above it, were it not for a moment
@@ -194,11 +213,37 @@ class BreakpointChoice:
 
     def choose(self) -> Choice:
         """What the next round goes on from."""
+        choice, asked = self._newest(), self.restore_step
+        if asked >= 0 and (choice.restore is None or not self._has_obeyed):
+            return Choice(self._whole(asked, self._dropped), restore_step=asked)
+        if choice.restore is not None:
+            return choice
+        suspects = sorted((key[1] for key in self._rejected if self._is_suspect(key)), reverse=True)
+        last = (self._whole(step, self._dropped) for step in suspects)
+        found = next((one for one in last if one is not None), None)
+        return Choice(found, choice.why, suspect=found is not None)
+
+    def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
+        """This step, of the newest round of which it is whole in memory."""
+        for ledger in self._ledgers:
+            if ledger.is_whole(step) and (ledger.name, step) not in without:
+                return m.Restore(ledger.name, step, ledger.world_size)
+        return None
+
+    def _is_suspect(self, key: Key) -> bool:
+        return self._rejected.get(key, 0) >= MAX_REJECTED
+
+    def _newest(self) -> Choice:
+        """The newest whole step that nothing speaks against."""
         why = ""
         for ledger in self._ledgers:
             known = self.watermark if ledger.upto is None else ledger.upto
             steps = [step for step in sorted({*ledger.steps(), known}, reverse=True) if step >= 0]
-            usable = [step for step in steps if (ledger.name, step) not in self._dropped]
+            usable = [
+                step
+                for step in steps
+                if (key := (ledger.name, step)) not in self._dropped and not self._is_suspect(key)
+            ]
             whole = [step for step in usable if ledger.is_whole(step)]
             if self.looks_back and known < 0 and usable and not whole:
                 known = usable[0]
@@ -240,18 +285,22 @@ class BreakpointChoice:
         return best, f"step {whole[0]} is left for step {best}: it lacks what {lacking} had alone"
 
     def failed_by_itself(self) -> None:
-        """The present round is over because a rank of it failed, and no node was lost: if it had
-        not got further than what it went on from, that may be the reason."""
-        if self._restored is None or self.watermark >= 0:
+        """The present round is over because a rank of it failed, of no signal from outside, and no
+        node was lost: if ranks had trained on from what they put back, and came but a few steps
+        further, that may be the reason."""
+        on = self._restored
+        if on is None or self.watermark >= 0:
             return
-        key = (self._restored.round, self._restored.step)
+        if not on.step < self._reached <= on.step + FEW_STEPS:
+            return
+        key = (on.round, on.step)
         self._rejected[key] = self._rejected.get(key, 0) + 1
-        if self._rejected[key] >= MAX_REJECTED and key not in self._dropped:
-            self._dropped[key] = None
+        if self._rejected[key] == MAX_REJECTED:
             low = self.rewound_from
-            self.rewound_from = key[1] if low < 0 else min(low, key[1])
-            times = f"{MAX_REJECTED} rounds that went on from it failed before their next snapshot"
-            self._say(f"the snapshot of step {key[1]} is not restored again: {times}", "warning")
+            self.rewound_from = on.step if low < 0 else min(low, on.step)
+            times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
+            then = f"it is tried again if nothing else is left, or with --restore-step={on.step}"
+            self._say(f"step {on.step} is suspect: {times}; {then}", "warning")
 
     def bad(self, node: str, report: m.ShardBad) -> bool:
         """A shard does not count any more: the node's own, or the one that was named to it. Whether
@@ -306,14 +355,12 @@ class BreakpointChoice:
     # ------------------------------------------------------------ the record
 
     def rejected(self) -> tuple[Rejected, ...]:
-        """Snapshots whose rounds failed by themselves, and how many did."""
+        """Snapshots soon after which rounds failed by themselves, and how many did."""
         return tuple(Rejected(*key, times) for key, times in self._rejected.items())
 
     def _restore_rejected(self, rejected: Iterable[Rejected]) -> None:
         for one in rejected:
             self._rejected[one.round, one.step] = one.times
-            if one.times >= MAX_REJECTED:
-                self._dropped[one.round, one.step] = None
 
     def _tell(self, node: str, order: m.Order) -> None:
         self.orders.append(((node,), order))

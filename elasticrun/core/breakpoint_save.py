@@ -43,7 +43,7 @@ class BreakpointSave(BreakpointChoice):
 
     def __init__(self, saves: m.SaveSpec, mint: Callable[[], str], term: int = 1) -> None:
         """`mint` gives a name for every attempt; `term`: of this master."""
-        super().__init__(term)
+        super().__init__(term, saves.restore_step)
         self._spec = saves
         self._mint = mint
         self._attempt: Attempt | None = None  # at what is planned
@@ -53,6 +53,7 @@ class BreakpointSave(BreakpointChoice):
         self._since: dict[Key, float] = {}  # wanted and whole, but not everywhere yet: since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
         self._no_saver = False
+        self._owed: tuple[Key, str] | None = None  # planned last, not written, and why
         self.asked: Key | None = None  # this step, and later ones, are saved since a node leaves
         self.written: m.Restore | None = None  # the newest checkpoint that was committed
 
@@ -72,7 +73,12 @@ class BreakpointSave(BreakpointChoice):
             kept = restore and order_of(plan.key) <= order_of((restore.round, restore.step))
             if not kept:
                 self.abandon("the job goes on from another step")
+        owed = self._owed
+        if owed and (not restore or order_of(owed[0]) > order_of((restore.round, restore.step))):
+            self._owed = None  # training has gone back behind it
         self._began = True
+        if restore is not None and restore.step != self.restore_step:
+            self._has_obeyed = True  # under the master before this one
         self._know(name, world_size, restore)
         self._replicas.begin_round(seats)
         self._since.clear()
@@ -190,8 +196,15 @@ class BreakpointSave(BreakpointChoice):
         self.proceed(now)
 
     def hurry(self, now: float) -> None:
-        """The job is to end: what waits after a failed attempt is tried once more without."""
+        """The job is to end: what waits after a failed attempt is tried once more without, and so
+        is what was given up, if it is still whole."""
         self._storage.not_before = now
+        if self._plan is None and self._owed is not None:
+            key, _ = self._owed
+            ledger = self._ledger(key[0])
+            if ledger is not None and ledger.is_whole(key[1]):
+                self._storage.failures = 0
+                self._intend(Plan(key, "periodic"))
         if self._plan is not None:
             self._plan.not_before = now
             self._try(now)
@@ -200,7 +213,24 @@ class BreakpointSave(BreakpointChoice):
         """Nothing is written any more."""
         if self._attempt is not None:
             self._over(self._attempt, ok=False, reason=reason)
+        if self._plan is not None:
+            self._owe(self._plan.key, "no saver is ready" if self._no_saver else reason)
         self._plan = None
+
+    def _owe(self, key: Key, why: str) -> None:
+        """This one was to be written, and is not; the first reason stays."""
+        owed = self._owed
+        if owed is None or order_of(owed[0]) < order_of(key):
+            self._owed = (key, why)
+
+    @property
+    def owed(self) -> str:
+        """Which checkpoint is not in storage that was the last to be written, and why, in a clause;
+        empty if none is lacking."""
+        if self._owed is None:
+            return ""
+        (_, step), why = self._owed
+        return f"step {step} is not in storage, where it was to be: {why}"
 
     @property
     def busy(self) -> str:
@@ -230,11 +260,16 @@ class BreakpointSave(BreakpointChoice):
     # ------------------------------------------------------------ the record, the page
 
     def restore(
-        self, written: m.Restore | None, rejected: Iterable[Rejected], rewound_from: int = -1
+        self,
+        written: m.Restore | None,
+        rejected: Iterable[Rejected],
+        rewound_from: int = -1,
+        restore_step: int = -1,
     ) -> None:
         """What the master before this one knew."""
         self.written = written
         self.rewound_from = rewound_from
+        self.restore_step = restore_step
         self._begun = (written.round, written.step) if written is not None else None
         self._restore_rejected(rejected)
 
@@ -317,6 +352,7 @@ class BreakpointSave(BreakpointChoice):
         if ledger is None or not ledger.is_whole(step):
             why = ledger.why_not_whole(step) if ledger is not None else "no node holds it any more"
             self._say(f"step {step} cannot be saved: {why}", "warning")
+            self._owe(plan.key, why)
             self._drop_plan(why)
             return
         parts = divide(ledger, step)
@@ -342,9 +378,13 @@ class BreakpointSave(BreakpointChoice):
     def _committed(self, attempt: Attempt, now: float) -> None:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
-        if attempt.rewound_from == self.rewound_from:
-            self.rewound_from = -1  # storage tells by itself from now on
+        if attempt.rewound_from == self.rewound_from and (
+            self.restore_step < 0 or self._has_obeyed
+        ):
+            self.rewound_from = self.restore_step = -1  # storage tells by itself from now on
         self._storage.works()
+        if self._owed is not None and order_of(self._owed[0]) <= order_of(attempt.plan.key):
+            self._owed = None
         parts = some(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
@@ -362,6 +402,7 @@ class BreakpointSave(BreakpointChoice):
         plan = attempt.plan
         what = f"the checkpoint of step {plan.key[1]} was not written: {reason}"
         self._over(attempt, ok=False, reason=reason)
+        self._owe(plan.key, reason)
         if blameless:
             self._say(what, "warning")
             return

@@ -82,7 +82,7 @@ class DepartingRules(ParkingRules, HoldingRules):
     def _leave(self, event: fx.Signalled, now: float) -> None:
         reason = f"received {event.name}"
         why = f"step {self._written} is saved" if self._has_saved() else reason
-        self._note(f"{why}: the ranks are told, and this node leaves", "warning")
+        self._note(f"{why}: the ranks are told, and this node leaves")
         self._say(m.Leaving(reason, event.signum))
         code = code_for(self._failures(), Ending.SAVED if self._has_saved() else Ending.LEFT)
         self._conclude(fx.Exit(code, reason, (), event.signum), now, event.signum)

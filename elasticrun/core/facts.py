@@ -51,7 +51,9 @@ class RoundFacts:
     fenced: bool = False  # it can complete no further collective
     silent: float = 0.0  # since the last word of the members that have gone
     restore: Restore | None = None  # the snapshot that it was to go on from
-    rewound_from: int = -1  # as in Start
+    rewound_from: int = -1  # as in Start, and so are these
+    suspect: bool = False
+    restore_step: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Blamed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A snapshot, and how many rounds that went on from it failed by themselves."""
+    """A snapshot, and how many rounds that trained on from it failed by themselves within a few
+    steps."""
 
     round: RoundName
     step: int
@@ -109,4 +112,5 @@ class Facts:
     written: Restore | None = None  # the newest checkpoint that was committed
     rejected: tuple[Rejected, ...] = ()
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
+    restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
     blind: bool = False  # no round, but another master served before, without leaving a record

@@ -25,6 +25,34 @@ from elasticrun.config import (
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 
 SIGKILL = 9
+SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    4: "SIGILL",
+    5: "SIGTRAP",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    10: "SIGUSR1",
+    11: "SIGSEGV",
+    12: "SIGUSR2",
+    13: "SIGPIPE",
+    14: "SIGALRM",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+    25: "SIGXFSZ",
+    31: "SIGSYS",
+}
+"""Linux' names; no other host is known here."""
+
+NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+"""torchrun's words for a rank that exited by itself and left no error file."""
+
+MAX_QUOTED = 200
+"""Characters of a rank's error that a sentence quotes; the summary at the end has all of it."""
+
 STOP_SIGNALS = frozenset({1, 2, 3, 9, 10, 12, 15})
 """HUP, INT, QUIT, KILL, USR1, USR2, TERM: what agents, schedulers and people stop ranks with."""
 
@@ -58,6 +86,27 @@ _PEER_LOST = re.compile(
     ),
     re.IGNORECASE | re.DOTALL,
 )
+
+OWN_SIGNALS = frozenset({4, 5, 6, 7, 8, 11, 31})
+"""ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: what a process is ended by for what it did itself."""
+
+_PASSING = re.compile(
+    "|".join(
+        (
+            r"no space left on device|disk quota exceeded",
+            r"input/output error|stale file handle|transport endpoint is not connected",
+            r"cannot allocate memory|resource temporarily unavailable",
+            r"network is unreachable|no route to host|connection (?:refused|timed out)",
+            r"name or service not known|temporary failure in name resolution",
+            r"no cuda-capable device|devices? (?:is|are) busy or unavailable|uncorrectable ecc",
+        )
+    ),
+    re.IGNORECASE,
+)
+"""What a machine lacks for a while, or only this machine: another try may find it otherwise."""
+
+_OF_A_FULL_MEMORY = -7
+"""SIGBUS is also what a full /dev/shm gives, which another try may find empty."""
 
 ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
 """Kinds that are never the cause where another kind is known."""
@@ -109,6 +158,16 @@ def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> Failu
     return next(row.kind for row in TABLE if row.applies(exitcode, message, stopping, oom))
 
 
+def is_of_its_own(failure: Failure) -> bool:
+    """Whether what the rank did ended it, rather than a signal from outside, the kernel for want of
+    memory, or our own processes. A shell around it tells of a signal as 128 and its number."""
+    if failure.kind not in (FailureKind.SCRIPT, FailureKind.FINAL, FailureKind.SIGNAL):
+        return False
+    code = failure.exitcode
+    signum = -code if code < 0 else code - 128
+    return signum not in STOP_SIGNALS and (code >= 0 or signum in OWN_SIGNALS)
+
+
 def root_cause(failures: Sequence[Failure]) -> Failure | None:
     """The earliest (by order given) that is not an echo of another; else the earliest loss of a
     peer; else the first; None of none."""
@@ -127,11 +186,43 @@ def cause_first(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return (cause, *(f for f in failures if f is not cause))[:MAX_FAILURES]
 
 
-def in_words(failure: Failure) -> str:
-    """One clause about a failure, for sentences to the operator."""
-    end = f"by signal {-failure.exitcode}" if failure.exitcode < 0 else f"code {failure.exitcode}"
-    kind = "" if failure.kind is FailureKind.SIGNAL else f", {failure.kind.value}"
-    return f"rank {failure.rank} on {failure.host} ended ({end}{kind})"
+def in_words(failure: Failure, node: str = "") -> str:
+    """One clause about a failure, for sentences to the operator: `rank 3 on node b: ValueError: bad
+    luck`. `node` is left out where there is only one."""
+    return f"rank {failure.rank}{f' on node {node}' if node else ''}: {what_happened(failure)}"
+
+
+def what_happened(failure: Failure) -> str:
+    """What became of the rank, in a clause that may follow its name."""
+    code, kind, message = failure.exitcode, failure.kind, failure.message
+    if kind is FailureKind.PEER_LOST:
+        return "lost its connection to another rank"
+    if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):
+        return cut(message) or "could not be started"
+    if code < 0:
+        verb = "stopped" if kind is FailureKind.STOPPED else "killed"
+        oom = ": the kernel was out of memory" if kind is FailureKind.OOM else ""
+        return f"{verb} by {SIGNALS.get(-code, f'signal {-code}')}{oom}"
+    known = message and not message.startswith(NO_TRACEBACK)
+    return cut(message) if known else f"exit code {code}"
+
+
+def is_alike(failure: Failure, other: Failure) -> bool:
+    """Whether both ranks died of the same exception; also where one was being told to stop when it
+    had failed already."""
+    return bool(other.traceback) and failure.message == other.message
+
+
+def cut(text: str) -> str:
+    """So much of a rank's own words as fits into a sentence."""
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
+
+
+def is_the_scripts(failure: Failure) -> bool:
+    """Whether the script has failed by itself, so that it would do so again: not for want of
+    something, not by a signal from outside, and not because a peer had gone."""
+    passing = failure.exitcode == _OF_A_FULL_MEMORY or _PASSING.search(failure.message)
+    return is_of_its_own(failure) and not passing
 
 
 class Ending(StrEnum):
@@ -140,11 +231,13 @@ class Ending(StrEnum):
     DONE = "done"
     USAGE = "usage"  # the command line
     RANK = "rank"  # a rank failed, and no restart was left
+    SPENT = "spent"  # the same, by the script's own fault, and --exit-codes=scheduler
     FINAL = "final"  # a rank failed, and its script said that trying again cannot help
     BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
     TOO_FEW = "too few"  # nodes: a lost one was not replaced, or not enough came in time
     LEFT = "left"  # told to leave by a signal, and nothing was saved for it
     SAVED = "saved"  # the same, and what ranks had at that moment, or later, is in storage
+    UNSAVED = "unsaved"  # every rank ended with 0, and their last checkpoint is not in storage
     REFUSED = "refused"  # by the master: another version, another job, a node id that is taken
     NO_MASTER = "no master"  # ranks had failed or could not finish, and none answered
     STUCK = "stuck"  # the kernel does not let a process of this node die
@@ -164,11 +257,13 @@ CONTRACT: Mapping[Ending, Clause] = {
     Ending.DONE: Clause(EXIT_OK, "nothing is left to do"),
     Ending.USAGE: Clause(EXIT_USAGE, "the same words are wrong on every node and on every try"),
     Ending.RANK: Clause(EXIT_FAILED, "whether another try helps only the script could tell"),
+    Ending.SPENT: Clause(EXIT_FINAL, "the same script would fail in the same way again"),
     Ending.FINAL: Clause(EXIT_FINAL, "the script has told"),
     Ending.BELOW_FLOOR: Clause(EXIT_FAILED, "other nodes may be faster"),
     Ending.TOO_FEW: Clause(EXIT_FAILED, "the nodes may be there another time"),
     Ending.LEFT: Clause(EXIT_FAILED, "whoever told it knows, and torchrun ends so"),
     Ending.SAVED: Clause(EXIT_SAVED, "another run goes on there, and nothing is lost"),
+    Ending.UNSAVED: Clause(EXIT_FAILED, "another run goes on from the checkpoint before"),
     # one node with an old image must not end the whole job
     Ending.REFUSED: Clause(EXIT_FAILED, "what is amiss may be mended by then"),
     Ending.NO_MASTER: Clause(EXIT_FAILED, "the master may be there another time"),
@@ -216,16 +311,18 @@ class Window:
     because only then is it known whether a node had gone (COORDINATION 11).
     """
 
-    def __init__(self, doubt: float, *, adopted: bool = False) -> None:
+    def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:
         """`doubt`: seconds for which failures that all look like peer loss wait for the news
         that a node has died, where no restart is left. `adopted`: another master formed the round;
-        why a peer went is a thing that it may have known and this one cannot."""
+        why a peer went is a thing that it may have known and this one cannot. `alone`: the round
+        has one node, which sentences need not name."""
+        self._alone = alone
         self._doubt = doubt
         self._adopted = adopted
         self._excuse = ""
         self._failures: dict[int, Failure] = {}
         self._cause: Failure | None = None
-        self._final: Failure | None = None
+        self._final: tuple[str, Failure] | None = None
         self._reporters: set[str] = set()
         self._by_themselves: set[str] = set()  # nodes on which a rank died that nobody had stopped
         self._cause_node = ""
@@ -253,11 +350,22 @@ class Window:
             self._doubt += by
 
     @property
+    def story(self) -> str:
+        """The cause as things stand, in words; empty if there is none."""
+        return "" if self._cause is None else self._say(self._cause_node, self._cause)
+
+    @property
     def cause(self) -> tuple[str, Failure] | None:
         """The root cause as things stand, and its node; None if it is a mere echo."""
         if self._cause is None or self._cause.kind in ECHOES:
             return None
         return self._cause_node, self._cause
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether the round is over because of what a rank did, and nothing came from outside."""
+        told = [one for one in self._failures.values() if one.kind not in ECHOES]
+        return bool(told) and not self._excuse and all(map(is_of_its_own, told))
 
     def others_failed(self, node: str) -> bool:
         """Whether ranks of a node other than `node` died by themselves."""
@@ -271,7 +379,7 @@ class Window:
         before = len(self._failures)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
-                self._final = self._final or failure
+                self._final = self._final or (node, failure)
             cause = root_cause([one for one in (self._cause, failure) if one])
             full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
             if not full and failure.rank not in self._failures:
@@ -296,17 +404,21 @@ class Window:
         cause = self._cause
         if self._final is not None:
             told = "the script says that trying again cannot help"
-            return Verdict(Bill.FINAL, f"{in_words(self._final)}: {told}")
+            return Verdict(Bill.FINAL, f"{self._say(*self._final)}: {told}")
         if cause is None:
             return Verdict(Bill.NOTHING, membership or self._excuse)
         if self._excuse or membership:
             return Verdict(Bill.NOTHING, membership or self._excuse)
+        story = self._say(self._cause_node, cause)
         if cause.kind is FailureKind.STOPPED:
-            return Verdict(Bill.NOTHING, in_words(cause))
+            return Verdict(Bill.NOTHING, story)
         if cause.kind is FailureKind.PEER_LOST and self._adopted:
-            return Verdict(Bill.NOTHING, f"{in_words(cause)} while another master served")
+            return Verdict(Bill.NOTHING, f"{story} while another master served")
         if restarts_left > 0:
-            return Verdict(Bill.CHARGE, in_words(cause))
+            return Verdict(Bill.CHARGE, story)
         if cause.kind is FailureKind.PEER_LOST and self.opened_at is not None:
-            return Verdict(Bill.DOUBT, in_words(cause), self.opened_at + self._doubt)
-        return Verdict(Bill.HOPELESS, in_words(cause))
+            return Verdict(Bill.DOUBT, story, self.opened_at + self._doubt)
+        return Verdict(Bill.HOPELESS, story)
+
+    def _say(self, node: str, failure: Failure) -> str:
+        return in_words(failure, "" if self._alone else node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elasticrun.config import (
     DEPARTURE_GRACE,
     EXIT_FAILED,
@@ -10,7 +12,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.effects import AgentEffect, Exit, Note, Say, Signalled, SignalRanks
-from elasticrun.core.failures import cause_first
+from elasticrun.core.failures import cause_first, is_alike
 from elasticrun.core.group_states import ENDINGS, GroupStatus, State
 from elasticrun.core.local_ranks import LocalRanks
 from elasticrun.core.store_shelf import StoreShelf
@@ -81,6 +83,7 @@ class GroupBase:
         self._obeying = True
         self._link_lost = ""
         self._reason = ""
+        self._wait_ends: float | None = None  # when the wait that the master ordered is over
         self._out: list[AgentEffect] = []
 
     def next_deadline(self) -> float | None:
@@ -97,7 +100,11 @@ class GroupBase:
             restart_count=self._start.restart_count if self._start else 0,
             offered_store=self._stores.offer,
             master_lost=self._link_lost,
+            wait_ends=self._wait_ends if self._state is State.JOINED else self._kill_due(),
         )
+
+    def _kill_due(self) -> float | None:
+        return self._deadlines.when("kill")
 
     @property
     def term(self) -> int:
@@ -176,7 +183,7 @@ class GroupBase:
         self._deadlines.clear()
         if self._parked_until is None:
             self._state = State.OVER
-            self._out.append(outcome)
+            self._out.append(self._with_own(outcome))
             return
         self._deadlines.arm("parked", self._parked_until)
         if lost is not None:
@@ -187,6 +194,14 @@ class GroupBase:
             self._out += self._stores.clear()
             self._note(f"{outcome.reason}; it stays parked until the job ends", "warning")
         self._reason = f"parked: {outcome.reason}"
+
+    def _with_own(self, outcome: Exit) -> Exit:
+        """With ranks of this node that have failed just as the first one did, which the master had
+        not heard of when it ended the job."""
+        told = outcome.failures
+        known = {failure.rank for failure in told}
+        own = [f for f in self._failures() if f.rank not in known and told and is_alike(f, told[0])]
+        return replace(outcome, failures=(*told, *own)) if own else outcome
 
     def _give_up(self, code: int, sentence: str) -> None:
         """End at once, whatever lives here: nothing more can be done about it."""

@@ -270,7 +270,8 @@ class Job(Attaching):
                 entry.told = self._reason
                 sessions.append(session)
         if sessions:
-            self._out.append(fx.Tell(tuple(sessions), m.Wait(self._reason)))
+            left = 0.0 if self._ends is None else max(0.0, self._ends - self._now)
+            self._out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
 
     def _reopen(self, reason: str, now: float) -> None:
         """The round is over: its members stop their ranks."""
@@ -287,7 +288,8 @@ class Job(Attaching):
         trouble = self._trouble()
         failed = self._settlement.window.opened_at is not None or bool(trouble)
         failed = failed or self._saves.looks_back  # nobody was there to hear of it
-        snapshot = self._choose_snapshot(trouble)
+        choice = self._choose_snapshot(trouble)
+        why = trouble or self._settlement.ended_by(now)
         note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
         if note:
             self._note(note)
@@ -296,8 +298,10 @@ class Job(Attaching):
         name = RoundName(self._term, self._number, self._mint())
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
         count = self._settlement.budget.count
-        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, snapshot)
+        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, choice.restore)
         round_.rewound_from = self._saves.rewound_from
+        round_.suspect, round_.restore_step = choice.suspect, choice.restore_step
+        round_.why = why or (self._round.why_stopped if self._round is not None else "")
         self._round = round_
         for node in round_.seats:
             self._roster[node].told = ""
@@ -328,8 +332,12 @@ class Job(Attaching):
         held = self._hold_for_saves(exit_code, now)
         if held is not None:
             self._wait(held, None)
-        else:
-            self._end(exit_code, reason)
+            return
+        if owed := self._saves.owed:
+            self._note(owed, "error")
+            if exit_code == EXIT_OK:
+                exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
+        self._end(exit_code, reason)
 
     def _end(self, exit_code: int, reason: str) -> None:
         failures = () if exit_code == EXIT_OK else self._settlement.failures

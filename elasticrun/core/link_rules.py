@@ -32,6 +32,7 @@ class LinkRules(GroupBase):
         self._master_lost_timeout = order.master_lost_timeout
 
     def _wait(self, order: m.Wait, now: float) -> None:
+        self._wait_ends = now + order.left if order.left else None
         if order.reason != self._reason:
             self._reason = order.reason
             self._note(order.reason)

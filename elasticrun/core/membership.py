@@ -213,7 +213,7 @@ class Membership:
         member.session = None
         if member.health is Health.ALIVE:
             member.health = Health.SUSPECT
-            member.reason = "its stream was closed" if clean else "its stream broke"
+            member.reason = "its connection was closed" if clean else "its connection broke"
             member.broke_at, member.silent, member.quiet = now, silent, quiet
             member.corroborated = corroborated
             self._suspects[member.node] = None
@@ -282,7 +282,7 @@ class Membership:
         if member.unseen:
             reason = member.reason
         elif member.corroborated:
-            reason = f"{member.reason} and ranks elsewhere lost it"
+            reason = f"{member.reason} and ranks of other nodes lost it"
         elif member.health is Health.SUSPECT:
             silent = now - member.broke_at + member.silent
             reason = f"{member.reason} and nothing was heard for {silent:.1f} s"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elasticrun.core.netcheck_pass import Run
-from elasticrun.core.netcheck_terms import Rate, duration, names, quoted, size, speed
+from elasticrun.core.netcheck_terms import Rate, duration, quoted, size, speed
 from elasticrun.core.netcheck_words import cut
-from elasticrun.core.wording import some
+from elasticrun.core.wording import names, some
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from elasticrun.core.netcheck_terms import Rate, duration, names, size
+from elasticrun.core.netcheck_terms import Rate, duration, size
 from elasticrun.core.netcheck_trials import Trial
 from elasticrun.core.outliers import CRUDE_RATIO, Outlier, outliers
+from elasticrun.core.wording import names
 
 
 @dataclass(slots=True)

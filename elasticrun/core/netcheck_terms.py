@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-NAMED = 4
-"""Most nodes that a sentence lists by name; of more it names the first and counts the rest."""
-
 QUOTED = 400
 """Longest reason of an agent that a sentence of ours quotes, in characters."""
 
@@ -63,15 +60,6 @@ class Rate:
     def bus(self) -> float:
         """Bus bandwidth, in bytes per second."""
         return self.traffic / self.seconds
-
-
-def names(nodes: Sequence[str]) -> str:
-    """`n0`, `n0 and n1`, `n0, n1 and n2`, `n0, n1, n2 and 7 others`."""
-    if len(nodes) > NAMED:
-        return f"{', '.join(nodes[: NAMED - 1])} and {len(nodes) - NAMED + 1} others"
-    if len(nodes) < 2:
-        return "".join(nodes)
-    return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
 
 
 def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:

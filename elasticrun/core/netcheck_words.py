@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from elasticrun.core.netcheck_terms import Rate, duration, figure, names, quoted, size
+from elasticrun.core.netcheck_terms import Rate, duration, figure, quoted, size
 from elasticrun.core.netcheck_trials import FailedGroup, Failure, Trial
-from elasticrun.core.wording import some
+from elasticrun.core.wording import names, some
 from elasticrun.wire.messages import MAX_TEXT, Probed
 
 TOLD = 2

@@ -68,6 +68,7 @@ def facts_of(
         written=saves.written,
         rejected=saves.rejected(),
         rewound_from=saves.rewound_from,
+        restore_step=saves.restore_step,
     )
 
 
@@ -91,6 +92,8 @@ def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
         silent=was.silent,
         restore=round_.restore,
         rewound_from=round_.rewound_from,
+        suspect=round_.suspect,
+        restore_step=round_.restore_step,
     )
 
 
@@ -113,7 +116,7 @@ def load(
     membership.remember({one.node: recalled(one, now) for one in facts.left_out})
     stays.restore(facts.fickle, now)
     exclusions.restore(facts.excluded, facts.slow_ages, now)
-    saves.restore(facts.written, facts.rejected, facts.rewound_from)
+    saves.restore(facts.written, facts.rejected, facts.rewound_from, facts.restore_step)
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:

@@ -56,8 +56,8 @@ unless something happens before; only a running round that lacks nothing waits w
 
 What the caller owes: `decide` after every event that is not a beat and at the time it named; to
 choose at most `Decision.nodes` of `ready` and tell `formed`; to tell every loss of contact, leave,
-death and rebirth; not to tell `join` for a node whose ranks may live. Sentences for agents do not
-count nodes, so that a thousand joins are not a million messages; the numbers are in `detail`.
+death and rebirth; not to tell `join` for a node whose ranks may live. Sentences for agents count
+nodes coarsely, so that a thousand joins are not a million messages; the numbers are in `detail`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ from elasticrun.config import STORM_NODES
 from elasticrun.core.crew import Phase, Stage
 from elasticrun.core.pace import beat_interval
 from elasticrun.core.succession import Succession
-from elasticrun.core.wording import some
+from elasticrun.core.wording import names, some
+
+COUNTED = 32
+"""So many counts of the nodes that have joined are told at most while a round gathers."""
 
 FENCE_SLACK = 5.0
 """Seconds of doubt about how soon an agent notices that its master has gone."""
@@ -188,7 +191,8 @@ class Rendezvous(Succession):
                 return Decision(
                     Verb.WAIT, "at the door: a node of the round cannot be heard just now"
                 )
-            return Decision(Verb.REOPEN, "new nodes join")
+            new = tuple(self.ready)[: possible - size]
+            return Decision(Verb.REOPEN, f"node{'s' * (len(new) > 1)} {names(new)} joined")
         return Decision(Verb.WAIT, entry.reason, entry.due)
 
     def _gathering(self, now: float) -> Decision:
@@ -292,16 +296,24 @@ class Rendezvous(Succession):
         why = self.loss or self._shortage or next(iter(self._kept.values()), "")
         if now >= until:
             limit = f"{self._spec.join_timeout:g} s, the join_timeout"
-            reason = f"fewer than {some(needed, 'node')} for {limit}"
+            reason = f"only {len(self.ready)} of {some(needed, 'node')} for {limit}"
             reason += f" ({why})" if why else ""
             return Decision(Verb.GIVE_UP, reason)
-        reason = f"waiting for nodes: {needed} must join"
-        reason += f", because {why}" if why else ""
+        reason = f"waiting for nodes: {self._some_of(len(self.ready), needed)}"
+        reason += f" ({why})" if why else ""
         return Decision(Verb.WAIT, reason, until)
 
     def _usable(self, nodes: int) -> int:
         """How many of so many nodes can be in a round."""
         return min(nodes // self._spec.node_unit * self._spec.node_unit, self._largest)
+
+    @staticmethod
+    def _some_of(ready: int, needed: int) -> str:
+        """How many are here. In a large job not each number is told: a sentence that changes with
+        every join would be n messages to each of n nodes."""
+        coarse = max(1, needed // COUNTED)
+        told = ready // coarse * coarse
+        return f"{told}{'' if coarse == 1 else ' or more'} of {some(needed, 'node')}"
 
     def _needed(self) -> int:
         unit = self._spec.node_unit

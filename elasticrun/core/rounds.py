@@ -25,8 +25,11 @@ class Round:
     members: dict[str, Seat] = field(default_factory=dict)  # by node
     seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
     why_stopped: str = ""
+    why: str = ""  # as in Start; not recorded
     restore: Restore | None = None  # the snapshot that its ranks go on from
-    rewound_from: int = -1  # as in Start
+    rewound_from: int = -1  # as in Start, and so are these
+    suspect: bool = False
+    restore_step: int = -1
 
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
@@ -56,6 +59,9 @@ class Round:
             host_store=node == self.store_node,
             restore=self.restore,
             rewound_from=self.rewound_from,
+            suspect=self.suspect,
+            restore_step=self.restore_step,
+            why=self.why,
         )
 
 
@@ -99,6 +105,8 @@ def restore(facts: RoundFacts) -> Round:
         why_stopped=facts.over,
         restore=facts.restore,
         rewound_from=facts.rewound_from,
+        suspect=facts.suspect,
+        restore_step=facts.restore_step,
     )
     for seat in facts.seats:
         round_.seat(seat)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_choice import Choice
 from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.core.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.job_base import JobBase
@@ -92,16 +93,24 @@ class Saving(JobBase):
 
     # ------------------------------------------------------------ rounds
 
-    def _choose_snapshot(self, trouble: str) -> m.Restore | None:
+    def _choose_snapshot(self, trouble: str) -> Choice:
         """What the round that forms now goes on from. `trouble`: which member has gone."""
         saves = self._saves
-        if self._settlement.cause() is not None and not trouble:
+        if self._settlement.window.failed_by_itself and not trouble:
             saves.failed_by_itself()
         choice = saves.choose()
         self._tell_saves()
         if choice.why:
             self._note(choice.why, "warning")
-        if choice.restore is not None:
+        if choice.restore_step >= 0:
+            where = "memory" if choice.restore is not None else "storage"
+            self._note(f"ranks go on from step {choice.restore_step} in {where}: --restore-step")
+        elif choice.suspect:
+            assert choice.restore is not None
+            step = choice.restore.step
+            else_ = f"unless storage has a checkpoint below step {saves.rewound_from}"
+            self._note(f"ranks try step {step} in memory again, {else_}", "warning")
+        elif choice.restore is not None:
             step, newest = choice.restore.step, self._newest_step
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
             left = ", as agents before these have left it" if saves.looks_back else ""
@@ -111,7 +120,7 @@ class Saving(JobBase):
                 "nothing in memory can be restored: ranks load the newest checkpoint", "warning"
             )
         self._newest_step = -1
-        return choice.restore
+        return choice
 
     def _round_begins(self, round_: Round) -> None:
         """Its nodes are about to be told: what is over by that must be told before."""
@@ -121,7 +130,7 @@ class Saving(JobBase):
 
     def _save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the round before this one, whose nodes have been told."""
-        if self.spec.saves.at_breakpoint and round_.restore is not None:
+        if self.spec.saves.at_breakpoint and round_.restore is not None and not round_.suspect:
             self._saves.save(round_.restore, self._now)
             self._tell_saves()
 
@@ -172,7 +181,7 @@ class Saving(JobBase):
         until = self._save_by or self._sentenced_at + self.spec.saves.limit
         if saves.busy and now < until:
             return Decision(Verb.WAIT, f"{saves.busy} before the job ends", until)
-        saves.abandon("the job ends")
+        saves.abandon("it was not written before the job had to end")
         self._tell_saves()
         return None
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from elasticrun.core.blame import Blame, Cause
 from elasticrun.core.budget import Budget
-from elasticrun.core.failures import Bill, Ending, Verdict, Window, code_of, in_words
+from elasticrun.core.failures import (
+    Bill,
+    Ending,
+    Verdict,
+    Window,
+    code_of,
+    is_the_scripts,
+    root_cause,
+)
 from elasticrun.wire.messages import Failure, JobSpec
 
 LEAST_DOUBT = 1.0
@@ -35,6 +43,7 @@ class Settlement:
 
     def __init__(self, spec: JobSpec) -> None:
         self._doubt = max(LEAST_DOUBT, spec.heartbeat_timeout)
+        self._scheduler_codes = spec.scheduler_codes
         self.budget = Budget(
             max_restarts=spec.max_restarts,
             window=spec.restart_window,
@@ -52,7 +61,7 @@ class Settlement:
     def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
         """A round begins, or one of another master is taken over. `nodes`: how many, if known."""
         self._nodes = nodes
-        self.window = Window(self._doubt, adopted=adopted)
+        self.window = Window(self._doubt, adopted=adopted, alone=nodes == 1)
 
     def restore_round(self, excuse: str, *, adopted: bool) -> None:
         """The record's round: its failures are told again by its agents."""
@@ -76,11 +85,15 @@ class Settlement:
         others = self.window.others_failed(node)
         first_rank = failure.rank - failure.local_rank
         at = self.window.opened_at or 0.0
-        return Cause(node, failure.rank, first_rank, others, in_words(failure), at)
+        return Cause(node, failure.rank, first_rank, others, self.window.story, at)
 
     def verdict(self, membership: str, now: float) -> Verdict:
         """What it costs as things stand; `membership` says which member has gone or may have."""
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
+
+    def ended_by(self, now: float) -> str:
+        """What the present round ended by, if ranks failed; empty if none did."""
+        return "" if self.window.opened_at is None else self.verdict("", now).reason
 
     def judge(self, membership: str, formed_at: float, now: float) -> Judgement | None:
         """Whether failures end the job or hold the next round back. `formed_at`: when the round
@@ -96,7 +109,7 @@ class Settlement:
             cause = self.cause()
             story = self.blame.in_words(cause, self._nodes) if cause else ""
             end = f"{verdict.reason}; no restart is left"
-            return Judgement(end=f"{end}; {story}" if story else end)
+            return Judgement(end=f"{end}; {story}" if story else end, code=self._code_of_spent())
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
             reason = "ranks have lost a peer: waiting for the news that its node is lost"
             return Judgement(reason=reason, until=verdict.until)
@@ -106,6 +119,12 @@ class Settlement:
                 reason = f"ranks die soon after they start: the next restart waits {wait:g} s"
                 return Judgement(reason=reason, until=opened + wait)
         return None
+
+    def _code_of_spent(self) -> int:
+        """The exit code of a job whose ranks have failed once more than its budget allows."""
+        cause = root_cause(self.failures)
+        own = self._scheduler_codes and cause is not None and is_the_scripts(cause)
+        return code_of(Ending.SPENT if own else Ending.RANK)
 
     def settle(self, membership: str, formed_at: float, now: float) -> str:
         """The next round forms: charge what the last one cost. A line for the log, or empty."""

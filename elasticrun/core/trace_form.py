@@ -120,7 +120,9 @@ def order_in_words(order: m.Order) -> str:
 def _restored(order: m.Start) -> str:
     on = order.restore
     words = "" if on is None else f", from step {on.step} of round {on.round}"
-    return words + (f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else "")
+    words += f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else ""
+    words += ", suspect" if order.suspect else ""
+    return words + (f", restore step {order.restore_step}" if order.restore_step >= 0 else "")
 
 
 def report_in_words(report: m.Report) -> str:

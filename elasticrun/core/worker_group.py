@@ -197,7 +197,8 @@ class WorkerGroup(LinkRules, DepartingRules):
         self._ranks.live.pop(event.local_rank, None)
         if event.code != 0 or event.failure is not None:
             failure = self._ranks.failed(event, now)
-            if failure.kind is not m.FailureKind.STOPPED:
+            # one that had failed by itself before our signal came has left its traceback
+            if failure.kind is not m.FailureKind.STOPPED or failure.traceback:
                 self._ranks.failures[event.local_rank] = failure
                 self._say_failures()
         if not self._ranks.live:

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
+from elasticrun.dcp.torches import DTensor
 from elasticrun.wire.layout import Item, ItemKind
 
 OWN_PREFIX: Final = "__rank"
@@ -249,8 +249,3 @@ def serialise(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def deserialise(data: bytes) -> Any:
-    """Back from `serialise`, in the rank that owns the classes; tensors come to the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

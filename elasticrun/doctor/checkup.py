@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from elasticrun.doctor import clock, cpu, disk, kernel, limits, mtu, names, ports, shm
+from elasticrun.doctor import clock, cpu, disk, kernel, limits, mtu, names, ports, shm, software
 from elasticrun.doctor.disk import Folder
 from elasticrun.doctor.ports import Answer
 from elasticrun.doctor.verdict import warning
@@ -56,6 +56,7 @@ def checks(subject: Subject) -> list[Check]:
     """Those that need nobody but this machine."""
     root, environ = subject.root, subject.environ
     return [
+        Check(software.CHECK, lambda: software.examine(root)),
         *(_disk(folder) for folder in subject.folders),
         Check(shm.CHECK, lambda: shm.examine(subject.nproc, root)),
         Check("limits", lambda: limits.examine(subject.ranks, root)),

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from elasticrun.forkserver.ending import prepare_end
+
 OURS = __name__.partition(".")[0]
 """Our own package. Ranks get none of the modules that the server runs on: see `Stash.own`."""
 
@@ -115,12 +117,15 @@ class Stash:
             name: value for name, value in os.environb.items() if name not in self.baseline.environ
         }
         self._affinity = os.sched_getaffinity(0)
+        prepare_end(self._modules.values())
         # Never freed: a rank that ends would take apart, and so copy, what it never used.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
 
     def top_names(self) -> set[str]:
-        """The packages and modules that a folder of the user's must not have, too."""
-        return {name.partition(".")[0] for name in self._units} - sys.stdlib_module_names
+        """The packages and modules that a folder of the user's must not have, too: all but those
+        that every interpreter has imported before it looks there."""
+        tops = {name.partition(".")[0] for name in (*self._units, *STAYS)}
+        return tops - self.baseline.modules
 
     def _needed_by(self, unit: str) -> frozenset[str]:
         """Units whose modules, classes or functions this one's modules hold by name."""

@@ -19,6 +19,8 @@ from elasticrun.wire.spawner import (
     CloseStore,
     Notice,
     Pet,
+    Ping,
+    Pong,
     Quit,
     SendSignal,
     SpawnProbe,
@@ -151,6 +153,8 @@ class Server:
             case Pet():
                 self._pet_limit = order.limit
                 self._pet_until = time.monotonic() + order.limit if order.limit > 0 else None
+            case Ping():
+                self._talk.send(Pong(order.number))
             case Quit():
                 self._end("", 0)
             case _:

@@ -78,7 +78,9 @@ class Nursery:
         reason = self._against_fork(order)
         forked = self._prepared.mode == "fork" and not reason
         birth, stash = self._prepared.birth, self._prepared.stash
-        linux.die_with_parent(0)  # from the first rank on we live by the end of the socket
+        # From the first rank on we live by the end of the socket, because what ranks leave is to be
+        # swept. If we are stopped (SIGSTOP) when the agent is killed, this wakes us up for it.
+        linux.die_with_parent(signal.SIGCONT)
         page = None
         try:
             page = Page()

@@ -84,7 +84,7 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     reason = reason or backend or verdict
     if not reason:
         prepared.stash.seal()
-        reason = trust.shadowed(configure.entry, prepared.stash.top_names())
+        reason = trust.shadowed(configure.entry, prepared.stash.top_names(), os.environ)
     if not reason and not hides_frames():
         prepared.remarks.append("this interpreter shows a frame of ours below the script's")
     return reason

@@ -55,7 +55,7 @@ class Program:
         elif self.entry.kind is EntryKind.RUN_PATH:
             self._prepare_run_path()
         elif is_archive(self.entry.target):
-            self._prepare_module("__main__", self.entry.target, self.entry.target)
+            self._prepare_module("__main__", self.entry.target, absolute(self.entry.target))
         else:
             self._prepare_script()
 

@@ -12,11 +12,11 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from elasticrun.forkserver import linux
-from elasticrun.forkserver.program import script_folder
+from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.reread import FORBIDDEN_IN_TEXT
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
 from elasticrun.wire.spawner import Entry, EntryKind
@@ -37,6 +37,13 @@ trace a fork without exec unless it is told to."""
 INJECTED_LIBRARIES = ("ToolsInjection", "TreeLauncher", "rocprof", "roctracer", "libnsys")
 """Parts of file names in LD_PRELOAD that mean the same."""
 
+INTERPRETER: Mapping[str, str] = {
+    "PYTHONINSPECT": "and an interpreter that is to be inspected at its end does not end a fork",
+    "PYTHONPROFILEIMPORTTIME": "and a fork has imported most of it already",
+    "PYTHONVERBOSE": "and a fork has imported most of it already",
+}
+"""Settings of the interpreter that a fork cannot follow."""
+
 TESTED_BACKENDS: frozenset[str] = frozenset()
 """Entry points of the group torch.backends whose import has been seen to leave a fork sound."""
 
@@ -56,6 +63,7 @@ def before_import(entry: Entry, numa: bool, environ: Mapping[str, str]) -> str:
     return (
         _attached_tool(environ)
         or _other_python(environ)
+        or _interpreter(environ)
         or (placement(environ) if numa else "")
         or entry_reason(entry)
     )
@@ -86,6 +94,13 @@ def _other_python(environ: Mapping[str, str]) -> str:
     python = environ.get(PYTHON_EXEC, "")
     if python and os.path.realpath(python) != os.path.realpath(sys.executable):
         return f"{PYTHON_EXEC} names another interpreter ({python})"
+    return ""
+
+
+def _interpreter(environ: Mapping[str, str]) -> str:
+    for name, reason in INTERPRETER.items():
+        if environ.get(name):
+            return f"{name} is set, {reason}"
     return ""
 
 
@@ -140,27 +155,66 @@ def _module_file(name: str) -> str:
     return ""
 
 
-def shadowed(entry: Entry, names: Iterable[str]) -> str:
-    """A module of the user's with the name of one that the server has imported from elsewhere."""
-    folder = os.getcwd() if entry.kind is EntryKind.MODULE else script_folder(entry.target)
-    if entry.kind is EntryKind.RUN_PATH or sys.flags.safe_path:
-        return ""
-    try:
-        there = {name.partition(".")[0] for name in os.listdir(folder)}
-    except OSError:
-        return ""
-    for name in sorted(there.intersection(names)):
-        spec = importlib.machinery.PathFinder.find_spec(name, [folder])
-        if spec is not None and spec.origin is not None and not _is_loaded(name, spec.origin):
-            return f"{spec.origin} stands in front of the installed {name}"
+def shadowed(entry: Entry, names: Collection[str], environ: Mapping[str, str]) -> str:
+    """A file of the user's that an interpreter of its own would import by one of `names`, which
+    the server has imported from elsewhere. It may lie where only a script's path begins, or in
+    PYTHONPATH, where the server has found another one first."""
+    first = _first_on_path(entry)
+    path = [*first, *sys.path]
+    for folder in dict.fromkeys([*first, *environ.get("PYTHONPATH", "").split(os.pathsep)]):
+        known = folder in sys.path_importer_cache
+        for name in sorted(_names_in(folder, names)):
+            file = _would_be_imported(name, path)
+            if file and not _is_loaded(name, file):
+                where = "standard" if name in sys.stdlib_module_names else "installed"
+                return f"{file} stands in front of the {where} {name}"
+        if not known:  # a rank looks for itself, and may have written files since
+            sys.path_importer_cache.pop(folder, None)
     return ""
 
 
+def _first_on_path(entry: Entry) -> list[str]:
+    """What an interpreter puts in front of sys.path for this program."""
+    if entry.kind is EntryKind.SCRIPT and is_archive(entry.target):
+        return [absolute(entry.target)]
+    if sys.flags.safe_path:
+        return []
+    if entry.kind is EntryKind.SCRIPT:
+        return [script_folder(entry.target)]
+    return [os.getcwd()] if entry.kind is EntryKind.MODULE else []
+
+
+def _names_in(folder: str, names: Collection[str]) -> Collection[str]:
+    """Those of `names` that files of the folder have; all of them for an archive."""
+    try:
+        return {name.partition(".")[0] for name in os.listdir(folder or ".")}.intersection(names)
+    except NotADirectoryError:
+        return names
+    except OSError:
+        return ()
+
+
+def _would_be_imported(name: str, path: list[str]) -> str:
+    """The file or folder that `name` is found at; empty where the path is not asked."""
+    for finder in (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter):
+        if finder.find_spec(name) is not None:
+            return ""
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+    except (ImportError, OSError, ValueError):
+        return ""
+    if spec is None:
+        return ""
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
 def _is_loaded(name: str, path: str) -> bool:
-    """Whether this is the file that the server has imported: a script that lies beside a package
-    which is installed from there."""
-    loaded = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(loaded, str) and os.path.realpath(loaded) == os.path.realpath(path)
+    """Whether this is what the server has imported: a script that lies beside a package which is
+    installed from there."""
+    module = sys.modules.get(name)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    real = os.path.realpath(path)
+    return any(isinstance(place, str) and os.path.realpath(place) == real for place in places)
 
 
 # ---------------------------------------------------------------- backends and builds

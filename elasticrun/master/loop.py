@@ -40,6 +40,7 @@ from elasticrun.core.pace import beat_interval
 from elasticrun.master.fact_store import FactStore
 from elasticrun.master.figures import Figures
 from elasticrun.master.mailbox import Mailbox, subject
+from elasticrun.operator_log import LEVELS, logger
 from elasticrun.wire import codec
 from elasticrun.wire.messages import Beat, Echo, JobStatus, Order, Start, Welcome
 
@@ -60,10 +61,6 @@ MAX_WAITING: Final = 500_000
 
 SLOW_RECORD: Final = 1.0
 """Seconds after which a wait for the record is shown as the reason why nothing goes on."""
-
-logger = logging.getLogger("elasticrun")
-
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class Brain(Protocol):
@@ -292,7 +289,7 @@ class Loop:
             case Hangup():
                 self._hang_up(effect.session)
             case Note():
-                logger.log(_LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+                logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
             case JobOver():
                 self._on_over(effect)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -23,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,8 @@ from elasticrun.wire.tls import TlsError
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""
 
+PR_SET_NAME: Final = 15
+
 STOP_GRACE: Final = 0.5
 """Seconds that streams have to close when the server stops; agents have heard the outcome."""
 
@@ -71,10 +74,12 @@ logger = logging.getLogger("elasticrun")
 
 def main(config: MasterConfig, *, hosted: bool = False) -> int:
     """Serve one job until it is over; the exit code of the process. `hosted`: by an agent."""
-    lines = operator_log.set_up("WARNING" if hosted else "INFO")
+    lines = operator_log.set_up(operator_log.NOTICE if hosted else logging.INFO)
+    operator_log.name_speaker("elasticrun master")
     # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     _raise_file_limit()
+    _name_process()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
@@ -105,6 +110,21 @@ def _say(fd: int, answer: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # whoever asked has gone; the lifeline says what follows
         os.write(fd, json.dumps(answer).encode() + b"\n")
         os.close(fd)
+
+
+async def _anyway(what: str, step: Callable[[], object]) -> None:
+    """One step of the end: the next is taken whatever becomes of it."""
+    try:
+        if isinstance(done := step(), Awaitable):
+            await done
+    except Exception:
+        logger.exception("%s failed", what)
+
+
+def _name_process() -> None:
+    """In `ps -o comm` and `top` it is not one more python; the kernel keeps 15 bytes."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"elasticrun-mast", 0, 0, 0)
 
 
 def _raise_file_limit() -> None:
@@ -175,12 +195,12 @@ class Master:
                 grace = 0.0
             return code
         finally:
-            listing.remove()
-            await page.close()
-            await server.stop(grace)
-            await records.close(over=life.is_over)
+            await _anyway("taking the listing away", listing.remove)
+            await _anyway("closing the status page", page.close)
+            await _anyway("hanging up", lambda: server.stop(grace))
+            await _anyway("closing the record", lambda: records.close(over=life.is_over))
             if self._hosted and life.is_orphan(config.lifeline_fd):
-                records.remove()
+                await _anyway("removing the record", records.remove)
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
         """Turn until the lifetime is over, or the brain or the leadership is lost."""

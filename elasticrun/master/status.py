@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import socket
@@ -22,7 +23,7 @@ from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import JobStatus
 
 MAX_CONNECTIONS: Final = 64
-"""Connections served at a time; one more is closed unread."""
+"""Connections served at a time; for one more, the one that has been silent longest is closed."""
 
 CONNECTION_LIFE: Final = 30.0
 """Seconds after which a connection is closed, whatever it does: against dribblers."""
@@ -32,6 +33,9 @@ MAX_HEAD: Final = 16 * 1024
 
 CLOSE_LIMIT: Final = 1.0
 """Seconds that closing the page may hold up the end of the master."""
+
+PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
+"""How names end that no public name server answers for; Kubernetes' end on .svc.cluster.local."""
 
 PATHS: Final = ("/status", "/healthz", "/metrics")
 
@@ -50,9 +54,11 @@ class StatusPage:
         self._serving: asyncio.Task[None] | None = None
         self._body: tuple[JobStatus, bytes] | None = None
         self._render: Callable[[], bytes] | None = None
+        self._names = {socket.gethostname().lower()}
 
     def listen(self, host: str, port: int) -> int:
         """Bind and wait for the first visitor; returns the port. OSError if it cannot be had."""
+        self._names.add(host.lower())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -100,7 +106,14 @@ class StatusPage:
             return
         path, method = scope["path"], scope["method"]
         headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
-        if path not in PATHS:
+        asked = next((value for name, value in scope["headers"] if name == b"host"), b"")
+        name = host_of(asked.decode("latin-1"))
+        if not (name in self._names or is_private(name)):
+            code = 421
+            body = (
+                b"this page is not known by the name in Host; ask by the host's name or address\n"
+            )
+        elif path not in PATHS:
             code, body = 404, f"there is {', '.join(PATHS)}\n".encode()
         elif method not in ("GET", "HEAD"):
             code, body = 405, b"read only\n"
@@ -132,6 +145,27 @@ class StatusPage:
         return self._render()
 
 
+def host_of(header: str) -> str:
+    """The name in a Host header, without port and brackets, in small letters."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
+
+
+def is_private(name: str) -> bool:
+    """Whether a browser cannot have been sent here by somebody's name server: by an address, a name
+    without a dot, or one of no public zone. Else any web page whose name is made to lead to
+    127.0.0.1 could read what is said here (DNS rebinding). HTTP/1.0 may name nothing."""
+    if "." not in name or name.endswith(PRIVATE_NAMES):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def status_json(status: JobStatus) -> bytes:
     """The picture as JSON: the fields of JobStatus, and the version of elasticrun."""
     fields = {**asdict(status), "version": __version__}
@@ -146,9 +180,7 @@ def page_url(host: str, port: int) -> str:
     return f"http://{Endpoint(shown, port)}/status"
 
 
-def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
-    """Import the HTTP server and make one. Runs in a thread: the import takes a while."""
-    import uvicorn
+def _bounded_protocol() -> Any:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
@@ -156,15 +188,28 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.server_state.connections) > MAX_CONNECTIONS:
-                transport.abort()
-                return
+            self._heard = self.loop.time()
+            others: list[Any] = [one for one in self.server_state.connections if one is not self]
+            open_ = [one for one in others if not one.transport.is_closing()]
+            if len(open_) >= MAX_CONNECTIONS:
+                min(open_, key=lambda one: one._heard).transport.abort()
             self._life = self.loop.call_later(CONNECTION_LIFE, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            self._heard = self.loop.time()
+            super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if life := getattr(self, "_life", None):
                 life.cancel()
             super().connection_lost(exc)
+
+    return Bounded
+
+
+def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
+    """Import the HTTP server and make one. Runs in a thread: the import takes a while."""
+    import uvicorn
 
     class Quiet(uvicorn.Server):
         """Leaves signals to the master and sleeps until it is told to end, instead of looking ten
@@ -188,7 +233,7 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http=Bounded,
+        http=_bounded_protocol(),
         ws="none",
         lifespan="off",
         loop="none",

@@ -46,7 +46,8 @@ class Batch:
 
     `time` is as Slurm writes it and `time_seconds` what it comes to; `lead` is how many seconds
     before its end `signal` is sent to every node, `requeues` how often the job goes back into the
-    queue. `options` are further ones of sbatch's, without dashes (`constraint=h100`).
+    queue because its time was over, `retries` how often because it may be tried again. `options`
+    are further ones of sbatch's, without dashes (`constraint=h100`).
     """
 
     name: str
@@ -67,6 +68,7 @@ class Batch:
     signal: str = ""
     lead: int = 0
     requeues: int = 0
+    retries: int = 0
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -142,8 +144,8 @@ def _check_option(option: str) -> None:
 def _check_numbers(wanted: Batch) -> None:
     if not 0 <= wanted.spares <= MAX_NODES - wanted.launch.max_nodes:
         raise Invalid(f"--spares {wanted.spares}: a number of nodes, and not more than {MAX_NODES}")
-    if wanted.cpus_per_task < 0 or wanted.requeues < 0:
-        raise Invalid("--cpus-per-task and --requeue are numbers that are not negative")
+    if min(wanted.cpus_per_task, wanted.requeues, wanted.retries) < 0:
+        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
     if wanted.signal:
         _check_signal(wanted)
 

@@ -8,7 +8,7 @@ from elasticrun.render import pod
 from elasticrun.render.gang import Gang
 from elasticrun.render.pod import Place
 from elasticrun.render.policy import failure_rules
-from elasticrun.render.wanted import BACKOFF_LIMIT, Pods
+from elasticrun.render.wanted import Pods
 
 SUCCESS_POLICY: Final = (1, 31)
 """From this version of Kubernetes on a Job may succeed with fewer indices than it has."""
@@ -22,7 +22,7 @@ def spec(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": count,
         "parallelism": count,
-        "backoffLimit": wanted.backoff_limit,
+        "backoffLimit": wanted.failures_allowed,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": failure_rules()},
     }
@@ -37,8 +37,9 @@ def spec(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
 
 def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
     """What is said of it in the place of `text.REMARKS`."""
-    if wanted.backoff_limit == BACKOFF_LIMIT:
-        return {}
+    if wanted.backoff_limit is None:
+        sum_ = f"{wanted.replicas} x (--retries {wanted.retries} + 1) - 1"
+        return {("spec", "backoffLimit"): f"{sum_}: a try that fails has all pods fail"}
     return {("spec", "backoffLimit"): "so many failed pods end the job, deleted ones among them"}
 
 

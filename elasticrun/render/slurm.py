@@ -59,6 +59,8 @@ def _head(wanted: Batch) -> Iterator[str]:
         yield "# one node that dies does not end the job: the others go on; but not without the one"
         yield "# where this script runs: then `scontrol requeue` the job, or `scancel` it"
         yield "#SBATCH --no-kill"
+        if wanted.retries:
+            yield "#SBATCH --requeue"
     yield "#SBATCH --open-mode=append"
 
 
@@ -106,17 +108,20 @@ def _step(wanted: Batch) -> Iterator[str]:
 
 
 def _end(wanted: Batch) -> Iterator[str]:
-    if wanted.requeues:
+    often = wanted.requeues + wanted.retries
+    if often:
         yield "again=0"
         yield 'case "$code" in'
         yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
         yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
-        if wanted.time_seconds:
+        if wanted.retries:
+            yield "    *) again=1 ;; # another try may help"
+        elif wanted.time_seconds:
             late = wanted.time_seconds - wanted.lead - RESOLUTION
             yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
         yield "esac"
-        often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {wanted.requeues} ]'
-        yield f'if [ "$again" = 1 ] && {often}; then'
+        left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {often} ]'
+        yield f'if [ "$again" = 1 ] && {left}; then'
         yield '    scontrol requeue "$SLURM_JOB_ID" && exit 0'
         yield "fi"
     yield 'exit "$code"'

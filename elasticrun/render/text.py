@@ -17,7 +17,6 @@ REMARKS: Final[_Remarks] = {
     ("spec", "clusterIP"): "headless: every pod has a name of its own",
     ("spec", "publishNotReadyAddresses"): "also before pod 0 is ready, which it never says",
     ("spec", "parallelism"): "change both together to resize; the other pods go on",
-    ("spec", "backoffLimit"): "the job's master owns the budget: --max-restarts",
     ("spec", "podReplacementPolicy"): "one pod an index, never two",
     ("spec", "podFailurePolicy"): "the first rule that fits counts",
     ("spec", "successPolicy"): "as many nodes as are enough to train are enough to be done",

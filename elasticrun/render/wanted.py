@@ -15,9 +15,6 @@ from elasticrun.render.checks import Invalid
 MASTER_PORT: Final = 29400
 """Port at which the job's master listens in pod 0, where none is asked for."""
 
-BACKOFF_LIMIT: Final = 1_000_000
-"""Pods that may fail before Kubernetes gives the job up: the master gives it up long before."""
-
 GRACE: Final = 60
 """Seconds between SIGTERM and SIGKILL of a pod, where no flag makes the launcher take longer."""
 
@@ -153,7 +150,8 @@ class Pods:
     ttl: int | None = None
     deadline: int = 0
     suspend: bool = False
-    backoff_limit: int = BACKOFF_LIMIT
+    retries: int = 0
+    backoff_limit: int | None = None  # None: what `retries` comes to
     rbac: bool = False
     version: tuple[int, int] = ASSUMED
 
@@ -171,6 +169,14 @@ class Pods:
     def most_pods(self) -> int:
         """The largest index there may be is one below this, also after a resize."""
         return max(self.replicas, self.launch.max_nodes)
+
+    @property
+    def failures_allowed(self) -> int:
+        """Failed pods that do not end the Job. A job that ends with 1 has every pod fail, and is
+        one try; so one pod that fails alone, in a job that trains on, is less than a try."""
+        if self.backoff_limit is not None:
+            return self.backoff_limit
+        return (self.retries + 1) * self.replicas - 1
 
     @property
     def needed_grace(self) -> int:
@@ -264,7 +270,8 @@ def _check_numbers(wanted: Pods) -> None:
     if wanted.rdma:
         checks.resource(wanted.rdma, "--rdma")
     numbers = (("--gpus", wanted.gpus), ("--grace", wanted.grace), ("--deadline", wanted.deadline),
-               ("--ttl", wanted.ttl or 0), ("--backoff-limit", wanted.backoff_limit))  # fmt: skip
+               ("--ttl", wanted.ttl or 0), ("--retries", wanted.retries),
+               ("--backoff-limit", wanted.backoff_limit or 0))  # fmt: skip
     for flag, number in numbers:
         if not 0 <= number < 2**31:
             raise Invalid(f"{flag} {number}: a number from 0 to {2**31 - 1} is meant")

@@ -40,6 +40,7 @@ from elasticrun.wire.messages import (
     ShardBad,
     Start,
     Watermark,
+    WentOn,
     WhereIs,
 )
 
@@ -130,6 +131,25 @@ class Memory:
             if not is_asked:
                 self._node.say(Missed(asked.round, asked.step, step))
 
+    def step(self, step: int) -> None:
+        """All local ranks have done this step, and take no snapshot of it."""
+        if any(rank.alive for rank in self._node.ranks.values()):
+            self.current = step
+
+    def reaped(self) -> None:
+        """No rank of this life is left: how far it came from what it was restored from."""
+        if self._went_on() is not None:
+            self.say()
+
+    def _went_on(self) -> WentOn | None:
+        start = self._start
+        if start is None or any(rank.alive for rank in self._node.ranks.values()):
+            return None
+        if start.restore is None or self.current <= start.restore.step:
+            return None
+        self._shelves.trained.setdefault(start.round, set()).add(self.current)
+        return WentOn(start.round, self.current)
+
     def _take(self, start: Start, step: int, persist: bool) -> bool:
         if len(self.kept) >= self._shelves.slots:
             old = self._free()
@@ -183,7 +203,8 @@ class Memory:
         """Report what is held, if there ever was anything."""
         if self.kept or self._watermark or (self._start and self._shelves.replicas):
             held = [self._told(one) for one in self.kept] + self.replicas.told()
-            self._node.say(Holdings(self._saver, tuple(held), self._shelves.replicas, self.last))
+            replicas, went_on = self._shelves.replicas, self._went_on()
+            self._node.say(Holdings(self._saver, tuple(held), replicas, self.last, went_on))
 
     def obey(self, order: Order) -> None:
         """An order about snapshots."""

@@ -326,6 +326,7 @@ class Node:
 
     def _swept(self, spawner: int) -> None:
         if spawner == self._spawner:
+            self.memory.reaped()
             self.feed(RanksSwept(self.stuck_pids))
 
     # ------------------------------------------------------------ what befalls it

@@ -18,7 +18,8 @@ Node health: `check network=1 slow_for=5` (a line like `job`) sets how the job l
 knows; `world steps=1` has nodes report their steps.
 
 Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
-step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `world
+step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `step 121`
+has ranks do a step without a snapshot; `world
 state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
 many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1` starts an agent
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
@@ -303,6 +304,12 @@ def _snap(world: World, spec: JobSpec, words: list[str]) -> None:
             node.memory.commit(int(words[0]), persist="persist" in words)
 
 
+def _step(world: World, spec: JobSpec, words: list[str]) -> None:
+    for node in [world.nodes[name] for name in words[1:]] or list(world.nodes.values()):
+        if node.alive:
+            node.memory.step(int(words[0]))
+
+
 def _disk(world: World, spec: JobSpec, words: list[str]) -> None:
     if words[1] not in ("full", "stuck", "ok"):
         raise ScriptError(f"no disk is {words[1]}")
@@ -363,6 +370,7 @@ VERBS: dict[str, Verb] = {
     "fault": _fault,
     "slow": _slow,
     "snap": _snap,
+    "step": _step,
     "disk": _disk,
     "spoil": _spoil,
     "left-over": _left_over,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from elasticrun.core.breakpoint_choice import MAX_REJECTED
+from elasticrun.core.breakpoint_choice import FEW_STEPS, MAX_REJECTED
 from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.wire.ids import RoundName
 
@@ -39,6 +39,7 @@ class Shelves:
     leaving: set[str] = field(default_factory=set)  # nodes that have said so
     spoilt: bool = False
     told: dict[RoundName, int] = field(default_factory=dict)  # watermarks
+    trained: dict[RoundName, set[int]] = field(default_factory=dict)  # steps done after a restore
     judged: int = 0  # rounds of which `settle` had something to say
     judged_blind: int = 0  # of these, the first ones of a new master
 
@@ -66,9 +67,10 @@ class Shelves:
     def settle(self) -> None:
         """At the end: no round went back behind the watermark of the one before, if the memory of
         all of its nodes was there, or with replicas of all but one (and the master too, who knew
-        what its ranks had); if no byte flipped and no snapshot was given up as poison."""
+        what its ranks had); if no byte flipped, and no snapshot can be suspect: rounds that had
+        trained on from it, a few steps, came to an end."""
         rounds = sorted(self.restores, key=lambda name: (name.term, name.number))
-        chosen = [self.restores[name] for name in rounds]
+        soon = [self.restores[name] for name in rounds if self._failed_soon(name)]
         for before, name in pairwise(rounds):
             key, origin, there = self.restores[name], self.restores[before], self.members[name]
             had = [*self.members[before].items()]
@@ -81,8 +83,8 @@ class Shelves:
             }
             mark = (self.marks if lost else self.told).get(before, -1)
             floor = (before, mark) if mark >= 0 or lost else origin
-            poison = origin is not None and chosen.count(origin) >= MAX_REJECTED
-            if floor is None or floor[1] < 0 or self.spoilt or poison:
+            suspect = origin is not None and soon.count(origin) >= MAX_REJECTED
+            if floor is None or floor[1] < 0 or self.spoilt or suspect:
                 continue
             if len(lost) > 1 or (lost and name.term != before.term):
                 continue
@@ -91,6 +93,12 @@ class Shelves:
             if key is None or order_of(key) < order_of(floor):
                 gone = sorted(lost)
                 self.faults.append(f"round {name} restores {key}, and {gone} were lost of {before}")
+
+    def _failed_soon(self, name: RoundName) -> bool:
+        """Whether its end may speak against what it went on from."""
+        key = self.restores[name]
+        steps = self.trained.get(name, set())
+        return key is not None and any(key[1] < step <= key[1] + FEW_STEPS for step in steps)
 
     def was_whole(self, key: Key) -> bool:
         """Whether every content of the round was committed at this step."""

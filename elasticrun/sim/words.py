@@ -102,4 +102,6 @@ def in_short(message: Report | Order) -> str:
 def _from(start: Start) -> str:
     on = start.restore
     words = "" if on is None else f", from step {on.step} of round {on.round.number}"
-    return words + (f", rewound from {start.rewound_from}" if start.rewound_from >= 0 else "")
+    words += f", rewound from {start.rewound_from}" if start.rewound_from >= 0 else ""
+    words += ", suspect" if start.suspect else ""
+    return words + (f", restore step {start.restore_step}" if start.restore_step >= 0 else "")

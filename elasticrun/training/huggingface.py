@@ -4,7 +4,9 @@ Model, optimizer, scheduler and the global step are kept. A callback cannot set 
 in the data: after a restore its epochs are counted from 0 again, of the first one the batches that
 the interrupted epoch had used are left out, and training ends at the step at which it would have
 ended. In the first epoch that is exactly what an undisturbed run does; later ones see their data
-in the order of earlier ones. Leave `resume_from_checkpoint` alone; DDP and single ranks only.
+in the order of earlier ones. Random states are as they were when the step begins: what a model
+draws (dropout) is the same, what a dataset draws for a batch may not be. Leave
+`resume_from_checkpoint` alone; DDP and single ranks only.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         self.checkpointer: Checkpointer | None = None
         self._folder, self._options = folder, options
         self._skipping: Any = None
+        self._is_fresh = True  # nothing has been trained since the restore
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **has: Any) -> None:
         """All is set up, and nothing has been trained: state may be put back."""
@@ -50,6 +53,12 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         if self._skipping is not None:
             self._skipping.skip_batches = 0
             self._skipping = None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """The loader's iterator, which was made since the restore, has drawn its seed."""
+        if self.checkpointer is not None and self._is_fresh:
+            self.checkpointer.restore_rng()
+        self._is_fresh = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The optimizer has stepped, and the scheduler."""

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections import deque
 from typing import Final
 
@@ -135,13 +136,17 @@ class Teller:
 
 _teller: Teller | None = None
 _begun = False
+_warned = False
 
 
 def progress(step: int) -> None:
     """Say that this rank has done step `step`; once a step, after the optimizer's.
 
-    Without an agent (or below torchrun) it does nothing. It never raises and never waits."""
+    Without an agent (or below torchrun) it does nothing. It never raises and never waits; what is
+    no number gets a warning, once."""
     global _teller, _begun
+    if type(step) is not int and not hasattr(step, "__index__"):
+        _warn(step)
     if _teller is None and _begun:
         return
     with contextlib.suppress(Exception):
@@ -150,6 +155,20 @@ def progress(step: int) -> None:
             _teller = _begin()
         if _teller is not None:
             _teller.step(step)
+
+
+def _warn(step: object) -> None:
+    """A script that is wrong everywhere learns of it also where there is no agent."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    with contextlib.suppress(Warning):  # where warnings are errors
+        warnings.warn(
+            f"elasticrun: progress() is given {step!r:.100} (a {type(step).__name__}): it takes "
+            "the number of the step, and tells the job nothing until it gets one",
+            stacklevel=3,
+        )
 
 
 def _begin() -> Teller | None:

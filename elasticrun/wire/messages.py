@@ -51,10 +51,11 @@ from elasticrun.wire.saving import (
     SaveSpec as SaveSpec,
     ShardBad as ShardBad,
     Watermark as Watermark,
+    WentOn as WentOn,
     WhereIs as WhereIs,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -141,6 +142,7 @@ class JobSpec:
     master_lost_timeout: float
     checks: CheckSpec = field(default_factory=CheckSpec)
     saves: SaveSpec = field(default_factory=SaveSpec)
+    scheduler_codes: bool = False  # --exit-codes=scheduler (core.failures.CONTRACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,7 @@ class Wait:
     """Nothing to do yet, and why; told once per change of the sentence."""
 
     reason: str
+    left: float = 0.0  # seconds after which the wait is over at the latest; 0: it has no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +351,10 @@ class Start:
     store: Endpoint
     host_store: bool  # this node's store is the one: keep it
     restore: Restore | None = None  # the snapshot that all ranks go on from; None: none in memory
-    rewound_from: int = -1  # checkpoints of this step and later ones are not gone on from; -1: any
+    rewound_from: int = -1  # checkpoints of this step and later ones come last; -1: none does
+    suspect: bool = False  # `restore` comes last too: ranks have failed soon after it
+    restore_step: int = -1  # a person wants this step and no other; -1: nobody does
+    why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ class Resume:
     step: int
     world_size: int  # of that round
     same: bool  # whether this rank's own snapshot of that round lies on this node
-    rewound_from: int = -1  # checkpoints of this step and later ones are not gone on from; -1: any
+    rewound_from: int = -1  # checkpoints of this step and later ones come last; -1: none does
     put_off: tuple[int, ...] = ()  # signals that the rank is to put off until its state is saved
+    suspect: bool = False  # what is in memory comes last too
+    restore_step: int = -1  # this step and no other, from memory or storage; -1: whatever is newest
 
 
 @dataclass(frozen=True, slots=True)

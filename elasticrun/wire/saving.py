@@ -29,6 +29,7 @@ class SaveSpec:
 
     at_breakpoint: bool = False  # --save-at-breakpoint: what ranks lost is written out too
     limit: float = 120.0  # seconds that one attempt to write a checkpoint may take
+    restore_step: int = -1  # --restore-step: what a person wants to go on from; -1: the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,26 @@ class LastRound:
 
 
 @dataclass(frozen=True, slots=True)
+class WentOn:
+    """A rank of this round has put back here what its Start named, and done steps since, up to
+    `step`. Told once no rank of the round lives here any more."""
+
+    round: RoundName
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Holdings:
     """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
     where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
-    the state in the memory of two nodes. `last`: None if no rank ever lived here."""
+    the state in the memory of two nodes. `last`: None if no rank ever lived here. `went_on`: None
+    if no rank of the newest round has trained on here from what it put back."""
 
     saver: Endpoint | None
     held: tuple[Holding, ...]
     replicas: bool = False
     last: LastRound | None = None
+    went_on: WentOn | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,13 @@ class Pet:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Say Pong with this number when all orders before it have been carried out."""
+
+    number: int
+
+
 ToSpawner = (
     Configure
     | SpawnRank
@@ -171,6 +178,7 @@ ToSpawner = (
     | CloseStore
     | Quit
     | Pet
+    | Ping
 )
 
 
@@ -274,6 +282,13 @@ class Stale:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a Ping."""
+
+    number: int
+
+
 FromSpawner = (
     SpawnerReady
     | Spawned
@@ -285,4 +300,5 @@ FromSpawner = (
     | Learned
     | Notice
     | Stale
+    | Pong
 )

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent import door
+from elasticrun.agent.processes import state
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import get_status
 from elasticrun.wire.ids import Endpoint
 from tests import aio
+from tests.harness import await_true
 from tests.master.people import LIMIT, enter, hear, hello, serving, status as page
 
 
@@ -290,6 +293,28 @@ def test_connections_are_bounded_and_others_wait_their_turn() -> None:
         running.join(LIMIT)
         listener.close()
         theirs.close()
+
+
+def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:
+    """A connection that cannot be accepted stays in the kernel's queue, which tells of it at every
+    look: the door must not look again and again."""
+    with opened() as gate, Behind() as store:
+        gate.tell(store=store.where)
+        with gate.visit(b"A") as visitor, store.accept() as inner:
+            assert read(inner, 1) == b"A"
+            used = len(os.listdir(f"/proc/{gate.popen.pid}/fd"))
+            limits = resource.prlimit(gate.popen.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(gate.popen.pid, resource.RLIMIT_NOFILE, (used + 1, limits[1]))
+            waiting = [gate.visit() for _ in range(4)]
+            # One that looks again and again never sleeps.
+            await_true(lambda: state(gate.popen.pid) == "S", "a door that rests")
+            visitor.close()
+        for sock in waiting[1:]:
+            sock.close()
+        resource.prlimit(gate.popen.pid, resource.RLIMIT_NOFILE, limits)
+        waiting[0].sendall(b"B")
+        with store.accept() as inner, waiting[0]:
+            assert read(inner, 1) == b"B"
 
 
 # ---------------------------------------------------------------- the real things behind it

@@ -246,7 +246,8 @@ def test_this_hosts_count_can_be_read() -> None:
 def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
-    monkeypatch.setattr(errorfiles, "_oom_kills", OomKills(lambda: [events]))
+    kills = OomKills(lambda: [events])
+    monkeypatch.setattr(errorfiles, "oom_kills", lambda: kills)
     events.write_text("oom_kill 1\n")
     failure = describe("", exitcode=-9)
     assert failure.kind is FailureKind.OOM

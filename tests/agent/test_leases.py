@@ -61,6 +61,37 @@ def test_what_an_older_life_left_is_written_while_the_next_one_restores() -> Non
     play(body)
 
 
+@pytest.mark.parametrize(
+    ("source", "step", "told"),
+    [("memory", 3, 3), ("memory", None, None), ("storage", 3, None), ("", 3, None)],
+)
+def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
+    source: str, step: int | None, told: int | None
+) -> None:
+    """Once they are gone; a rank that failed before, or took a checkpoint, says nothing of it."""
+
+    async def body(node: Node) -> None:
+        node.begin(1)
+        await node.both(await node.ranks(), 1)
+        node.snapshots.reaped()
+        start = node.begin(2, restore=m.Restore(ONE, 1, 2))
+        ranks = await node.ranks()
+        if source:
+            ranks[1].say(s.Restored(1, source))
+            await node.heard(ranks)
+        if step is not None:
+            node.snapshots._current[1].segment.current = step
+        assert node.snapshots._holdings().went_on is None, "they live"
+        node.snapshots.reaped()
+        went_on = node.snapshots._holdings().went_on
+        assert went_on == (None if told is None else m.WentOn(start.round, told))
+        node.begin(3, restore=m.Restore(ONE, 1, 2))
+        node.snapshots.reaped()
+        assert node.snapshots._holdings().went_on is None
+
+    play(body)
+
+
 def test_the_master_is_told_of_state_that_one_rank_alone_has() -> None:
     async def body(node: Node) -> None:
         node.begin(1)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elasticrun.agent.console import ConsoleWriter
+from elasticrun.agent.log_folder import KEPT_FOR, LogFolder, sweep
 from elasticrun.agent.logs import LogsUnusable, RankOutput
 from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
 from elasticrun.config import LogPlan
@@ -277,7 +279,7 @@ def test_no_inotify_is_said_and_made_up_for(
         raise OSError(24, "Too many open files")
 
     output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1)
-    output._reader.make_inotify = none_left  # type: ignore[assignment]
+    output._readers[1].make_inotify = none_left  # type: ignore[assignment]
     with caplog.at_level("WARNING", logger="elasticrun"):
         logs = output.open_attempt(0, make_envs(1))
         with open(logs[0].stdout, "wb", buffering=0) as file:
@@ -332,9 +334,13 @@ def test_a_frozen_console_drops_lines_and_counts_them(
     until_file(filtered, lambda text: text.endswith("needle\n"))
     output.rank_exited(0)
     with caplog.at_level("WARNING", logger="elasticrun"):
-        dropped = output.close(0.2)
-    assert 0 < dropped <= lines + 1
-    assert f"{dropped} lines of rank output were not shown" in caplog.text
+        cut = output.close(0.2)
+    assert 0 < cut <= os.path.getsize(logs[0].stdout)
+    said = (
+        f"{cut / 1e6:.1f} MB of the ranks' stdout were not shown, because nobody read the console"
+    )
+    assert said in caplog.text
+    assert f"{logs[0].stdout} ({cut / 1e6:.1f} MB)" in caplog.text
     assert filtered.read_text() == "[default0]:needle\n"
 
 
@@ -344,7 +350,9 @@ def test_a_long_rest_is_progress_at_each_turn(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Console:
-        def put(self, _: list[bytes]) -> None:
+        is_over = False
+
+        def put(self, _lines: list[bytes], _source: Tail) -> None:
             seen.append(reader.progress)
 
     path = tmp_path / "stdout.log"
@@ -395,6 +403,90 @@ def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
     writer.join(LIMIT)
     assert console.close(LIMIT) == 0
     assert text.split() == [b"%d" % n for n in range(30_000)]
+
+
+def test_a_reader_that_waits_for_its_console_is_not_taken_for_a_hung_disk(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=1), pipes, nproc=1, patience=LIMIT)
+    logs = output.open_attempt(0, make_envs(1))
+    with open(logs[0].stdout, "wb") as file:
+        file.truncate(40 * 1024 * 1024)  # more than the queue takes
+    await_true(lambda: output._consoles[1].is_awaited, "reader that waits for room")
+    output.hurry(4.0)
+    assert output.close(1.5) > 0
+    assert "the disk does not answer" not in caplog.text
+    assert "because the time to end was up" in caplog.text
+
+
+class SlowReader(threading.Thread):
+    """Reads a pipe to its end, `size` bytes at a time and with a rest after each."""
+
+    def __init__(self, pipe: Pipe, size: int, rest: float) -> None:
+        super().__init__()
+        self._pipe, self._size, self._rest = pipe, size, rest
+        self.hurry = threading.Event()
+
+    def run(self) -> None:
+        while data := os.read(self._pipe.out, self._size):
+            self._pipe.seen += data
+            self.hurry.wait(self._rest)  # the pace of a slow reader; no rest once it hurries
+
+
+def test_all_is_shown_as_long_as_somebody_reads(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader that takes minutes is no frozen one: neither the whole time counts, nor that one
+    write waits for room in the pipe longer than the console's patience."""
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), pipes, nproc=1, patience=1.0)
+    filled = fill(pipes[0])
+    logs = output.open_attempt(0, make_envs(1))
+    Path(logs[0].stdout).write_bytes(b"line\n" * 2_000)
+    Path(logs[0].stderr).write_bytes(b"the cause\n")
+    slow = SlowReader(pipes[0], 512, 0.2)  # a page, for which a write waits: in 1.6 s
+    slow.start()
+    output.rank_exited(0)
+    ending = threading.Thread(target=output.close, args=(1.0,))
+    ending.start()
+    pipes[1].until(b"[default0]:the cause\n")  # which no stdout holds up
+    await_true(lambda: len(pipes[0].seen) > 8 * 1024, "two pages, read in more than three seconds")
+    slow.hurry.set()
+    ending.join(LIMIT)
+    pipes[0].close_writer()
+    slow.join(LIMIT)
+    assert pipes[0].seen[filled:] == b"[default0]:line\n" * 2_000
+    assert caplog.text == ""
+
+
+def test_when_the_time_is_up_stderr_comes_first(
+    tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both go to one terminal, as with `2>&1 | less`, which is read on only after the signal."""
+    both = (pipes[0], pipes[0])
+    output = make(LogPlan(log_dir=str(tmp_path), tee_all=3), both, nproc=1, patience=LIMIT)
+    logs = output.open_attempt(0, make_envs(1))
+    size = 40 * 1024 * 1024
+    with open(logs[0].stdout, "wb") as file:
+        file.truncate(size)  # more than is ever shown, in lines without an end
+    console = output._consoles[1]
+    await_true(lambda: console._lines or console._writing, "stdout under way")
+    Path(logs[0].stderr).write_bytes(b"the cause\n" * 20_000)
+    output.rank_exited(0)
+    cut: list[int] = []
+    ending = threading.Thread(target=lambda: cut.append(output.close(LIMIT)))
+    ending.start()
+    output.hurry(3.0)
+    reader = SlowReader(pipes[0], 4096, 0.001)
+    reader.start()
+    await_true(lambda: pipes[0].seen.count(b"the cause") == 20_000, "all of stderr")
+    reader._rest = LIMIT  # nobody reads any more
+    ending.join(LIMIT)
+    reader.hurry.set()
+    pipes[0].close_writer()
+    reader.join(LIMIT)
+    assert 0 < cut[0] < size
+    assert "of the ranks' stdout were not shown, because the time to end was up" in caplog.text
+    assert f"these files have it all: {logs[0].stdout} (" in caplog.text
 
 
 def test_a_console_that_is_closed_stops_nobody(tmp_path: Path, pipes: tuple[Pipe, Pipe]) -> None:
@@ -466,10 +558,62 @@ def test_an_empty_folder_under_tmp_is_removed_and_a_used_one_kept(
     unused.open_attempt(0, make_envs(2))
     assert len(list(tmp_path.iterdir())) == 1
     unused.close(LIMIT)
+    unused.tidy()
     assert list(tmp_path.iterdir()) == []
 
     used = RankOutput(LogPlan(log_dir=None), "job", "default", 2)
     logs = used.open_attempt(0, make_envs(2))
     Path(logs[1].error_file).write_text("{}")
     used.close(LIMIT)
+    used.tidy()
     assert Path(logs[1].error_file).exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "well", "kept"),
+    [
+        (LogPlan(log_dir=None, tee_all=3), True, []),
+        (LogPlan(log_dir=None, tee_all=3), False, ["error.json", "stdout.log"]),
+        (LogPlan(log_dir=None, redirects_all=1), True, ["error.json", "stdout.log"]),
+        (LogPlan(log_dir=None, tee_all=3, local_ranks_filter=(1,)), True,
+         ["error.json", "stdout.log"]),
+        (LogPlan(log_dir=None), True, []),
+    ],
+)  # fmt: skip
+def test_what_is_kept_of_a_folder_that_nobody_asked_for(
+    plan: LogPlan, well: bool, kept: list[str], tmp_path: Path,
+    pipes: tuple[Pipe, Pipe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    output = make(plan, pipes)
+    logs = output.open_attempt(0, make_envs(1))
+    Path(logs[0].error_file).write_text("{}")  # of a life before
+    if logs[0].stdout:
+        Path(logs[0].stdout).write_text("a line\n")
+    output.close(LIMIT)
+    output.tidy(ended_well=well)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.stat().st_size
+                  and path.is_file()) == kept  # fmt: skip
+    assert bool(list(tmp_path.iterdir())) == bool(kept)
+
+
+def test_folders_of_killed_runs_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living, empty, fresh, old = (LogFolder() for _ in range(4))
+    kept = LogFolder()
+    for folder in (fresh, old, kept):
+        (Path(folder.path) / "stdout.log").write_text("a line\n")
+    os.utime(Path(old.path) / "stdout.log", (1, 1))
+    kept.leave(())
+    os.utime(Path(kept.path) / "stdout.log", (1, 1))
+    for folder in (empty, fresh, old):
+        os.close(folder._fd)  # as the kernel does it
+    torchruns = tmp_path / "torchelastic_abcdefgh"
+    torchruns.mkdir()
+    sweep()
+    left = {living.path, fresh.path, kept.path, str(torchruns)}
+    assert {str(path) for path in tmp_path.iterdir()} == left
+    sweep(time.time() + 2 * KEPT_FOR)
+    assert {str(path) for path in tmp_path.iterdir()} == left - {fresh.path}
+    living.leave(())

@@ -15,6 +15,7 @@ from elasticrun.agent import ranks as ranks_module
 from elasticrun.agent.logs import RankLogs, RankOutput
 from elasticrun.agent.ranks import Ranks
 from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.threads import NoThread
 from elasticrun.config import LogPlan
 from elasticrun.core.effects import (
     AgentEvent,
@@ -193,6 +194,29 @@ def test_an_error_file_that_cannot_be_read_holds_up_neither_the_exit_nor_its_ord
     play(body, output)
     hung.set()
     assert os.path.isdir(output.run_dir)
+
+
+@pytest.mark.parametrize("error", [KeyError("defect"), NoThread("too many processes")])
+def test_a_death_is_reported_whatever_becomes_of_its_cause(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Neither a defect of ours nor a limit of processes keeps the brain from hearing of it."""
+
+    async def no_thread(*_: object, **__: object) -> None:
+        raise error
+
+    async def body(stage: Stage) -> None:
+        orders = await spawned(stage)
+        monkeypatch.setattr(ranks_module, "in_thread", no_thread)
+        for order in orders:
+            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, 1, 5))
+        await stage.until(lambda: len(stage.events) == 4)
+        for event in stage.events[2:]:
+            assert isinstance(event, RankExited)
+            assert event.failure is not None
+            assert event.failure.exitcode == 1
+
+    play(body)
 
 
 def test_ranks_of_a_lost_spawner_are_heard_of_no_more() -> None:

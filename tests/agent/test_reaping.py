@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,10 @@ import pytest
 
 from elasticrun.agent.processes import below
 from elasticrun.agent.signals import SignalInbox
+from elasticrun.agent.spawner import Spawner
+from elasticrun.agent.spawner_process import SpawnerProcess
+from elasticrun.wire import frames
+from elasticrun.wire.spawner import Notice
 from tests.harness import LIMIT
 
 
@@ -196,3 +201,24 @@ def test_a_hung_thread_does_not_hold_up_the_loop() -> None:
         assert asyncio.run(main()) == "other work"
     finally:
         os.close(write)  # lets the thread go
+
+
+def test_a_spawner_that_was_reaped_is_heard_out_at_once() -> None:
+    """What it said lies in the socket, whoever may still hold the other end."""
+    heard: list[object] = []
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        spawner = Spawner(
+            SpawnerProcess(ours, None),
+            lambda _, message: heard.append(message),
+            lambda _, reason: heard.append(reason),
+        )
+        said = [Notice(str(number) * 1000) for number in range(100)]
+        theirs.sendall(b"".join(map(frames.encode, said)))
+        spawner.hear_out("exit code 3")
+        assert heard == [*said, "exit code 3"]
+        assert spawner.ended.is_set()
+        theirs.close()
+
+    asyncio.run(play())

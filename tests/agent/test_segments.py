@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,17 +17,17 @@ from pathlib import Path
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.agent import memory
+from elasticrun.agent import memory, segments as segments_module
 from elasticrun.agent.held import Held, Sizes
 from elasticrun.agent.memory import NoRoom
-from elasticrun.agent.segment_folder import Life, take
+from elasticrun.agent.segment_folder import Life, SegmentFolder, take
 from elasticrun.agent.segments import Segments
 from elasticrun.config import ORPHAN_GRACE
 from elasticrun.operator_log import logger
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.layout import PAGE
 from tests import needs
-from tests.agent.played import layout_of
+from tests.agent.played import LIMIT, layout_of
 
 ROUND = RoundName(7, 1, "n1")
 LIFE = Life(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
@@ -174,6 +175,76 @@ def test_without_the_names_of_its_rounds_nothing_is_adopted(shm: Path, text: str
         assert not list(folder.glob("0-*"))
 
     play(shm, body)
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link"])
+def test_a_name_that_somebody_else_has_taken_costs_nothing(
+    shm: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another name is: what lies there outlives this agent, and the next one finds it."""
+    killed(shm)
+    (folder,) = shm.iterdir()
+    name = folder.name
+    shutil.rmtree(folder)
+    if what == "folder":
+        if os.geteuid() != 0:
+            needs.lacking("a folder can only be given to another user by root")
+        folder.mkdir()
+        os.chown(folder, 65534, 65534)
+    elif what == "file":
+        folder.write_text("")
+    else:
+        folder.symlink_to("/tmp")
+    killed(shm)
+    assert sorted(path.name[-2:] for path in shm.iterdir()) == [".0", ".1"]
+
+    async def body(segments: Segments) -> None:
+        (held,) = segments.held
+        assert name.replace(".0", ".1") in held.path
+
+    play(shm, body)
+    assert "do not outlive" not in caplog.text
+
+
+def test_what_a_thread_brings_too_late_is_given_back(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that stands still for a while: no lock, no mapping and no file stays."""
+    killed(shm)
+    (folder,) = shm.iterdir()
+    goes_on, ended = threading.Event(), threading.Event()
+    adopt, leave = Segments._adopt, segments_module._leave
+
+    def slow(segments: Segments, node: str) -> object:
+        assert goes_on.wait(LIMIT)
+        return adopt(segments, node)
+
+    def late(
+        found: tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None],
+    ) -> None:
+        leave(found)
+        ended.set()
+
+    monkeypatch.setattr(Segments, "_adopt", slow)
+    monkeypatch.setattr(segments_module, "OPEN_LIMIT", 0.01)
+    monkeypatch.setattr(segments_module, "_leave", late)
+
+    async def main() -> None:
+        segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
+        assert await segments.open("node-a") == []
+        assert segments.held == []
+        goes_on.set()
+        assert await asyncio.to_thread(ended.wait, LIMIT)
+        await segments.close(job_over=False)
+
+    asyncio.run(main())
+    maps = Path("/proc/self/maps").read_text()
+    assert str(folder) not in maps
+    lock = take(str(shm), "a-job", "node-a", make=False)
+    assert lock is not None, "its lock is free"
+    assert lock.path == str(folder)
+    assert len(list(lock.files())) == 1, "and what lay there stays"
+    lock.remove(job_over=True)
 
 
 def age(folder: Path, seconds: float) -> None:

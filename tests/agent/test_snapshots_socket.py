@@ -27,7 +27,8 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.segment import NONE, VERSION
-from tests.agent.played import Client, Node, Rank, layout_of, play
+from elasticrun.wire.spawner import Exited, SpawnFailed
+from tests.agent.played import LIMIT, Client, Node, Rank, layout_of, play
 
 T = TypeVar("T")
 CONTENT = layout_of().content
@@ -458,6 +459,32 @@ def test_a_saver_that_did_its_work_is_started_again_as_often_as_it_dies(
             await node.snapshots.savers.there()
 
     play(body)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_saver_that_cannot_be_started_is_tried_again_and_writes(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No process is to be had for a while (a pids limit), or no thread, so that it ends before it
+    has said a word: nothing is given up, and what was to be written is."""
+    monkeypatch.setattr(savers_module, "RETRY_FIRST", 0.001)
+
+    async def body(node: Node) -> None:
+        await life(node, 1)
+        node.snapshots.obey(persist(1))
+        for _ in range(2 * savers_module.STARTS_MOST):
+            key = (await asyncio.wait_for(node.spawners.orders.get(), LIMIT)).key
+            why = "no saver could be started: Resource temporarily unavailable"
+            end = SpawnFailed(key, why) if refused else Exited(key, 1, 1, 0)
+            assert node.snapshots.savers.gone(end)
+        saver = await node.saver()
+        await checked(saver, 2)
+        order = await next_of(saver, s.PersistParts)
+        saver.say(s.PartsDone(order.attempt, True, "", 1, 0.1))
+        assert (await node.master.until(lambda _: True, m.Persisted)).ok
+
+    play(body)
+    assert sum("it is tried again, 10 s later at most" in text for text in caplog.messages) == 1
 
 
 def test_a_saver_that_went_with_its_fork_server_is_not_counted(

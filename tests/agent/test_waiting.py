@@ -1,35 +1,72 @@
-"""What users who see warnings only are told when ranks start."""
+"""What users are told of a wait: what for, and how long it may last."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
-from elasticrun.agent.waiting import starting
-from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.messages import Start
-from elasticrun.wire.saving import Restore
+from elasticrun.agent import waiting
+from elasticrun.core.group_states import GroupStatus, State
 
-START = Start(RoundName(1, 3, "n"), 0, 2, 0, 4, 0, 4, 1, Endpoint("h", 1), host_store=False)
+ALONE = GroupStatus(State.JOINED, "waiting for nodes: 1 of 2 nodes", None, (), 0, None, "", 700.0)
+DEAD = "waiting for nodes: 1 of 2 nodes (node b is dead)"
+SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that is lost"
 
 
 @pytest.mark.parametrize(
-    ("last", "said"),
+    ("status", "said"),
     [
-        (None, "the ranks start here: round 3 with 4 ranks on 2 nodes"),
-        (START, "the ranks start again, at no restart's cost: round 3 with 4 ranks on 2 nodes"),
+        (ALONE, "rendezvous host:29400: 1 of 2 nodes, 593 s left"),
+        (replace(ALONE, wait_ends=None), "rendezvous host:29400: 1 of 2 nodes"),
         (
-            replace(START, restart_count=0),
-            "the ranks start again: round 3 with 4 ranks on 2 nodes, restart 1 of 5",
+            replace(ALONE, reason=DEAD),
+            "rendezvous host:29400: 1 of 2 nodes (node b is dead), 593 s left",
+        ),
+        (
+            replace(ALONE, reason="last call: up to 4 nodes may join", wait_ends=110.0),
+            "rendezvous host:29400: last call: up to 4 nodes may join, 3 s left",
+        ),
+        (replace(ALONE, reason=SPARE, wait_ends=None), SPARE),
+        (
+            replace(ALONE, state=State.ENDING, reason="received SIGTERM", wait_ends=135.0),
+            "received SIGTERM: waiting for the ranks to end; killed in 28 s",
+        ),
+        (
+            replace(ALONE, state=State.STOPPING, reason="node c joined", wait_ends=None),
+            "node c joined: waiting for the ranks to end",
         ),
     ],
 )
-def test_starting(last: Start | None, said: str) -> None:
-    assert starting(START, last, 5) == said
+def test_in_words(status: GroupStatus, said: str) -> None:
+    assert waiting.in_words(status, "host:29400", 107.0) == said
 
 
-def test_the_step_that_ranks_go_on_from_is_named() -> None:
-    again = replace(START, restore=Restore(RoundName(1, 2, "n"), step=230, world_size=4))
-    size = "round 3 with 4 ranks on 2 nodes"
-    assert starting(again, None, 5) == f"the ranks start here: {size}, from step 230 in memory"
+def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SOON", "AGAIN"):
+        monkeypatch.setattr(waiting, name, 0.0)
+    monkeypatch.setattr(waiting, "LATE", 3600.0)
+
+    async def waits() -> list[str]:
+        said: list[str] = []
+        twice = asyncio.Event()
+
+        def say(line: str) -> None:
+            said.append(line)
+            if len(said) == 2:
+                twice.set()
+
+        waits = waiting.LongWaits(lambda: "host:1", say, lambda: 0.0)
+        waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
+        waits.look(ALONE)
+        waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
+        await twice.wait()
+        waits.look(replace(ALONE, state=State.RUNNING))
+        told = len(said)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(said) == told
+        return said[:2]
+
+    assert asyncio.run(waits()) == ["rendezvous host:1: 1 of 2 nodes, 3 s left"] * 2

@@ -30,13 +30,16 @@ def ours() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No settings from outside, logs in a folder of the test's own, no process left. (That folder's
     name is short: multiprocessing's fork server has a Unix socket in it.)"""
     import os
 
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
+    tmp_path_factory.getbasetemp()  # made here, it would lie in this test's own folder
     get_temp_dir()  # multiprocessing's own in this process, which outlives a test
     folder = tempfile.mkdtemp(prefix="er-api-")
     monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +116,20 @@ def leave_a_child(folder: str) -> int:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                              start_new_session=True)  # fmt: skip
     return child.pid
+
+
+def return_before_the_other(folder: str) -> float:
+    """Local rank 0 notes when its process ends; 1 returns after it, and later than that unless rank
+    0 waits for it. Its answer is when that was."""
+    mine = Path(folder) / "pid"
+    if os.environ["LOCAL_RANK"] == "0":
+        ends = Path(folder) / "ended"
+        Finalize(None, lambda: ends.write_text(str(time.monotonic())), exitpriority=0)
+        mine.with_suffix(".new").write_text(str(os.getpid()))
+        mine.with_suffix(".new").rename(mine)
+        return 0.0
+    while not mine.exists():
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(int(mine.read_text()))], [], [], 0.5)
+    return time.monotonic()

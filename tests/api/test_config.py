@@ -71,9 +71,15 @@ def test_the_default_backend_on_one_node_needs_no_endpoint() -> None:
 def test_more_nodes_need_one() -> None:
     with pytest.raises(ValueError, match="rdzv_endpoint='HOST:PORT'"):
         agent_config_of(one_node(max_nodes=2), functions.echo, [])
-    config = one_node(max_nodes=2, rdzv_endpoint="there:1234", rdzv_backend="etcd-v2")
+    config = one_node(max_nodes=2, rdzv_endpoint="there:1234", rdzv_backend="c10d")
     place = agent_config_of(config, functions.echo, []).rendezvous
     assert (place.kind, place.host, place.port) == ("elastic", "there", 1234)
+
+
+def test_an_etcd_is_an_etcd() -> None:
+    config = one_node(max_nodes=2, rdzv_endpoint="e0:2379", rdzv_backend="etcd-v2", run_id="j")
+    found = agent_config_of(config, functions.echo, [])
+    assert (found.rendezvous.kind, found.master_store) == ("etcd", "etcd://e0:2379")
 
 
 def test_static() -> None:

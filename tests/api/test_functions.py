@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.launcher import LaunchConfig, elastic_launch
+from elasticrun.wire.frames import FrameBuffer
+from elasticrun.wire.spawner import FromSpawner, Notice
 from tests.api import functions
-from tests.harness import LIMIT, await_exit, until_file
+from tests.harness import LIMIT, await_exit, free_port, until_file
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -53,6 +57,45 @@ def test_what_a_rank_sees(method: str) -> None:
         assert seen["group"] == seen["pid"]
         assert seen["sigterm"], "the launcher's handler was inherited"
     assert results[0]["MASTER_PORT"] == results[1]["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_no_rank_ends_before_all_have_returned(method: str, tmp_path: Path) -> None:
+    results = elastic_launch(config(start_method=method), functions.return_before_the_other)(
+        str(tmp_path)
+    )
+    assert float((tmp_path / "ended").read_text()) > results[1]
+
+
+NODE = """
+import sys
+from elasticrun.launcher import LaunchConfig, elastic_launch
+from tests.api import functions
+port, folder = sys.argv[1:]
+config = LaunchConfig(2, 2, 2, run_id="job", start_method="fork", max_restarts=0,
+    rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}",
+    rdzv_configs={"heartbeat_timeout": 60})
+returned = max(elastic_launch(config, functions.return_before_the_other)(folder).values())
+assert float(open(f"{folder}/ended").read()) > returned
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_of_two_nodes_ends_before_all_of_its_node_have_returned(tmp_path: Path) -> None:
+    port = str(free_port())
+    nodes = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", NODE, port, str(tmp_path / name)],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        )
+    ends = [(node.communicate(timeout=LIMIT)[1], node.returncode) for node in nodes]
+    assert [code for _, code in ends] == [0, 0], ends
 
 
 def test_arguments_arrive_and_local_rank_is_filled_in() -> None:
@@ -225,3 +268,30 @@ def test_kill_9_of_the_agent(tmp_path: Path) -> None:
     _, err = caller.communicate(timeout=LIMIT)
     assert "LaunchError: the agent was killed by signal 9" in err
     assert await_exit(pids) == set()
+
+
+def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caller = FunctionSpawner(functions.places, (), "fork", b"")
+    caller._channel.setblocking(False)
+    caller._selector.register(caller._channel, selectors.EVENT_READ, caller._converse)
+    caller.agents_end.setblocking(False)
+    reports = [Notice(str(number) * 200) for number in range(700)]
+    for report in reports:
+        caller._say(report)
+    heard: list[Any] = []
+    incoming = FrameBuffer(FromSpawner)
+    while len(heard) < len(reports):
+        heard += incoming.feed(caller.agents_end.recv(1 << 20))
+        for key, _ in caller._selector.select(0):
+            key.data()
+    assert heard == reports
+    said = 0
+    while caller._talking:
+        caller._say(reports[0])
+        said += 1
+    assert 1000 < said < 100_000
+    assert "does not read" in caplog.text
+    caller._end_all()
+    caller.agents_end.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -101,6 +103,19 @@ def test_elastic_launch_of_a_command(tmp_path: Path) -> None:
         elastic_launch(config, "bash")("-c", "exit 5")
     assert caught.value.name == "bash"
     assert {failure.exitcode for failure in caught.value.failures.values()} == {5}
+
+
+def test_teed_output_is_seen_by_whoever_has_replaced_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Notebooks and redirect_stdout: what torch's launcher prints in this process, so does ours."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    shown, wrong = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(wrong):
+        words = ["bash", "-c", "echo shown; echo wrong $RANK >&2"]
+        run.main(["--nproc-per-node=2", "--tee=3", "--no-python", *words])
+    assert sorted(shown.getvalue().splitlines()) == ["[default0]:shown", "[default1]:shown"]
+    assert sorted(wrong.getvalue().splitlines()) == ["[default0]:wrong 0", "[default1]:wrong 1"]
 
 
 def test_logs_that_cannot_be_written(script: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Ranks:
 def fork_server(*more: str) -> Iterator[None]:
     """Ends the fork server with the tests that need it. `more`: modules that their ranks need."""
     multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed.tensor", "elasticrun.checkpointing.checkpointer", *more]
+        ["torch", "tests.torches", "elasticrun.checkpointing.checkpointer", *more]
     )
     try:
         yield

@@ -39,7 +39,9 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
 
 def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path) -> None:
     agent.watermark = False
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None, on_busy="wait")
+    ckpt = Checkpointer(
+        tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None, on_busy="wait"
+    )
     ckpt.step(1)
     ckpt.step(2)
 
@@ -59,7 +61,7 @@ def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path
 
 def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: PlayedAgent) -> None:
     agent.watermark = False
-    ckpt = Checkpointer("/nowhere", n={"x": 1}, every=1, persist_every=None)
+    ckpt = Checkpointer("/nowhere", n={"x": 1}, every_steps=1, persist_every_seconds=None)
     ckpt.step(1)
     ckpt.step(2)
     way: Any = ckpt._way
@@ -73,7 +75,7 @@ def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: Pla
 
 def test_children_of_a_rank_know_no_agent(agent: PlayedAgent, tmp_path: Path) -> None:
     for number in (1, 2):  # a later Checkpointer of the same process knows it
-        ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None)
+        ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None)
         ckpt.step(number)
         assert ckpt.stats.snapshots == 1
         assert "ELASTICRUN_SNAPSHOTS" not in os.environ
@@ -89,13 +91,13 @@ def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:
     state = {"x": torch.ones(10 << 20)}
-    ckpt = Checkpointer(tmp_path, state=state, every=1, persist_every=None)
+    ckpt = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
     ckpt.step(1)
     ckpt.close()
     agent.next_life(1, 1)
     del ckpt
     gc.collect()
-    again = Checkpointer(tmp_path, state=state, every=1, persist_every=None)
+    again = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
     with at_most(64 << 20), pytest.raises(RuntimeError) as caught:
         again.restore()
     assert "step 1 is whole in memory, but this process cannot map" in str(caught.value)
@@ -103,11 +105,9 @@ def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
     assert agent.of(CannotRestore) == []
 
 
-def test_what_was_skipped_is_told_once_for_each_checkpoint(
-    agent: PlayedAgent, tmp_path: Path
-) -> None:
+def test_what_was_skipped_is_told_once(agent: PlayedAgent, tmp_path: Path) -> None:
     agent.watermark = False
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=5, slots=2)
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_steps=5, slots=2)
     for step in range(1, 5):
         ckpt.step(step)
     agent.until(Committed, 2)
@@ -122,9 +122,9 @@ def test_what_was_skipped_is_told_once_for_each_checkpoint(
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
-        ({"persist_every": None}, (2, 0)),
+        ({"persist_every_seconds": None}, (2, 0)),
         ({}, (3, 2)),
-        ({"persist_every": None, "replicas": 1}, (3, 2)),
+        ({"persist_every_seconds": None, "replicas": 1}, (3, 2)),
         ({"slots": 2}, (2, 0)),
         ({"slots": 4}, (4, 0)),
     ],
@@ -132,7 +132,7 @@ def test_what_was_skipped_is_told_once_for_each_checkpoint(
 def test_slots_are_three_where_something_takes_its_time(
     agent: PlayedAgent, tmp_path: Path, options: dict[str, Any], asked: tuple[int, int]
 ) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, **options)
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, **options)
     ckpt.step(1)
     need = agent.of(NeedSegment)[0]
     assert (need.slots, need.least) == asked
@@ -145,7 +145,7 @@ from elasticrun.training import Checkpointer
 folder, wait = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 state = {f"t{i}": torch.ones(1 << 10) for i in range(300)}
-ckpt = Checkpointer(f"{folder}/ckpt", state=state, persist_every=1)
+ckpt = Checkpointer(f"{folder}/ckpt", state=state, persist_every_steps=1)
 ckpt.step(1)
 if wait == "close":
     ckpt.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import pieces
 from elasticrun.storage.errors import StorageError
-from elasticrun.training import Checkpointer, Keep
+from elasticrun.training import Checkpointer, Keep, progress
 from elasticrun.wire.snapshots import (
     CannotRestore,
     Committed,
@@ -37,7 +38,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
         yield played
 
 
-USUAL = {"every": 1, "persist_every": None, "strict_save": True, "on_busy": "wait"}
+USUAL = {"every_steps": 1, "persist_every_seconds": None, "strict_save": True, "on_busy": "wait"}
 
 
 class Training:
@@ -100,7 +101,7 @@ def test_all_of_a_training_comes_back_and_goes_on_bit_by_bit(
     assert type(other.sched.milestones) is type(one.sched.milestones)
     one.ckpt.close()
     other.run(5, 9)
-    alone = Training(tmp_path, every=1 << 40)
+    alone = Training(tmp_path, every_steps=1 << 40)
     alone.run(0, 9)
     assert other.all() == alone.all()
     assert agent.of(Restored)[1] == Restored(5, "memory")
@@ -119,7 +120,7 @@ def test_a_snapshot_changes_nothing_of_an_optimizer_without_state(
     one.run(1, 4)
     layouts = [m.layout for m in agent.of(NeedSegment)]
     assert len(layouts) == len(set(layouts)) == 2
-    never = Training(tmp_path, every=1 << 40)
+    never = Training(tmp_path, every_steps=1 << 40)
     never.run(1, 4)
     assert one.all() == never.all()
     agent.next_life(4, 1)
@@ -195,7 +196,7 @@ def test_what_is_written_out_is_pinned_and_never_in_the_way(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:
     agent.watermark = False
-    one = Training(tmp_path, persist_every=2, slots=3)
+    one = Training(tmp_path, persist_every_steps=2, slots=3)
     one.run(0, 2)
     first, second = agent.until(Committed, 2)
     assert (first.persist, second.persist) == (False, True)
@@ -210,14 +211,14 @@ def test_what_is_written_out_is_pinned_and_never_in_the_way(
 
 def test_values_that_grow_out_of_their_room_get_more(agent: PlayedAgent, tmp_path: Path) -> None:
     notes: dict[str, Any] = {"text": "a"}
-    ckpt = Checkpointer(tmp_path, notes=notes, every=1, strict_save=True)
+    ckpt = Checkpointer(tmp_path, notes=notes, every_steps=1, strict_save=True)
     ckpt.step(1)
     notes["text"] = "b" * 300_000
     ckpt.step(2)
     assert len(agent.of(NeedSegment)) == 2
     agent.next_life(2, 1)
     found: dict[str, Any] = {}
-    other = Checkpointer(tmp_path, notes=found, every=1, strict_save=True)
+    other = Checkpointer(tmp_path, notes=found, every_steps=1, strict_save=True)
     assert other.restore() == 2
     assert found == notes
     other.step(3)
@@ -251,7 +252,7 @@ def test_a_save_that_torch_fails_at_ends_nothing(tmp_path: Path, strict: bool) -
     """Without an agent; torch raises what is no Exception."""
     folder = tmp_path / "ckpt"
     folder.write_text("in the way")
-    ckpt = Checkpointer(folder, n={"x": 1}, persist_every=1, strict_save=strict)
+    ckpt = Checkpointer(folder, n={"x": 1}, persist_every_steps=1, strict_save=strict)
     for step in (1, 2):
         if strict:
             with pytest.raises(StorageError, match=f"checkpoint of step {step} was not written"):
@@ -282,7 +283,7 @@ def test_an_agent_that_hangs_up_ends_snapshots_and_not_training(
 
 def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, tmp_path: Path) -> None:
     """One epoch after the other, say, each counted from 0."""
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=4, strict_save=True)
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=4, strict_save=True)
     for step in [*range(1, 6), 5, *range(4), *range(9)]:
         ckpt.step(step)
     (said,) = agent.until(Remark)
@@ -292,7 +293,7 @@ def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, tmp_path: Path)
 
 
 def test_an_unhealthy_step_is_left_out(agent: PlayedAgent, tmp_path: Path) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1)
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1)
     ckpt.step(1)
     ckpt.step(2, healthy=False)
     ckpt.step(3)
@@ -318,14 +319,14 @@ def test_a_shard_that_is_not_whole_is_said_and_ends_the_rank(
 def test_a_script_that_has_changed_is_told_what_is_missing(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:
-    ckpt = Checkpointer(tmp_path, model=nn.Linear(2, 2), every=1, strict_save=True)
+    ckpt = Checkpointer(tmp_path, model=nn.Linear(2, 2), every_steps=1, strict_save=True)
     ckpt.step(1)
     agent.next_life(1, 1)
     for changed, words in (
         (nn.Linear(2, 3), r"model.(weight|bias) was saved with shape"),
         (nn.Sequential(nn.Linear(2, 2)), r"model.0.weight is not in what was saved"),
     ):
-        other = Checkpointer(tmp_path, model=changed, every=1)
+        other = Checkpointer(tmp_path, model=changed, every_steps=1)
         before = [p.clone() for p in changed.parameters()]
         with pytest.raises(RuntimeError, match=words):
             other.restore()
@@ -334,16 +335,15 @@ def test_a_script_that_has_changed_is_told_what_is_missing(
     ckpt.close()
 
 
-def test_plain_values_tensors_and_what_was_not_saved(agent: PlayedAgent, tmp_path: Path) -> None:
+def test_a_tensor_by_its_name_and_what_was_not_saved(agent: PlayedAgent, tmp_path: Path) -> None:
     tensor = torch.arange(4.0)
-    ckpt = Checkpointer(tmp_path, t=tensor, n=7, every=1, strict_save=True)
+    ckpt = Checkpointer(tmp_path, t=tensor, every_steps=1, strict_save=True)
     ckpt.step(1)
     agent.next_life(1, 1)
     target, late = torch.zeros(4), {"fresh": 1}
-    other = Checkpointer(tmp_path, t=target, n=0, late=late, every=1)
+    other = Checkpointer(tmp_path, t=target, late=late, every_steps=1)
     assert other.restore() == 1
     assert torch.equal(target, tensor)
-    assert other.values == {"n": 7}
     assert late == {"fresh": 1}
     assert "late was not saved" in agent.until(Remark)[0].text
     ckpt.close()
@@ -367,7 +367,7 @@ def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, tmp_path
 
 @pytest.mark.parametrize("number", [-1, 1.5, 2**53, None])
 def test_what_is_no_step_is_refused(agent: PlayedAgent, tmp_path: Path, number: Any) -> None:
-    ckpt = Checkpointer(tmp_path, n={"x": 1}, every=1, persist_every=None)
+    ckpt = Checkpointer(tmp_path, n={"x": 1}, every_steps=1, persist_every_seconds=None)
     for call in (ckpt.step, ckpt.save_now):
         with pytest.raises(ValueError, match=r"steps are counted from 0, in whole numbers"):
             call(number)
@@ -380,21 +380,94 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Module):
         pass
 
-    for wrong, words in (
+    class Half:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    wrongs: list[tuple[dict[str, Any], str]] = [
         ({"m": FullyShardedDataParallel()}, "fully_shard"),
-        ({"__rank0": 1}, "cannot be a name"),
+        ({"__rank0": {"x": 1}}, "cannot be a name"),
         ({"d": {"m": nn.Linear(1, 1)}}, "by a name of its own"),
         ({}, "there is no state"),
-    ):
+        ({"half": Half()}, r"half is a Half, which has state_dict\(\) and no load_state_dict"),
+        (
+            {"m": nn.Linear},
+            r"m is the class torch\.nn\.\S+\.Linear, which has no state: pass an obj",
+        ),
+        (
+            {"progress": progress},
+            r"progress is the function elasticrun\.\S+\.progress, which has no",
+        ),
+        ({"f": lambda: 0}, "f is the function .*<lambda>, which has no state"),
+        ({"tokens": 7}, r"tokens is 7, a plain value: put it into a dict, as in state=\{\.\.\.\}"),
+        (
+            {"persit_every": 100},
+            r"no option persit_every \(100\): did you mean persist_every_steps\?",
+        ),
+        ({"evry_seconds": 1.0}, r"did you mean every_seconds\?"),
+        ({"onbusy": "wait"}, r"did you mean on_busy\?"),
+        ({"kep": Keep()}, r"did you mean keep\?"),
+    ]
+    for wrong, words in wrongs:
         with pytest.raises(ValueError, match=words):
             Checkpointer(tmp_path, **wrong)
-    for wrong, words in (
+    ckpt = Checkpointer(tmp_path, x={"y": 1})
+    for own, words in ((7, "n is 7, a plain value"), (progress, "n is the function")):
+        with pytest.raises(ValueError, match=words):
+            ckpt.per_rank("n", own)
+    with pytest.raises(ValueError, match="on_resize is 3"):
+        ckpt.per_rank("n", {}, on_resize=3)  # type: ignore[arg-type]
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    wrongs: list[tuple[dict[str, Any], str]] = [
         ({"slots": 1}, "slots is 1"),
-        ({"every": "often"}, "every is 'often'"),
         ({"on_busy": "panic"}, "on_busy is 'panic'"),
         ({"replicas": 2}, "replicas is 2; it may be 0 or 1"),
-    ):
+        ({"verify": "no"}, "verify is 'no'; it may be True or False"),
+        ({"rng": 0}, "rng is 0; it may be True or False"),
+        ({"keep": 3}, r"keep is 3; it may be a Keep, as in keep=Keep\(last=3\)"),
+        (
+            {"every_steps": 10.0},
+            "every_steps is 10.0; it is a whole number above 0; seconds are ev",
+        ),
+        ({"every_steps": 0}, "every_steps is 0; it is a whole number above 0$"),
+        ({"every_steps": True}, "every_steps is True"),
+        ({"every_seconds": "often"}, "every_seconds is 'often'; it is a number above 0"),
+        ({"persist_every_seconds": 0}, "persist_every_seconds is 0; it is a number above 0"),
+        ({"persist_every_steps": 5, "persist_every_seconds": 5}, "give one of persist_every_steps"),
+        (
+            {"every": 5, "every_seconds": 5},
+            "every is the old name of every_steps and every_seconds",
+        ),
+        ({"every": "often"}, "every is 'often'; say every_steps or every_seconds, with a number"),
+    ]
+    for wrong, words in wrongs:
         with pytest.raises(ValueError, match=words):
-            Checkpointer(tmp_path, x=1, **wrong)  # type: ignore[arg-type]
+            Checkpointer(tmp_path, x={"y": 1}, **wrong)
     with pytest.raises(ValueError, match="last=-1"):
         Keep(last=-1)
+    with pytest.raises(TypeError, match="positional"):
+        Checkpointer(tmp_path, x={"y": 1}).step(1, 0.25)  # type: ignore[misc]
+
+
+def test_steps_and_seconds_are_two_options_and_the_old_form_warns(tmp_path: Path) -> None:
+    paces: list[tuple[dict[str, Any], tuple[Any, Any], str]] = [
+        ({}, ("auto", 1800.0), ""),
+        ({"every_steps": 10, "persist_every_seconds": 60}, (10, 60.0), ""),
+        ({"every_seconds": 10, "persist_every_steps": 60}, (10.0, 60), ""),
+        ({"persist_every_seconds": None}, ("auto", None), ""),
+        ({"every": 10}, (10, 1800.0), "every=10 .*: say every_steps=10"),
+        ({"every": "auto"}, ("auto", 1800.0), "every='auto' .*: leave it out"),
+        ({"persist_every": 10.0}, ("auto", 10.0), "say persist_every_seconds=10.0"),
+        ({"persist_every": None}, ("auto", None), "say persist_every_seconds=None"),
+    ]
+    for options, expected, words in paces:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ckpt = Checkpointer(tmp_path, x={"y": 1}, **options)
+        assert [type(one.message) for one in said] == ([FutureWarning] if words else [])
+        assert all(re.search(words, str(one.message)) for one in said)
+        assert all(one.filename == __file__ for one in said)
+        assert (ckpt._every, ckpt._persist_every) == expected
+        assert [type(one) for one in (ckpt._every, ckpt._persist_every)] == [*map(type, expected)]

@@ -338,7 +338,8 @@ ways.WHOLE_LIMIT = 240.0
 with playing() as agent:
     agent.resume, agent.watermark = replace(NOTHING, put_off=(15,)), False
     os.environ["ELASTICRUN_SNAPSHOTS"] = agent.place(0)
-    ckpt = Checkpointer("/nowhere", n={"x": 1}, every=100, persist_every=None, slots=3)
+    state, none = {"x": 1}, None
+    ckpt = Checkpointer("/nowhere", n=state, every_steps=100, persist_every_seconds=none, slots=3)
     ckpt.save_now(1)
     segment = agent.current[0].segment
     segment.save_at = 3

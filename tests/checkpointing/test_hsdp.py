@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import NeedSegment, Restored, WantShard
 from tests.checkpointing.played import playing
 from tests.checkpointing.ranks import Ranks, fork_server
+from tests.torches import DTensor, fully_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,7 +37,12 @@ def two_steps(folder: str, seed: int) -> tuple[int, list[list[float]], list[list
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     ckpt = Checkpointer(
-        folder, model=model, optim=optimizer, every=1, persist_every=None, on_busy="wait"
+        folder,
+        model=model,
+        optim=optimizer,
+        every_steps=1,
+        persist_every_seconds=None,
+        on_busy="wait",
     )
 
     def parts() -> list[list[float]]:

@@ -19,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrun.checkpointing import copying
@@ -38,6 +37,7 @@ from elasticrun.wire.layout import Item, ItemKind, Layout, decode, lay_out
 from elasticrun.wire.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from tests.checkpointing.played import playing
+from tests.torches import fully_shard
 
 
 @pytest.fixture
@@ -267,6 +267,9 @@ def test_a_rank_asks_first_where_what_it_needs_was() -> None:
 # ---------------------------------------------------------------- flattening
 
 
+BUFFER = getattr(nn, "Buffer", nn.Parameter)(torch.ones(1))  # torch 2.4 has none
+
+
 class Words(dict[str, Any]):
     """A mapping of another type."""
 
@@ -279,7 +282,7 @@ class Words(dict[str, Any]):
         {"deep": [[1, [2]], [3, [{"a": 1}]], torch.ones(1)], "flat": [[1], [[2]], (3,)]},
         {"t": torch.ones(2), "p": nn.Parameter(torch.ones(2)), "l": [torch.ones(1), 2, None]},
         {"words": Words(a=1, b={"c": torch.ones(1)}), "empty": [], "set": {1}, "seen": [{1}, {}]},
-        {"sparse": torch.eye(3).to_sparse(), "buffer": nn.Buffer(torch.ones(1))},
+        {"sparse": torch.eye(3).to_sparse(), "buffer": BUFFER},
     ],
 )
 def test_states_are_flattened_as_torch_does(state: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elasticrun.checkpointing.board import Board
 from elasticrun.checkpointing.choosing import NotAgreed
@@ -29,6 +28,7 @@ from elasticrun.wire.snapshots import Committed, Remark, Restored, WantShard
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.checkpointing.ranks import Ranks, fork_server
 from tests.checkpointing.test_stored import add_manifest
+from tests.torches import DTensor, Replicate, Shard, distribute_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -84,7 +84,13 @@ def two_steps(folder: str) -> int:
     rank = int(os.environ["RANK"])
     own = {"rank": rank, "random": torch.zeros(3)}
     ckpt = Checkpointer(
-        folder, state=state, notes=notes, every=1, persist_every=2, strict_save=True, on_busy="wait"
+        folder,
+        state=state,
+        notes=notes,
+        every_steps=1,
+        persist_every_steps=2,
+        strict_save=True,
+        on_busy="wait",
     )
     ckpt.per_rank("own", own)
     start = ckpt.restore()
@@ -102,7 +108,7 @@ def restored(folder: str, step: int) -> tuple[int, list[Any]]:
     """Restores, and compares every bit of this rank's part."""
     state, notes, states = sharded(99), {"step": 0}, []
     own: dict[str, Any] = {"rank": -1}
-    ckpt = Checkpointer(folder, state=state, notes=notes, every=1, persist_every=None)
+    ckpt = Checkpointer(folder, state=state, notes=notes, every_steps=1, persist_every_seconds=None)
     ckpt.per_rank("own", own, on_resize=states.extend)
     start = ckpt.restore()
     for name, mine, wanted in zip(state, parts(state), parts(sharded(step)), strict=True):
@@ -182,7 +188,12 @@ def three_steps(folder: str, source: str, first: int) -> None:
     rows = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
-    options: Any = {"every": 1, "persist_every": 2, "on_busy": "wait", "strict_save": True}
+    options: Any = {
+        "every_steps": 1,
+        "persist_every_steps": 2,
+        "on_busy": "wait",
+        "strict_save": True,
+    }
     ckpt = Checkpointer(folder, model=model, optim=optim, state={"rows": rows}, **options)
     ckpt.per_rank("own", {"rank": dist.get_rank()})
     assert ckpt.restore() == first
@@ -233,14 +244,16 @@ def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Pa
     state = {"x": torch.zeros(4)}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        ckpt = Checkpointer(tmp_path, state=state, persist_every=2, keep=Keep(last=2, every=4))
+        ckpt = Checkpointer(
+            tmp_path, state=state, persist_every_steps=2, keep=Keep(last=2, every=4)
+        )
         assert ckpt.restore() == 0
         for step in range(1, 11):
             state["x"] += 1
             ckpt.step(step)
     assert [str(w.message) for w in said if "elasticrun" in str(w.message)] == [
         "elasticrun: this was not started by elasticrun, so nothing is kept in memory; torch's own "
-        "save writes what persist_every asks for"
+        "save writes the checkpoints"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:09d}" for step in (4, 8, 10)]
     assert ckpt.stats.persists == 5
@@ -251,7 +264,7 @@ def test_with_an_agent_the_newer_of_memory_and_storage_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"x": torch.zeros(4)}
-    ckpt = Checkpointer(tmp_path, state=state, persist_every=5)
+    ckpt = Checkpointer(tmp_path, state=state, persist_every_steps=5)
     state["x"].fill_(5.0)
     ckpt.step(5)
     ckpt.close()
@@ -259,11 +272,11 @@ def test_with_an_agent_the_newer_of_memory_and_storage_is_taken(
         with playing() as agent:
             monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", agent.place(0))
             first = {"x": torch.full((4,), float(memory))}
-            taking = Checkpointer(tmp_path, state=first, persist_every=None)
+            taking = Checkpointer(tmp_path, state=first, persist_every_seconds=None)
             taking.save_now(memory)
             agent.next_life(memory, 1)
             state = {"x": torch.zeros(4)}
-            ckpt = Checkpointer(tmp_path, state=state, every=1, strict_save=True)
+            ckpt = Checkpointer(tmp_path, state=state, every_steps=1, strict_save=True)
             assert ckpt.restore() == max(memory, 5)
             assert ckpt.stats.source == source
             assert torch.equal(state["x"], torch.full((4,), float(max(memory, 5))))
@@ -296,7 +309,7 @@ def fails_once(folder: str) -> tuple[list[int], list[list[int]], list[str]]:
     failed, stood = [], []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        ckpt = Checkpointer(folder, state=state, odd=odd, persist_every=1, keep=Keep(last=1))
+        ckpt = Checkpointer(folder, state=state, odd=odd, persist_every_steps=1, keep=Keep(last=1))
         ckpt.restore()
         for step in (1, 2, 3, 4, 5):
             for target, source in zip(parts(state), parts(sharded(step)), strict=True):
@@ -335,7 +348,7 @@ def restores(folder: str, step: int, verify: bool, away: int = -1) -> tuple[int,
     if dist.get_rank() == away:
         Folder.verify = refuse  # type: ignore[method-assign]
     state = sharded(99)
-    ckpt = Checkpointer(folder, state=state, persist_every=None, verify=verify)
+    ckpt = Checkpointer(folder, state=state, persist_every_seconds=None, verify=verify)
     try:
         found = ckpt.restore()
     except (NotAgreed, StorageError) as error:
@@ -430,9 +443,13 @@ def train_until_killed(folder: str) -> None:
     """Every element of the state is the step; nothing but snapshots is done."""
     torch.set_num_threads(1)
     state = {f"t{i}": torch.zeros(1 << 18) for i in range(16)}
-    ckpt = Checkpointer(
-        folder, state=state, every=1, persist_every=None, on_busy="wait", strict_save=True
-    )
+    options: Any = {
+        "every_steps": 1,
+        "persist_every_seconds": None,
+        "on_busy": "wait",
+        "strict_save": True,
+    }
+    ckpt = Checkpointer(folder, state=state, rng=False, **options)
     step = ckpt.restore()
     for tensor in state.values():
         assert torch.all(tensor == step), "a torn state was restored"

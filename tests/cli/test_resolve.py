@@ -39,6 +39,19 @@ def notes(config: AgentConfig) -> str:
     return "\n".join(config.notes)
 
 
+def test_variables_that_nobody_reads_are_named_once() -> None:
+    read = {"ELASTICRUN_NNODES": "1", "ELASTICRUN_TOKEN": "t" * 64, "ELASTICRUN_PRELOAD": "learn"}
+    of_others = {"ELASTICRUN_SERVICE_HOST": "10.0.0.1", "ELASTICRUN_PORT_80_TCP": "x"}
+    assert "read by nobody" not in notes(made("", read | of_others))
+    (line,) = (
+        n for n in made("", {"ELASTICRUN_NNODE": "2", "ELASTICRUN_X": "1"}).notes if "X" in n
+    )
+    assert line == (
+        "ELASTICRUN_NNODE, ELASTICRUN_X in the environment are read by nobody; did you mean "
+        "ELASTICRUN_NNODES?"
+    )
+
+
 def test_every_default() -> None:
     """A bare command, field by field: torchrun's defaults, and ours where it has none."""
     bare = made()
@@ -224,7 +237,8 @@ ERRORS = [
     ("--rdzv-backend c10d --rdzv-conf store_type=file", {}, 1, "store_type=file has no use"),
     ("--rdzv-backend c10d --rdzv-conf is_host=maybe", {}, 1, "is_host=maybe"),
     ("--rdzv-backend etcd", {}, 1, "use --rdzv-backend=c10d"),
-    ("--rdzv-backend etcd-v2 --rdzv-endpoint h:2379", {}, 1, "use --rdzv-backend=c10d"),
+    ("--rdzv-backend etcd-v2 --rdzv-endpoint h:2379", {}, 1, "etcd-v2 needs --rdzv-id=NAME"),
+    ("--rdzv-backend etcd --rdzv-endpoint http://h --rdzv-id=j", {}, 1, "--rdzv-endpoint: "),
     ("--rdzv-backend zeus", {}, 1, "static, c10d, elasticrun"),
     ("--rdzv-backend mine --launch exec", {}, 2, "--launch is not a flag of torchrun"),
     ("--rdzv-conf a", {}, 1, "'a' is not KEY=VALUE"),
@@ -252,6 +266,7 @@ ERRORS = [
     ("--straggler-ratio=-2", {}, 2, "--straggler-ratio=-2 is not a ratio above 1"),
     ("--comm-perf-threshold=-1", {}, 2, "--comm-perf-threshold=-1 is not 0 GB/s or more"),
     ("--exclude-for 0", {}, 1, "--exclude-for=0 is not a positive number of seconds"),
+    ("--restore-step=-3", {}, 1, "--restore-step=-3 is no step: give a number from 0 on"),
     ("--save-limit 0", {}, 1, "--save-limit=0 is not a positive number of seconds"),
     ("--exclude-for 1e10", {}, 1, "the longest time there is here is 1e+09 s"),
     ("--quarantine -1", {}, 2, "--quarantine=-1 is not a number of nodes"),
@@ -472,6 +487,7 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {"PET_SAVE_AT_BREAKPOINT": "1"}, "spec.saves.at_breakpoint", True),
     ("", {"PET_SAVE_AT_BREAKPOINT": "0"}, "spec.saves.at_breakpoint", False),
     ("--save-limit 7.5", {}, "spec.saves", SaveSpec(limit=7.5)),
+    ("--restore-step 1200", {}, "spec.saves", SaveSpec(restore_step=1200)),
     ("--save_limit=600", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 600.0),
     ("", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 5.0),
 ]  # fmt: skip

@@ -106,6 +106,23 @@ def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> No
     aio.run(run())
 
 
+@pytest.mark.parametrize("host", ["gpu-0123.rack-17.cluster.example", "pod-0"])
+def test_it_fits_80_columns_and_breaks_no_name(host: str) -> None:
+    node = replace(
+        page().nodes[0], node=host, host=host, reason="", pids=tuple(range(1234560, 1234568))
+    )
+    lines = verb.nodes_table(page(nodes=(node, replace(node, reason="at the door"))), 80)
+    assert max(map(len, lines)) <= 80
+    assert all(host in line for line in lines[1:])
+    assert lines[-1] == f"{host}: at the door"
+    assert "1234567" in "".join(verb.nodes_table(page(nodes=(node,)), 200))
+
+
+def test_a_static_job_is_named_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    verb._show(page(job_id="none"), "10.0.0.5:29500")
+    assert capsys.readouterr().out.startswith("job of 10.0.0.5:29500  running\n")
+
+
 @pytest.mark.parametrize(
     ("state", "does"), [("alive", "running"), ("suspect", "running"), ("dead", "-"), ("left", "-")]
 )

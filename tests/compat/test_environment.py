@@ -90,6 +90,7 @@ CASES = {
 MORE = (
     *("signals named", "nccl handling set by the user", "no logs", "flags beat variables"),
     *("static, a named endpoint", "two agents, unlike", "underscores and abbreviations"),
+    *("variables for flags", "a umask", "run id, elastic", "one rank", "a word for nproc"),
 )
 
 HARNESS = {"ELASTICRUN_TEST_MARK", "ELASTICRUN_TEST_SOCKET", "TMPDIR", "XDG_RUNTIME_DIR"}

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
-pytest.importorskip("lightning")
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+needs.packages("lightning", "accelerate", "transformers")
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 

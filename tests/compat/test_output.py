@@ -56,7 +56,8 @@ CASES = {
 
 MORE = (
     *("redirect both", "by rank", "tee one rank", "filter ranks, plain", "filter ranks, redirect"),
-    *("needles", "needles without tee", "role in the prefix", "standalone"),
+    *("needles", "needles without tee", "role in the prefix", "standalone", "tee over redirect"),
+    *("needles in both", "prefix template", "no folder named", "filter ranks, tee"),
 )
 
 

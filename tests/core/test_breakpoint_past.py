@@ -7,7 +7,7 @@ import pytest
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, RoundName
-from tests.core.test_breakpoint_save import step_of
+from tests.core.test_breakpoint_save import fails_soon, step_of
 
 R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
 NEW = RoundName(2, 1, "z")
@@ -134,8 +134,7 @@ def test_a_step_that_failed_in_the_life_before_may_be_poison_again() -> None:
     for node in "ab":
         saves.hears(node, noted(R1), (R1, 90), (R1, 100))
     for number in (1, 2):
-        saves.begin_round(RoundName(2, number, "z"), 2, m.Restore(R1, 100, 2))
-        saves.failed_by_itself()
+        fails_soon(saves, RoundName(2, number, "z"), m.Restore(R1, 100, 2))
     assert (step_of(saves), saves.rewound_from) == (90, 100)
 
 

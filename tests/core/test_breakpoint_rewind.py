@@ -6,20 +6,20 @@ import pytest
 
 from elasticrun.config_json import dumps, loads
 from elasticrun.core import effects as fx
+from elasticrun.core.breakpoint_choice import Choice
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.facts import Facts
 from elasticrun.wire import messages as m
 from elasticrun.wire.ids import Endpoint, RoundName
 from tests.core.by_hand import Master, failure, hello
-from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, step_of
+from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, fails_soon, step_of
 
 
 def poisoned(saves: Saves) -> None:
     """Two rounds that went on from step 100 of the first one have failed by themselves."""
     saves.both(90, 100)
     for number in (2, 3):
-        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
-        saves.failed_by_itself()
+        fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
 
 
 def persists(saves: Saves) -> list[m.Persist]:
@@ -46,13 +46,103 @@ def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
     saves = Saves()
     poisoned(saves)
     for number in (4, 5):
-        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 90, 2))
-        saves.failed_by_itself()
-    assert step_of(saves) is None
+        fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 90, 2))
+    assert saves.choose() == Choice(m.Restore(R1, 90, 2), suspect=True), "100 was withdrawn"
     assert saves.rewound_from == 90
     again = BreakpointSave(m.SaveSpec(), str)
     again.restore(None, saves.rejected(), saves.rewound_from)
     assert again.rewound_from == 90
+
+
+@pytest.mark.parametrize(
+    ("reached", "suspect"), [(None, False), (100, False), (101, True), (110, True), (111, False)]
+)
+def test_suspect_is_what_ranks_trained_on_from_for_a_few_steps(
+    reached: int | None, suspect: bool
+) -> None:
+    saves = Saves()
+    saves.both(90, 100)
+    for number in range(2, 8):
+        name = RoundName(1, number, "y")
+        if reached is None:  # they failed before they had put anything back
+            saves.begin_round(name, 2, m.Restore(R1, 100, 2))
+            saves.failed_by_itself()
+        else:
+            fails_soon(saves, name, m.Restore(R1, 100, 2), reached)
+        if suspect and number == 3:
+            break
+    assert step_of(saves) == (90 if suspect else 100)
+    assert saves.rewound_from == (100 if suspect else -1)
+
+
+def test_what_an_earlier_round_did_says_nothing_of_this_one() -> None:
+    """An agent says on each stream how far its newest life came."""
+    saves = Saves()
+    saves.both(90, 100)
+    fails_soon(saves, R2, m.Restore(R1, 100, 2))
+    for number in (3, 4):
+        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
+        saves.heard("a", saves._raw["a"], 0.0)
+        saves.failed_by_itself()
+    assert step_of(saves) == 100
+
+
+def test_a_suspect_step_is_better_than_none() -> None:
+    saves = Saves()
+    saves.both(100)
+    for number in (2, 3):
+        fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
+    choice = saves.choose()
+    assert (choice.restore, choice.suspect) == (m.Restore(R1, 100, 2), True)
+    saves.begin_round(RoundName(1, 4, "y"), 2, choice.restore)
+    assert saves.choose().suspect, "while nothing else is whole"
+    for node in "ab":
+        saves.holds(node, 101, name=RoundName(1, 4, "y"))
+    assert saves.choose() == Choice(m.Restore(RoundName(1, 4, "y"), 101, 2))
+
+
+# ---------------------------------------------------------------- a step that a person asks for
+
+
+def asks_for(step: int) -> Saves:
+    saves = Saves()
+    BreakpointSave.__init__(saves, m.SaveSpec(restore_step=step), lambda: "try1")
+    return saves
+
+
+def test_the_step_that_is_asked_for_and_no_other() -> None:
+    saves = asks_for(90)
+    assert saves.choose() == Choice(None, restore_step=90), "storage may have it"
+    for node, rank in (("a", 0), ("b", 1)):
+        rows = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
+        saves.heard(node, m.Holdings(SAVER[node], rows, last=m.LastRound(R1, 2)), 0.0)
+    assert saves.choose() == Choice(None, restore_step=90), "of a master of the same term"
+    saves = asks_for(90)
+    saves.begin_round(R1, 2, None)
+    saves.both(90, 100)
+    assert saves.choose().restore == m.Restore(R1, 100, 2), "that is what came of it"
+    again = asks_for(90)
+    again.restore(None, (), 91, 90)
+    again.begin_round(R2, 2, m.Restore(R1, 95, 2))
+    for node in "ab":
+        again.holds(node, 95)
+    assert step_of(again) == 95, "the master before this one saw to it"
+
+
+def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> None:
+    saves = asks_for(90)
+    assert saves.rewound_from == 91
+    saves.begin_round(R1, 2, None)
+    for node in "ab":
+        saves.holds(node, 95)
+    assert step_of(saves) == 95
+    for node in "ab":
+        saves.forget(node, 1.0, gone="is dead")
+    assert saves.choose() == Choice(None, restore_step=90), "memory is lost"
+    for node in "ab":
+        saves.holds(node, 96, wanted=96)
+    saves.does("try1")
+    assert (saves.restore_step, saves.rewound_from) == (-1, -1)
 
 
 def test_a_shard_that_is_bad_takes_nothing_back() -> None:
@@ -114,11 +204,14 @@ def test_nothing_is_lost_for_what_cannot_be_had(case: str) -> None:
 # ---------------------------------------------------------------- the whole master
 
 
-def ranks_hold(master: Master, name: RoundName, *steps: int) -> None:
+def ranks_hold(
+    master: Master, name: RoundName, *steps: int, went_on: m.WentOn | None = None
+) -> None:
     for session in (1, 2):
         first = 2 * (session - 1)
         rows = tuple(m.Holding(name, s, first, 4, (first + 1, first + 2), False) for s in steps)
-        master.hear(session, m.Holdings(Endpoint("h", 70 + session), rows))
+        saver = Endpoint("h", 70 + session)
+        master.hear(session, m.Holdings(saver, rows, went_on=went_on))
 
 
 def restores(master: Master) -> tuple[m.Start, RoundName]:
@@ -150,7 +243,7 @@ def test_a_master_without_a_record_learns_what_was_restored() -> None:
         attached = report(start, session)
         master.feed(fx.Attached(session, hello(node, attached=attached)))
         master.hear(session, m.Running(start.round, (session, session + 10)))
-    ranks_hold(master, first, 90, 100)
+    ranks_hold(master, first, 90, 100, went_on=m.WentOn(start.round, 101))
     master.hear(1, m.RanksFailed(start.round, (failure(0),)))
     master.come_back(1, start.round)
     master.come_back(2, start.round)
@@ -169,7 +262,7 @@ def test_every_start_says_from_where_training_was_taken_back() -> None:
         master.hear(1, m.Running(start.round, (11, 12)))
         master.hear(2, m.Running(start.round, (21, 22)))
         master.hear(session, m.RanksFailed(start.round, (failure(2 * session - 2),)))
-        ranks_hold(master, first, 90, 100)
+        ranks_hold(master, first, 90, 100, went_on=m.WentOn(start.round, 101))
         master.come_back(1, start.round)
         master.come_back(2, start.round)
         (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]

@@ -67,6 +67,17 @@ class Saves(BreakpointSave):
         return "; ".join(text for text, _ in news)
 
 
+def fails_soon(
+    saves: BreakpointSave, name: RoundName, restore: m.Restore, reached: int | None = None
+) -> None:
+    """A round that goes on from there, does a step (or comes to `reached`), and fails by itself."""
+    saves.begin_round(name, 2, restore)
+    report = saves._raw["a"]
+    went_on = m.WentOn(name, restore.step + 1 if reached is None else reached)
+    saves.heard("a", replace(report, went_on=went_on), 0.0)
+    saves.failed_by_itself()
+
+
 def holding(name: RoundName, step: int, rank: int = 1) -> m.Holding:
     return m.Holding(name, step, rank, 2, (rank + 1,), wanted=False)
 
@@ -188,10 +199,9 @@ def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     saves.failed_by_itself()
     assert step_of(saves) == 100, "the round was not restored from anything"
     for number in (2, 3):
-        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
-        saves.failed_by_itself()
+        fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
     assert step_of(saves) == 90
-    assert "is not restored again" in saves.says()
+    assert "step 100 is suspect" in saves.says()
     again = BreakpointSave(m.SaveSpec(), str)
     again.restore(None, saves.rejected())
     again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))

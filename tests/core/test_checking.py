@@ -264,7 +264,7 @@ def test_the_job_waits_below_its_smallest_size_and_names_who_is_missing() -> Non
     convict(master, orders, "b")
     status = master.job.status()
     assert status.phase == "gathering"
-    assert "4 must join, because node b is excluded" in status.reason
+    assert "3 of 4 nodes (node b is excluded" in status.reason
     assert "a wrong result" in status.reason
 
 

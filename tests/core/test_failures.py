@@ -11,6 +11,7 @@ from elasticrun.core.failures import (
     classify,
     code_for,
     code_of,
+    is_the_scripts,
     root_cause,
 )
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
@@ -85,13 +86,45 @@ def test_table(code: int, message: str, stopping: bool, oom: bool, kind: str) ->
         ("excluded", 75),
         ("unfit", 75),
         ("final", 93),
+        ("spent", 93),
         ("saved", 99),
     ],
 )
 def test_the_contract(ending: str, code: int) -> None:
-    """What schedulers act on: README, "Exit codes". A code is never given another meaning."""
+    """What schedulers act on: docs/exit-codes.md. A code is never given another meaning."""
     assert code_of(Ending(ending)) == code
     assert CONTRACT[Ending(ending)].why
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "own"),
+    [
+        (1, "ValueError: boom", True),
+        (1, "ModuleNotFoundError: No module named 'apex'", True),
+        (2, "", True),  # python: can't open file; argparse of the script
+        (1, "torch.OutOfMemoryError: CUDA out of memory", True),
+        (-11, "", True),
+        (-6, "", True),
+        (-9, "", False),
+        (-15, "", False),
+        (-7, "", False),  # SIGBUS: what a full /dev/shm gives
+        (1, "OSError: [Errno 28] No space left on device: '/ckpt/a'", False),
+        (1, "OSError: [Errno 122] Disk quota exceeded", False),
+        (1, "OSError: [Errno 116] Stale file handle", False),
+        (1, "RuntimeError: No CUDA-capable device is detected", False),
+        (1, "RuntimeError: Connection reset by peer", False),
+    ],
+)
+def test_the_scripts_own_failures(code: int, message: str, own: bool) -> None:
+    """Those after which another try would fail in the same way."""
+    kind = classify(code, message, stopping=False, oom=False)
+    told = Failure("host", 0, 0, 1, code, 0, kind, message, "", "")
+    assert is_the_scripts(told) is own
+
+
+@pytest.mark.parametrize("kind", ["oom", "peer-lost", "stopped"])
+def test_other_kinds_are_not_the_scripts(kind: FailureKind) -> None:
+    assert not is_the_scripts(failure(0, FailureKind(kind), -9))
 
 
 def test_the_contract_is_whole() -> None:
@@ -117,7 +150,7 @@ def test_a_final_word_ends_the_job_whatever_else_failed(restarts: int, excuse: s
     for membership in ("", "node c is dead"):
         verdict = window.verdict(membership=membership, restarts_left=restarts)
         assert verdict.bill is Bill.FINAL
-        assert "rank 1 on host ended (code 93, final)" in verdict.reason
+        assert "rank 1 on node b: exit code 93" in verdict.reason
 
 
 def test_root_cause_is_the_first_that_is_no_echo() -> None:

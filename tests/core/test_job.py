@@ -67,7 +67,7 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     master = Master()
     name = master.running()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert master.orders(2) == [m.Stop(name, "rank 0 on h ended (code 1, script)")]
+    assert master.orders(2) == [m.Stop(name, "rank 0 on node a: boom")]
     master.hear(2, m.RanksFailed(name, (failure(2), failure(3))))
     master.come_back(1, name)
     master.come_back(2, name)
@@ -88,7 +88,7 @@ def test_a_node_that_was_suspect_is_told_as_dead_once_it_is() -> None:
         master.now = due
         master.feed(fx.Tick())
         assert master.now < 60.0
-    assert master.job.status().last_failure.startswith("node b is dead: its stream broke")
+    assert master.job.status().last_failure.startswith("node b is dead: its connection broke")
     assert master.job.status().restart_count == 0
 
 
@@ -126,7 +126,7 @@ def test_every_attach_is_told_the_whole_desired_state() -> None:
     other = replace(report, round=RoundName(0, 9, "old"))
     assert attach(5, other) == [start]
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert attach(6, report) == [m.Stop(name, "rank 0 on h ended (code 1, script)")]
+    assert attach(6, report) == [m.Stop(name, "rank 0 on node a: boom")]
 
 
 def test_after_the_end_whoever_comes_is_told_it() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from elasticrun.dcp.items import deserialise, flatten, in_order, is_array, pieces, serialise
+from elasticrun.dcp.items import flatten, in_order, is_array, pieces, serialise
+from elasticrun.dcp.loading import deserialise
 from elasticrun.wire.layout import ItemKind
 
 

@@ -71,7 +71,7 @@ def test_a_flag_counts_more_than_any_scheduler() -> None:
         (DLROVER, "--rdzv-endpoint=h:7 --rdzv-backend=c10d", "rdzv-id", "none default"),
         ({"NODE_RANK": "1"}, "--nnodes=2", "node-rank", "1 $NODE_RANK"),
         ({"WORKER_RANK": "1"}, "--nnodes=2", "node-rank", "1 $WORKER_RANK"),
-        ({"NODE_NUM": "3"}, "--auto-config", "nnodes", "3 $NODE_NUM"),
+        ({"NODE_NUM": "3"}, "--auto-config --master-port=7", "nnodes", "3 $NODE_NUM"),
         ({}, "--nnodes=2 --rdzv-backend=c10d", "node-rank", "by order of arrival"),
         ({}, "", "node-rank", "by order of arrival"),
         (TRAINER_2, "", "nnodes", "4 $PET_NNODES"),

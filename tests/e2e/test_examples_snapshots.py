@@ -9,13 +9,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import functools
+import importlib.metadata
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -81,29 +83,34 @@ def outcome(job: Launched) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The weights that the plain scripts learn."""
-    found = {}
-    for name in NAMES:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The weights that a plain script learns."""
+
+    @functools.cache
+    def weights(name: str) -> str:
         created = World(tmp_path_factory.mktemp("undisturbed"))
         job = run(created, created.scratch / "cwd", ELASTICRUN, f"{name}.py")
-        found[name] = outcome(job)[1]
+        found = outcome(job)[1]
         created.close(strict=True)
-    return found
+        return found
+
+    return weights
 
 
 @pytest.mark.parametrize(("name", "killed"), [("ddp", 0), ("fsdp2", 1)])
 def test_a_killed_rank_costs_no_bit_of_the_result(
-    name: str, killed: int, undisturbed: dict[str, str], world: World
+    name: str, killed: int, undisturbed: Callable[[str], str], world: World
 ) -> None:
     """It is killed when it has done step 57, and the next life goes on from memory, at step 50 or
     not many tens before. What is saved at the breakpoint is that."""
+    if name == "fsdp2" and importlib.metadata.version("torch").startswith(("2.4.", "2.5.", "2.6.")):
+        pytest.skip("this torch has no FSDP2 that works on a CPU: its plain script fails too")
     flags = ("--max-restarts=3", "--restart-backoff=0", "--save-at-breakpoint")
     held = (str(SCRIPTS / "held.py"), str(killed), "57")  # or it could end before it is killed
     job = run(world, world.scratch / "cwd", ELASTICRUN, f"snapshots_{name}.py", *flags, *held)
     (rank,) = world.hub.ranks(1)
     os.kill(rank.pid, signal.SIGKILL)
-    assert outcome(job) == ("1", undisturbed[name])
+    assert outcome(job) == ("1", undisturbed(name))
     again = [int(step) for step in re.findall(r"step=(\d+) life=1", job.stdout)]
     assert again
     assert min(again) > 10
@@ -159,12 +166,13 @@ def until_committed(folder: Path, step: int) -> None:
             assert not deadline.over(), f"step {step} was never committed: {os.listdir(folder)}"
 
 
-def test_the_same_script_under_torchrun(undisturbed: dict[str, str], world: World) -> None:
+@pytest.mark.soak
+def test_the_same_script_under_torchrun(undisturbed: Callable[[str], str], world: World) -> None:
     """No agent: torch's own asynchronous save, the same folder, and one warning."""
     folder = world.scratch / "cwd"
     job = run(world, folder, TORCHRUN, "snapshots_ddp.py")
-    assert outcome(job) == ("0", undisturbed["ddp"])
+    assert outcome(job) == ("0", undisturbed("ddp"))
     assert committed(folder / "runs/ddp") == [100, 200]
     again = run(world, folder, ELASTICRUN, "snapshots_ddp.py")
-    assert outcome(again) == ("0", undisturbed["ddp"])
+    assert outcome(again) == ("0", undisturbed("ddp"))
     assert "step=" not in again.stdout

@@ -9,6 +9,8 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,16 @@ from elasticrun.wire import channel, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish, job
-from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, World, free_port, until_file
+from tests.harness import (
+    ELASTICRUN,
+    LIMIT,
+    PATIENT,
+    SCRIPTS,
+    World,
+    clean_environment,
+    free_port,
+    until_file,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -305,3 +316,21 @@ def test_the_console_files_are_read(world: World) -> None:
     path = world.scratch / "never"
     with pytest.raises(AssertionError, match="did not become"):
         until_file(path, lambda text: "x" in text, limit=0.2)
+
+
+def test_an_interpreter_to_be_inspected_at_its_end(tmp_path: Path) -> None:
+    """PYTHONINSPECT is the ranks'; the job trains, and no process of ours fails by it."""
+    script = tmp_path / "s.py"
+    script.write_text("import sys\nprint('trained', flush=True)\nsys.stderr.flush()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticrun", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**clean_environment(), "PYTHONINSPECT": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.stdout.count("trained") == 2
+    assert "PYTHONINSPECT is set" in done.stderr
+    assert "ended with" not in done.stderr
+    assert done.stderr.rstrip().endswith("SystemExit: 0")  # as torchrun's own, which ends with 1

@@ -29,6 +29,19 @@ def test_of_an_endpoint_only_the_port_counts() -> None:
     assert made(f"{STORE} --rdzv-id=j --rdzv-endpoint=h9").rendezvous.port == 0
 
 
+@pytest.mark.parametrize("word", ["etcd", "etcd-v2"])
+def test_torchruns_words_for_it(word: str) -> None:
+    config = made(f"--rdzv-backend={word} --rdzv-endpoint=e0:2379 --rdzv-id=j --nnodes=1:4")
+    assert config.rendezvous == Rendezvous("etcd", "e0", 0)
+    assert (config.master_store, config.spec.job_id) == ("etcd://e0:2379", "j")
+    said = f"--rdzv-backend={word} --rdzv-endpoint=e0:2379: taken as --master-store=etcd://e0:2379"
+    assert said in config.notes
+    secure = "--rdzv-conf=protocol=https,join_timeout=7"
+    config = made(f"--rdzv-backend={word} --rdzv-endpoint=e0,e1:7 --rdzv-id=j --nnodes=2 {secure}")
+    assert config.master_store == "etcds://e0,e1:7"
+    assert "has no effect" not in notes(config)
+
+
 def test_variables_say_it_too() -> None:
     environ = {"ELASTICRUN_MASTER_STORE": "etcd://h1", "PET_RDZV_ID": "j"}
     config = made("--nnodes=1:2", environ)
@@ -62,7 +75,6 @@ def test_whoever_talks_to_all_the_network_is_told_so() -> None:
         (f"{STORE} --rdzv-id=j --rdzv-backend=static", "does not go with --rdzv-backend=static"),
         ("--master-store=h1:2379 --rdzv-id=j", "is no etcd: write etcd://HOST:PORT"),
         ("--master-store=etcd://a:b@h1 --rdzv-id=j", "name and password"),
-        ("--rdzv-backend=etcd --rdzv-endpoint=h1:2379", "or --master-store=etcd://HOST:PORT"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(words: str, sentence: str) -> None:

@@ -37,6 +37,7 @@ def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
     assert "the next restart waits 8 s" not in counting.words()
 
 
+@pytest.mark.soak
 def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     """`--restart-backoff=0`, as torchrun restarts."""
     job = counting.start("1", NO_BACKOFF, max_restarts=4, env={"COUNTS_FAILING_RANKS": "0"})
@@ -118,6 +119,7 @@ def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
     assert "left out" not in counting.words()
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_wherever_it_runs(counting: Counting) -> None:
     """Rank 0 fails on the first node, and on the next one that gets that rank: so it is the script,
     and the job ends when the budget is spent. No further node is blamed."""

@@ -63,7 +63,7 @@ def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
     first = team.start(2)
     old = team.nodes[1]
     with frozen(team, old):
-        team.nodes[0].agent.until_text("because node n1 is dead")
+        team.nodes[0].agent.until_text("(node n1 is dead")
         team.add(name="n1")
         second = team.log.world_of(2, after=first)
         assert second.nodes == first.nodes
@@ -101,6 +101,7 @@ def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
     assert len(team.finish()) == 2
 
 
+@pytest.mark.soak
 def test_a_survivor_that_ignores_sigterm(world: World) -> None:
     """It is killed when its grace is over, and its node keeps its place."""
     team = Team(world, "1:3", "--max-restarts=1", times(last_call_timeout=1), "--restart-grace=4")

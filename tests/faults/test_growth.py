@@ -86,6 +86,7 @@ def eight_agents(counting: Counting, request: pytest.FixtureRequest, spread: flo
     assert len(counting.finish()) <= 2
 
 
+@pytest.mark.soak
 def test_eight_agents_started_over_ten_seconds(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:

@@ -61,7 +61,7 @@ def test_while_the_ranks_run(world: World, request: pytest.FixtureRequest) -> No
 def test_while_nodes_gather(world: World) -> None:
     """One of two has joined. It attaches to the new master and joins there; the second comes."""
     team = Team(world, "2")
-    team.add().agent.until_text("waiting for nodes: 2 must join")
+    team.add().agent.until_text("waiting for nodes: 1 of 2 nodes")
     dead = team.master_process()
     dead.kill()
     another_master(team, dead.pid)

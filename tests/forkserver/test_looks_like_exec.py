@@ -67,7 +67,25 @@ ENTRIES: dict[str, Callable[[Path], Entry]] = {
     "module": lambda place: Entry(EntryKind.MODULE, "pack.inner.probe"),
     "folder": lambda place: Entry(EntryKind.SCRIPT, str(place / "tree")),
     "zip": lambda place: Entry(EntryKind.SCRIPT, str(place / "probe.zip")),
+    "relative folder": lambda place: Entry(EntryKind.SCRIPT, "tree"),
+    "relative zip": lambda place: Entry(EntryKind.SCRIPT, "probe.zip"),
+    "settings": lambda place: Entry(EntryKind.SCRIPT, "probe.py"),
 }
+
+SETTINGS = {
+    "PYTHONDEVMODE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONINTMAXSTRDIGITS": "5000",
+    "PYTHONIOENCODING": "latin-1:replace",
+    "PYTHONNODEBUGRANGES": "1",
+    "PYTHONOPTIMIZE": "1",
+    "PYTHONSAFEPATH": "1",
+    "PYTHONSTARTUP": "/nowhere.py",
+    "PYTHONTRACEMALLOC": "2",
+    "PYTHONUTF8": "1",
+    "PYTHONWARNINGS": "error::BytesWarning,ignore::FutureWarning",
+}
+"""Of the interpreter, for the kind "settings": it starts with them, as the fork server does."""
 
 
 class Pictures:
@@ -84,26 +102,27 @@ class Pictures:
 
     def _take(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         entry = ENTRIES[kind](self.place)
+        settings = SETTINGS if kind == "settings" else {}
         seen = []
         for way in ("exec", "fork"):
             out = self.place / f"{kind}.{way}.json"
             stdout, stderr = self.place / f"{way}.out", self.place / f"{way}.err"
             order = Entry(entry.kind, entry.target, (str(out), "--lr", "0.1"))
             if way == "exec":
-                self._exec(order, stdout, stderr)
+                self._exec(order, stdout, stderr, settings)
             else:
-                self._fork(order, stdout, stderr)
+                self._fork(order, stdout, stderr, settings)
             assert out.exists(), stderr.read_text()
             seen.append(json.loads(out.read_text()))
         return seen[0], seen[1]
 
-    def _exec(self, entry: Entry, stdout: Path, stderr: Path) -> None:
+    def _exec(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
         words = ["-m", entry.target] if entry.kind is EntryKind.MODULE else [entry.target]
         with stdout.open("wb") as out, stderr.open("wb") as err:
             subprocess.run(
                 [sys.executable, "-u", *words, *entry.args],
                 cwd=self.place,
-                env=plain_environment(WORD="ä\udcff"),
+                env=plain_environment(WORD="ä\udcff", **settings),
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -111,10 +130,10 @@ class Pictures:
                 check=True,
             )
 
-    def _fork(self, entry: Entry, stdout: Path, stderr: Path) -> None:
+    def _fork(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.place)
-            with Driver(entry, env=plain_environment()) as driver:
+            with Driver(entry, env=plain_environment(**settings)) as driver:
                 assert driver.ready().mode == "fork", driver.log
                 code = driver.run(
                     entry,

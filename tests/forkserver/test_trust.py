@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,17 @@ def ready_of(entry: Entry, **environ: str) -> SpawnerReady:
         ("ROCP_TOOL_LIB", "librocprofiler.so", "rocprof"),
         ("LD_PRELOAD", "libnsys-none.so", "LD_PRELOAD"),
         ("DEBUGPY_LAUNCHER_PORT", "5678", "debugpy"),
+        ("PYTHONINSPECT", "1", "PYTHONINSPECT"),
+        ("PYTHONPROFILEIMPORTTIME", "1", "PYTHONPROFILEIMPORTTIME"),
     ],
 )
-def test_tools_that_follow_exec_alone(tmp_path: Path, name: str, value: str, word: str) -> None:
-    ready = ready_of(script(tmp_path / "s.py", ""), **{name: value})
-    assert ready.mode == "exec"
-    assert word in ready.reason
+def test_what_follows_exec_alone(tmp_path: Path, name: str, value: str, word: str) -> None:
+    entry = script(tmp_path / "s.py", "")
+    with Driver(entry, env=plain_environment(**{name: value})) as driver:
+        ready = driver.ready()
+        assert ready.mode == "exec"
+        assert word in ready.reason
+        assert driver.run(entry).code == 0
 
 
 @pytest.mark.parametrize("word", ["OMP_PROC_BIND", "cudaMallocAsync", "TORCH_CPP_LOG_LEVEL"])
@@ -177,13 +184,70 @@ def test_a_torch_folder_in_the_cwd_does_not_disturb(
         assert driver.run(entry).code == 0
 
 
-def test_a_module_beside_the_script_that_shadows_an_installed_one(tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("mine = True\n")
-    entry = script(tmp_path / "s.py", "import numpy\nassert numpy.mine\n")
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("numpy", "numpy.py"),
+        ("random", "random.py"),
+        ("threading", "threading.py"),
+        ("queue", "queue/__init__.py"),
+    ],
+)
+def test_a_file_beside_the_script_with_the_name_of_a_loaded_module(
+    tmp_path: Path, module: str, found: str
+) -> None:
+    file = tmp_path / found
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine = True\n")
+    entry = script(tmp_path / "s.py", f"import {module}\nassert {module}.mine\n")
     with Driver(entry, env=plain_environment()) as driver:
         ready = driver.ready()
-        assert ready.mode == "exec"
-        assert "numpy" in ready.reason
+        assert driver.run(entry).code == 0
+    assert (ready.mode, str(file) in ready.reason) == ("exec", True), ready.reason
+
+
+def test_names_that_no_file_can_take(tmp_path: Path) -> None:
+    """What every interpreter has imported before it looks beside the script, frozen and built-in
+    modules, folders without modules: as in a plain interpreter the file is not seen."""
+    for name in ("os.py", "site.py", "itertools.py", "runpy.py", "zipimport.py", "random.txt"):
+        (tmp_path / name).write_text("raise ImportError('not this one')\n")
+    (tmp_path / "json").mkdir()
+    text = "import itertools, json, os, random, runpy, site, zipimport\njson.dumps, random.random\n"
+    entry = script(tmp_path / "s.py", text)
+    with Driver(entry, env=plain_environment()) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+
+
+def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the working directory it counts for `-m` alone; in PYTHONPATH for all, the server's own
+    imports included; in an archive for the archive."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.py").write_text("mine = True\nfrom _random import *\n")
+    plain = script(elsewhere / "s.py", "import random\nassert not hasattr(random, 'mine')\n")
+    (tmp_path / "m.py").write_text("import random\nassert random.mine\n")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "import queue\nassert queue.mine\n")
+        archive.writestr("queue.py", "mine = True\n")
+    for entry, mode, file in (
+        (plain, "fork", ""),
+        (Entry(EntryKind.MODULE, "m"), "exec", str(tmp_path / "random.py")),
+        (Entry(EntryKind.SCRIPT, "app.zip"), "exec", str(tmp_path / "app.zip" / "queue.py")),
+    ):
+        with Driver(entry, env=plain_environment()) as driver:
+            ready = driver.ready()
+            assert (ready.mode, file in ready.reason) == (mode, True), ready.reason
+            assert driver.run(entry).code == 0
+
+
+def test_such_a_file_in_pythonpath_is_the_servers_too(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text(Path(queue.__file__).read_text() + "mine = True\n")
+    (tmp_path / "scripts").mkdir()
+    entry = script(tmp_path / "scripts" / "s.py", "import queue\nassert queue.mine\n")
+    with Driver(entry, env=plain_environment(PYTHONPATH=str(tmp_path))) as driver:
+        driver.ready()
         assert driver.run(entry).code == 0
 
 

@@ -63,6 +63,7 @@ def test_a_node_that_gets_well(health: Health) -> None:
     health.finish(0, 0)
 
 
+@pytest.mark.soak
 def test_a_node_that_is_still_bad(health: Health) -> None:
     """Its time is over, its fault is not: it is excluded again, at the door, and no round ends."""
     job = health.start("1:2", CHECK, "--exclude-for=4", fault=BAD)
@@ -89,6 +90,7 @@ def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     health.finish(0, 0, 75)
 
 
+@pytest.mark.soak
 def test_a_good_newcomer_is_let_in(health: Health) -> None:
     """Probed at the door, paired at the next gathering."""
     job = health.start("1:3", CHECK, "--grow=now", nodes=2)

@@ -45,6 +45,7 @@ def test_killed_after_a_verdict(health: Health) -> None:
     health.finish(0, 75)
 
 
+@pytest.mark.soak
 def test_killed_while_checked_nodes_train(health: Health) -> None:
     """Who trains is trusted: no round ends, and nobody is probed again."""
     job = health.start("2", CHECK)

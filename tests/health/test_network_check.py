@@ -86,6 +86,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
     assert health.trained() == {0, 2}
 
 
+@pytest.mark.soak
 def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
     job = health.start("2", CHECK, times(join_timeout=60), fault="probe-fail=comm@node1")
@@ -143,6 +144,7 @@ def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
     assert health.trained() == set()
 
 
+@pytest.mark.soak
 def test_a_bandwidth_that_suffices(health: Health) -> None:
     health.start("2", "--comm-perf-test", "--comm-perf-threshold=0.000001")
     health.world_of(0, 1)

@@ -34,6 +34,7 @@ def test_a_slow_node_is_told_about(health: Health) -> None:
     health.finish(0, 0, 0, 0)
 
 
+@pytest.mark.soak
 def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health) -> None:
     """The two others are there first: a check without one of them would need the slow node."""
     flags = (RATIO, LONG, "--exclude-straggler", "--grow=now")
@@ -56,6 +57,7 @@ def test_a_slow_node_that_is_needed_stays(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
+@pytest.mark.soak
 def test_nodes_that_are_alike_are_not_called_slow(health: Health) -> None:
     """The measure is noisy on two shared cores; that convicts nobody."""
     job = health.start("4", CHECK, "--straggler-ratio=4", "--exclude-straggler")

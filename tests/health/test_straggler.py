@@ -49,6 +49,7 @@ def test_a_straggler_is_swapped_for_a_spare(health: Health, spare: str) -> None:
     health.finish(0, 0, 75, 0)
 
 
+@pytest.mark.soak
 def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None:
     job = health.start("2:3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)
     first = health.world_of(0, 1, 2, since=0.0)  # it may be over by now
@@ -59,6 +60,7 @@ def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None
     health.finish(0, 0, 75)
 
 
+@pytest.mark.soak
 def test_a_straggler_that_is_needed_stays(health: Health) -> None:
     """No spare, and never below min: it is told about, and training goes on."""
     job = health.start("3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)

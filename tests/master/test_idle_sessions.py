@@ -40,6 +40,7 @@ def nobody_was_lost(found: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_five_hundred_idle_sessions(tmp_path: Path) -> None:
     """They attach, start, idle, are started again after a failure; nobody is taken for dead. (With
     the usual 5 s of silence: below. A third of them is one process, which may stand still.)"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import socket
@@ -169,7 +170,9 @@ def test_a_dribbler_is_cut_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     aio.run(run())
 
 
-def test_connections_are_bounded() -> None:
+def test_the_idlest_connection_makes_room_for_a_newcomer() -> None:
+    """64 that anybody on the host holds open shut nobody out; the first of them goes."""
+
     async def run() -> None:
         async with paged() as (_, port):
             assert (await get(port, "/healthz"))[0] == 200
@@ -177,13 +180,46 @@ def test_connections_are_bounded() -> None:
                 await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)
             ]
             try:
-                assert await say(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+                held[0][1].write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                async with asyncio.timeout(LIMIT):
+                    assert (await held[0][0].readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
+                for _ in range(3):
+                    assert (await get(port, "/healthz"))[0] == 200
+                async with asyncio.timeout(LIMIT):
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await held[1][0].read() == b""
+                assert not held[0][0].at_eof()  # it has asked for something since
+                assert not held[-1][0].at_eof()
             finally:
                 for _, writer in held:
                     writer.close()
-            async with asyncio.timeout(LIMIT):  # until their places are free again
-                while (await say(port, b"GET /healthz HTTP/1.0\r\n\r\n"))[:12] != b"HTTP/1.1 200":
-                    pass
+
+    aio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("127.0.0.1:80", 200),
+        ("[::1]:80", 200),
+        ("10.0.0.7", 200),
+        ("localhost:9", 200),
+        ("node1:29401", 200),
+        ("tr-0.tr.default.svc.cluster.local:80", 200),
+        (socket.gethostname(), 200),
+        ("evil.example.com", 421),
+        ("127.0.0.1.evil.example.com:80", 421),
+        ("localhost.evil.example.com", 421),
+    ],
+)
+def test_a_name_that_somebody_made_lead_here_is_refused(host: str, code: int) -> None:
+    """DNS rebinding: a web page could else read the job's status by its visitor's browser."""
+
+    async def run() -> None:
+        async with paged() as (_, port):
+            for path in ("/status", "/metrics", "/healthz"):
+                request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+                assert int((await say(port, request.encode())).split()[1]) == code
 
     aio.run(run())
 

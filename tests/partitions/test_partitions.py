@@ -113,6 +113,7 @@ def test_delay_and_loss(cluster: Build) -> None:
     assert rounds_since(job, began) == {began.round}
 
 
+@pytest.mark.soak
 def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> None:
     """2 s out of every 4 the link of one node is down: nobody is lost, and the ranks go on in
     between."""

@@ -190,8 +190,24 @@ def test_a_number_of_failed_pods_may_end_the_job() -> None:
     printed = render(*LEAST, "--backoff-limit", "7", *RUN)
     assert printed.job["backoffLimit"] == 7
     assert "  backoffLimit: 7  # so many failed pods end the job" in printed.out
-    printed = render(*LEAST, *RUN)
-    assert "  backoffLimit: 1000000  # the job's master owns the budget" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ((), 0),
+        (("--retries", "2"), 2),
+        (("--nnodes=2:4",), 3),
+        (("--nnodes=2:4", "--retries=1"), 7),
+    ],
+)
+def test_a_job_that_is_over_is_not_tried_for_ever(words: tuple[str, ...], limit: int) -> None:
+    """Hopeless ends fail the Job at once; of the others, so many tries of all pods are made."""
+    printed = render(*LEAST, *words, *RUN)
+    assert printed.job["backoffLimit"] == limit
+    assert "--exit-codes=scheduler" in printed.container["args"]
+    kept = render(*LEAST, "--exit-codes=torchrun", *words, *RUN).container["args"]
+    assert [word for word in kept if "exit-codes" in word] == ["--exit-codes=torchrun"]
 
 
 @pytest.mark.parametrize(("target", "what"), [("k8s", "change both"), ("jobset", "its Job, NAME-")])

@@ -270,6 +270,22 @@ def test_a_job_that_is_requeued_is_not_left_without_its_script() -> None:
     assert "#SBATCH --requeue" not in script
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "back"),
+    [(1, "", True), (137, "1", True), (1, "2", False), (99, "", True), (93, "", False), (0, "", 0)],
+)
+def test_what_may_be_tried_again_is_tried_as_often_as_was_said(
+    code: int, restarts: str, back: bool, tmp_path: Path
+) -> None:
+    script = render(*LEAST, "--retries=2", "--", "t.py").out
+    assert "#SBATCH --requeue\n" in script
+    assert "#SBATCH --no-kill\n" in script
+    counted = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    ran = run(script, tmp_path, code=code, **counted)
+    assert (ran.controls[-2:] == ["requeue", "70123"]) == back
+    assert ran.code == (0 if back else code)
+
+
 @pytest.mark.parametrize(("code", "back"), [(99, True), (1, False), (0, False)])
 def test_without_a_time_limit_who_has_saved_goes_back(
     code: int, back: bool, tmp_path: Path

@@ -18,7 +18,7 @@ from elasticrun.training import Checkpointer
 FOLDER, MIB, LAST, DIES = sys.argv[1], *map(int, sys.argv[2:])
 
 state = {"tensor": torch.zeros(MIB << 18, dtype=torch.int32)}
-checkpointer = Checkpointer(FOLDER, state=state, every=1, on_busy="wait")
+checkpointer = Checkpointer(FOLDER, state=state, every_steps=1, on_busy="wait")
 start = checkpointer.restore()
 right = bool((state["tensor"] == start).all())
 Stage(start=start, right=right, source=checkpointer.stats.source)

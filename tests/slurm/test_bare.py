@@ -38,6 +38,7 @@ def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
     assert step.stderr.count("another task on this node is the agent") == 2
 
 
+@pytest.mark.soak
 def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     """`sbatch --wrap "elasticrun --srun ..."`: one agent on each node. Two tasks of an array share
     both machines, and are jobs of their own."""
@@ -55,6 +56,7 @@ def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     assert array.console.read_text().count("--srun: srun --nodes=2") == 2
 
 
+@pytest.mark.soak
 def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:
     """A shell from `srun --pty`, salloc, and a batch script that goes from node to node: the same
     command is a job of one node in all of them, and says which flag makes it one of two."""

@@ -36,6 +36,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm) -> None:
     goes_on_from(slurm, job, saved(slurm, job))
 
 
+@pytest.mark.soak
 def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
     """Preempted by a partition of a higher tier: SIGTERM, and `GraceTime` to save."""
     job = trains(slurm)

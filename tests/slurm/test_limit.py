@@ -27,6 +27,7 @@ def ends_in(slurm: Slurm, job: Batch, seconds: int) -> None:
     slurm.cluster.run("scontrol", "update", f"jobid={job.number}", f"EndTime=now+{seconds}seconds")
 
 
+@pytest.mark.soak
 def test_two_jobs_whose_time_is_over(slurm: Slurm) -> None:
     """Without `--signal`: SIGTERM to every process at the end, twice within milliseconds, SIGKILL
     when KillWait is over. By then a step that all ranks have is in storage; but the batch script is

@@ -33,6 +33,7 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     assert slurm.told(job, "ExitCode") == "0:0"
 
 
+@pytest.mark.soak
 def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
     """An agent is killed, a spare takes its place, and the training is done: srun ends with 137,
     the job with 0."""

@@ -57,8 +57,8 @@ forkserver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_i
 agent/test_snapshots_socket.py::test_ranks_of_an_older_life_are_not_heard_any_more |
 | a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
 test_a_flipped_bit_in_a_replica, test_changed_bytes_in_storage |
-| a state that is whole and bad | test_a_state_that_kills_is_given_up, \
-test_poison_that_stands_in_storage_is_passed_over, \
+| a state that is whole and bad | test_a_state_that_kills_comes_last, \
+test_what_is_suspect_comes_last_in_storage_too, \
 checkpointing/test_checkpointer.py::test_an_unhealthy_step_is_left_out |
 | a rank's own state, on a node that lives | test_a_living_rank_is_given_back_what_it_has_alone |
 | SIGTERM | test_one_node_leaves_and_the_other_goes_on, \

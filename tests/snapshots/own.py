@@ -50,7 +50,12 @@ def main() -> None:
     rank = dist.get_rank()
     mine, weights = Mine(rank, args.out), torch.zeros(100)
     ckpt = Checkpointer(
-        args.ckpt, weights=weights, every=1, persist_every=None, on_busy="wait", slots=2
+        args.ckpt,
+        weights=weights,
+        every_steps=1,
+        persist_every_seconds=None,
+        on_busy="wait",
+        slots=2,
     )
     ckpt.per_rank("mine", mine)
     start = ckpt.restore()

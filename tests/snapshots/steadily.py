@@ -160,9 +160,9 @@ class Steadily:
     def await_begin(self) -> None:
         """Wait until one more checkpoint is begun."""
         ckpt = self.training.ckpt
-        known = set(ckpt.iterdir()) if ckpt.exists() else set()
+        known = set(ckpt.glob("step-*"))
         self.training.until(
-            lambda: ckpt.exists() and bool(set(ckpt.iterdir()) - known), "checkpoint that is begun"
+            lambda: bool(set(ckpt.glob("step-*")) - known), "checkpoint that is begun"
         )
 
     def await_checkpoint(self, above: int) -> None:

@@ -111,8 +111,8 @@ def main() -> None:
     checkpointer = Checkpointer(
         args.ckpt,
         state=steady.state,
-        every=1,
-        persist_every=10,
+        every_steps=1,
+        persist_every_steps=10,
         keep=Keep(last=args.keep),
         slots=3,
         on_busy="wait",

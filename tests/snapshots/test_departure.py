@@ -87,6 +87,7 @@ def test_one_node_leaves_and_the_other_goes_on(training: Training) -> None:
     assert not training.said("restarts 1")
 
 
+@pytest.mark.soak
 def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, without a step lost."""
     step = one_of_two_leaves(training, "ddp")

@@ -33,6 +33,7 @@ def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     training.is_as_if_nothing_happened()
 
 
+@pytest.mark.soak
 def test_two_ranks_die_at_once(training: Training) -> None:
     training.start("--die", "0:7:kill", "--die", "1:7:kill", mode="fsdp2", max_restarts=1)
     training.finish()
@@ -87,6 +88,7 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@pytest.mark.soak
 def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     """Nobody says what is whole, so the newest step that is known to be is kept, and the one above
     it: there is no slot for others. A rank dies; the ranks go on from what there is."""
@@ -222,11 +224,24 @@ def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -
     assert training.starts(1) == [0, 9]
 
 
-def test_a_state_that_kills_is_given_up(training: Training) -> None:
-    """The poison rule: the same step twice without progress, then the older slot."""
-    training.start("--die", "1:7:kill", "--poison", "7", max_restarts=4)
+def test_a_state_that_kills_comes_last(training: Training) -> None:
+    """Twice ranks train on from it and fail at once: then the older slot."""
+    args = ("--every", "3", "--die", "1:7:kill", "--poison", "6")
+    training.start(*args, max_restarts=4)
     training.finish()
-    assert training.starts(0) == [0, 7, 7, 6]
+    assert training.starts(0) == [0, 6, 6, 3]
+    assert training.said("step 6 is suspect: ranks have failed 2 times within 10 steps of it")
+    training.is_as_if_nothing_happened()
+
+
+def test_early_failures_cost_no_state(training: Training) -> None:
+    """Six lives end before they have put anything back, by themselves and by a signal in turn:
+    training goes on where it was."""
+    args = ("--persist-every", "3", "--die", "1:8:kill", "--early", "6")
+    training.start(*args, max_restarts=9, options=["--restart-backoff=0"])
+    training.finish()
+    assert training.starts(0) == training.starts(1) == [0, 8]
+    assert not training.said("suspect|come last")
     training.is_as_if_nothing_happened()
 
 

@@ -56,6 +56,7 @@ def test_a_spare_takes_over_what_the_lost_node_had(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@pytest.mark.soak
 def test_the_rest_goes_on_alone(training: Training) -> None:
     """Fewer nodes: what was the lost one's is cut anew from its replica."""
     job = begin(training, nodes=2, nnodes="1:2", silence=NOTICED)

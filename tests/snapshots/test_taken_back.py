@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshots.conftest import STEPS, Training, told
+from tests.snapshots.conftest import STEPS, Training, ends, told
 
 pytestmark = pytest.mark.slow
 
 OWN = Path(__file__).with_name("own.py")
 
 
-def test_poison_that_stands_in_storage_is_passed_over(training: Training) -> None:
+def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     """Step 8 is in memory and in storage, and kills whoever goes on from it: training goes on from
     neither."""
-    args = ("--persist-every", "4", "--keep", "1", "--poison", "8")
+    args = ("--every", "4", "--persist-every", "4", "--keep", "1", "--poison", "8")
     job = training.start(*args, gated=True, max_restarts=4)
     training.open_gate(8)
     job.wait_for_world(2, step=8)
@@ -27,9 +27,27 @@ def test_poison_that_stands_in_storage_is_passed_over(training: Training) -> Non
     training.until(lambda: training.checkpoints() == [STEPS], "the last checkpoint alone")
     training.open_gate()
     training.finish()
-    assert training.starts(0) == [0, 8, 8, 7]
-    assert training.said("step 8 and later ones are passed over")
+    assert training.starts(0) == [0, 8, 8, 4]
+    assert training.said("step 8 and later ones come last")
     training.is_as_if_nothing_happened()
+
+
+def test_a_step_that_is_asked_for(training: Training) -> None:
+    """A second start goes on from an older checkpoint, and leaves the newer ones; a third asks for
+    one that is not there."""
+    args = ("--every", "4", "--persist-every", "4")
+    training.start(*args)
+    training.finish()
+    assert {4, 12} <= set(training.checkpoints()), "that of 8 may give way to that of 12"
+    training.start(*args, options=["--restore-step=4"])
+    training.finish()
+    assert training.starts(0) == [0, 4]
+    assert training.said("ranks go on from step 4 in storage: --restore-step")
+    assert len(ends(training.out, 0)) == 2
+    assert len(set(ends(training.out, 0))) == 1
+    training.start(*args, options=["--restore-step=5"])
+    training.finish(1)
+    assert training.said("--restore-step=5: step 5 is not whole in memory, and .* has no whole")
 
 
 def test_a_living_rank_is_given_back_what_it_has_alone(training: Training) -> None:

@@ -3,17 +3,19 @@ same bits as one that was never killed.
 
     train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
-             [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip] [--lingers RANK]
+             [--early LIVES] [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
+             [--lingers RANK]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
 ranks have taken the snapshot of step 5; HOW is kill, raise, term, or any signal's name (after
-`stop` the others' collectives fail when `--timeout` is over). With `--poison 7` rank 1 dies in its
-first step of every life that goes on from step 7. With `--gate FILE` the ranks wait before the
-first step of all and after each step until the file's number is above that of the step (0 before
-the first). `--print-at 7` has the hash of the state written in step 7 (`at`; `skipped`: the
-snapshots that were left out so far), and when a life goes on from there (`again`). A rank that
-lingers does not end by SIGTERM.
+`stop` the others' collectives fail when `--timeout` is over). With `--poison 6` rank 1 raises in
+the second step of every life that goes on from step 6. With `--early 6` it ends in so many lives
+after the first before it has a process group, by an exception and by SIGKILL in turn. With `--gate
+FILE` the ranks wait before the first step of all and after each step until the file's number is
+above that of the step (0 before the first). `--print-at 7` has the hash of the state written in
+step 7 (`at`; `skipped`: the snapshots that were left out so far), and when a life goes on from
+there (`again`). A rank that lingers does not end by SIGTERM.
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -35,8 +37,8 @@ import torch
 import torch.distributed as dist
 from inotify_simple import INotify, flags
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from elasticrun.dcp.torches import DTensor
 from elasticrun.testing import step as tell_step
 from elasticrun.training import Checkpointer, Keep
 
@@ -70,7 +72,10 @@ def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     if mode == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif mode == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+        try:
+            from torch.distributed.fsdp import fully_shard
+        except ImportError:  # torch 2.4, 2.5
+            from torch.distributed._composable.fsdp import fully_shard  # type: ignore[no-redef]
 
         model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
         fully_shard(model[0])
@@ -153,6 +158,7 @@ def main() -> None:
     options.add_argument("--keep", type=int, default=3)
     options.add_argument("--die", action="append", default=[])
     options.add_argument("--poison", type=int)
+    options.add_argument("--early", type=int, default=0)
     options.add_argument("--gate", type=Path)
     options.add_argument("--print-at", type=int, action="append", default=[])
     options.add_argument("--timeout", type=float, default=300)
@@ -161,35 +167,39 @@ def main() -> None:
     options.add_argument("--lingers", type=int)
     args = options.parse_args()
     torch.set_num_threads(1)
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if 1 <= life <= args.early and os.environ["RANK"] == "1":
+        die("raise" if life % 2 else "kill")
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == args.lingers:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     model, optimizer = build(args.mode, args.width)
     progress: dict[str, Any] = {"seen": 0, "place": Place()}
+    torch.serialization.add_safe_globals([Place])
     checkpointer = Checkpointer(
         args.ckpt,
         model=model,
         optim=optimizer,
         progress=progress,
-        every=args.every,
+        every_steps=args.every,
         on_busy=args.busy,
-        persist_every=args.persist_every,
+        persist_every_steps=args.persist_every,
+        persist_every_seconds=None,
         keep=Keep(last=args.keep),
         replicas=args.replicas,
     )
     start = checkpointer.restore()
-    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     tell(args.out, rank, start=start, world=world, life=life, seen=progress["place"].seen)
     if start in args.print_at:
         tell(args.out, rank, again=fingerprint(model, optimizer))
     if start == 0:
         wait_for(args.gate, 0)
     for step in range(start, args.steps):
-        if start == args.poison:
-            dist.barrier()  # all have told what they go on from
+        if start == args.poison and step == start + 1:
+            dist.barrier()  # all have done the step before
             if rank == 1:
-                die("kill")
+                die("raise")
         train_step(model, optimizer, step, rank, world)
         progress["seen"] += 12
         progress["place"].seen += 12

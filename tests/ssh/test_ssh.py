@@ -32,6 +32,7 @@ def test_a_loop_over_hosts_trains(town: Town, world: World) -> None:
     town.until_nothing_runs("h1", "h2", "h3")
 
 
+@pytest.mark.soak
 def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, world: World) -> None:
     """Each host believes to be the batch script's. A bare command is one node there, as under
     torchrun, and says so; flags make one job of them, and nobody takes itself for node 0."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
 
-pytest.importorskip("lightning")
-pytest.importorskip("transformers")
+needs.packages("lightning", "transformers")
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 

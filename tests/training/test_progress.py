@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,8 +159,14 @@ def test_a_step_that_is_no_number_is_dropped_and_the_next_one_is_told(
 ) -> None:
     with listening() as listener:
         monkeypatch.setattr(telling, "_teller", Teller(place(listener.name, 0)))
-        for odd in (0, "one", 2**80, None, 4):
-            telling.progress(odd)  # type: ignore[arg-type]
+        monkeypatch.setattr(telling, "_warned", False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for odd in (0, "one", 2**80, None, 4):
+                telling.progress(odd)  # type: ignore[arg-type]
+        assert [(str(one.message)[:46], one.filename) for one in told] == [
+            ("elasticrun: progress() is given 'one' (a str):", __file__)
+        ]
         said = listener.waiting()
     assert [one.step for one in said] == [4]
     assert said[0].steps == 4

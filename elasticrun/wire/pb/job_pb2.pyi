@@ -182,6 +182,7 @@ class JobSpec(_message.Message):
     MASTER_LOST_TIMEOUT_FIELD_NUMBER: _builtins.int
     CHECKS_FIELD_NUMBER: _builtins.int
     SAVES_FIELD_NUMBER: _builtins.int
+    SCHEDULER_CODES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     min_nodes: _builtins.int
     max_nodes: _builtins.int
@@ -196,6 +197,7 @@ class JobSpec(_message.Message):
     grow_cooldown: _builtins.float
     restart_grace: _builtins.float
     master_lost_timeout: _builtins.float
+    scheduler_codes: _builtins.bool
     @_builtins.property
     def checks(self) -> Global___CheckSpec: ...
     @_builtins.property
@@ -219,10 +221,11 @@ class JobSpec(_message.Message):
         master_lost_timeout: _builtins.float = ...,
         checks: Global___CheckSpec | None = ...,
         saves: Global___SaveSpec | None = ...,
+        scheduler_codes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "saves", b"saves"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "grow", b"grow", "grow_cooldown", b"grow_cooldown", "heartbeat_timeout", b"heartbeat_timeout", "job_id", b"job_id", "join_timeout", b"join_timeout", "last_call_timeout", b"last_call_timeout", "master_lost_timeout", b"master_lost_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_unit", b"node_unit", "restart_backoff", b"restart_backoff", "restart_grace", b"restart_grace", "restart_window", b"restart_window", "saves", b"saves", "scheduler_codes", b"scheduler_codes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -234,17 +237,20 @@ class SaveSpec(_message.Message):
 
     AT_BREAKPOINT_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    RESTORE_STEP_FIELD_NUMBER: _builtins.int
     at_breakpoint: _builtins.bool
     limit: _builtins.float
+    restore_step: _builtins.int
     def __init__(
         self,
         *,
         at_breakpoint: _builtins.bool = ...,
         limit: _builtins.float = ...,
+        restore_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_breakpoint", b"at_breakpoint", "limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_breakpoint", b"at_breakpoint", "limit", b"limit", "restore_step", b"restore_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -765,6 +771,7 @@ class Holdings(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    WENT_ON_FIELD_NUMBER: _builtins.int
     replicas: _builtins.bool
     @_builtins.property
     def saver(self) -> Global___Endpoint: ...
@@ -772,6 +779,8 @@ class Holdings(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
     def last(self) -> Global___LastRound: ...
+    @_builtins.property
+    def went_on(self) -> Global___WentOn: ...
     def __init__(
         self,
         *,
@@ -779,14 +788,38 @@ class Holdings(_message.Message):
         held: _abc.Iterable[Global___Holding] | None = ...,
         replicas: _builtins.bool = ...,
         last: Global___LastRound | None = ...,
+        went_on: Global___WentOn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holdings: _TypeAlias = Holdings  # noqa: Y015
+
+@_typing.final
+class WentOn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WentOn: _TypeAlias = WentOn  # noqa: Y015
 
 @_typing.final
 class LastRound(_message.Message):
@@ -1196,15 +1229,18 @@ class Wait(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    left: _builtins.float
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        left: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1248,6 +1284,9 @@ class Start(_message.Message):
     HOST_STORE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     REWOUND_FROM_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
+    RESTORE_STEP_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     group_rank: _builtins.int
     group_world_size: _builtins.int
     first_rank: _builtins.int
@@ -1257,6 +1296,9 @@ class Start(_message.Message):
     restart_count: _builtins.int
     host_store: _builtins.bool
     rewound_from: _builtins.int
+    suspect: _builtins.bool
+    restore_step: _builtins.int
+    why: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1278,10 +1320,13 @@ class Start(_message.Message):
         host_store: _builtins.bool = ...,
         restore: Global___Restore | None = ...,
         rewound_from: _builtins.int = ...,
+        suspect: _builtins.bool = ...,
+        restore_step: _builtins.int = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "restore_step", b"restore_step", "rewound_from", b"rewound_from", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "store", b"store", "suspect", b"suspect", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --rdzv-backend=c10d \
     --rdzv-endpoint="$head:$port" \
     --rdzv-id="$job" \
+    --exit-codes=scheduler \
     sweep.py
 code=$?
 own_code=$(cat "$own")

@@ -26,6 +26,7 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --nproc-per-node=1 \
     --rdzv-id="$job" \
     --master-store=etcd://e0:2379,e1:2379 \
+    --exit-codes=scheduler \
     train.py
 code=$?
 own_code=$(cat "$own")

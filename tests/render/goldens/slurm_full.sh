@@ -52,6 +52,7 @@ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none
     --tee=3 \
     --save-at-breakpoint \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    --exit-codes=scheduler \
     train.py --lr 3e-4 --note 'it'"'"'s $(HOME), "y"	or 1e3: # é' ''
 code=$?
 own_code=$(cat "$own")

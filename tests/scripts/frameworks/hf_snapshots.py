@@ -57,13 +57,13 @@ class Fate(TrainerCallback):
 def main(folder: str, dies_after: int) -> None:
     set_seed(7)
     sizes = {"vocab_size": 11, "n_positions": 12, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    shape = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    shape = GPT2Config(**sizes, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     arguments = TrainingArguments(
         output_dir=folder, use_cpu=True, max_steps=24, per_device_train_batch_size=8,
         learning_rate=3e-2, logging_steps=4, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     fate = Fate(dies_after)
-    snapshots = Snapshots(os.path.join(folder, "snapshots"), every=1, on_busy="wait")
+    snapshots = Snapshots(os.path.join(folder, "snapshots"), every_steps=1, on_busy="wait")
     trainer = Trainer(
         GPT2LMHeadModel(shape), arguments, train_dataset=Counting(), callbacks=[snapshots, fate]
     )

@@ -36,7 +36,8 @@ class Line(L.LightningModule):
         self.layer = nn.Linear(1, 1)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layer(batch[0]), 2 * batch[0] + 1)
+        noise = torch.randn_like(batch[0])  # of the global generator
+        return nn.functional.mse_loss(self.layer(batch[0] + noise), 2 * batch[0] + 1)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
@@ -61,11 +62,12 @@ class Fate(L.Callback):
 def main(folder: str, dies_after: int) -> None:
     L.seed_everything(7, verbose=False)
     fate = Fate(dies_after)
+    snapshots = Snapshots(os.path.join(folder, "snapshots"), every_steps=1, on_busy="wait")
     trainer = L.Trainer(
         accelerator="cpu", devices=2, num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Snapshots(os.path.join(folder, "snapshots"), every=1, on_busy="wait"), fate],
+        callbacks=[snapshots, fate],
     )  # fmt: skip
     model = Line()
     data = torch.tensor([[0.7]]).repeat(64, 1)

@@ -1,0 +1,441 @@
+"""A file by which one of several machines that share a folder says: this is mine (decision 029).
+
+Everything rests on link(2), which is atomic on network file systems too, and refuses where the name
+is there; no flock is used, no time of a file is believed and no clocks of two hosts are compared.
+
+A claim is written whole into a draft and appears by link. Its last line is a count that its holder
+raises in place, through the descriptor of the very file that was linked: it cannot write into the
+claim of a successor. Who reads opens the file afresh, which is when NFS asks its server. That a
+claim is not renewed is seen by looking at it again and again: the count stayed the same so often.
+
+To take the place of claim X, `NAME.after.X` is linked: of all who want to succeed X one can. It is
+the claim from then on, for everybody who reads X, and is renamed over NAME, which removes X. X is
+the life of a holder and is never used twice, so what was decided about X is never true of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.wire.published import start_time
+
+MAX_BYTES: Final = 64 * 1024
+"""A longer file is not one of ours."""
+
+MAX_CHAIN: Final = 64
+"""Claims that succeeded each other without one of them being renamed into its place."""
+
+RENEW_EVERY: Final = 2.0
+"""Seconds between two renewals."""
+
+LOOK_EVERY: Final = 1.0
+"""Seconds between two looks at a claim whose holder does not answer."""
+
+STALE_LOOKS: Final = 10
+"""So many looks in a row that find the same count make a claim one that nobody renews. A look that
+took longer than LOOK_EVERY is none: the file system stood still, and the holder's may have too."""
+
+CLOSE_LIMIT: Final = 2.0
+"""Seconds for a renewal that is under way."""
+
+_HOLDER: Final = re.compile(r"[0-9a-f]{16}\Z")
+_LITTER: Final = re.compile(r"\.[0-9a-f]{16}(\.new)?\Z")
+_KEPT, _LEFT = "kept", "left"
+
+
+class ClaimError(Exception):
+    """A claim can neither be read nor made; the text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What stands in the file. `holder`: the life of whoever made it. `words`: what it says.
+    `left`: its holder has gone, and somebody else may still need what it says."""
+
+    holder: str
+    words: Mapping[str, Any] = field(repr=False)  # the job's token among them
+    count: int = 0
+    left: bool = False
+
+    def text(self, name: str) -> str:
+        """A word of it, "" for none."""
+        value = self.words.get(name, "")
+        return value if isinstance(value, str) else ""
+
+    def is_of(self, holder: str, term: int) -> bool:
+        """Whether this holder made it under the master of this term."""
+        return (self.holder, self.number("term")) == (holder, term)
+
+    def number(self, name: str) -> int:
+        """A number of it, 0 for none."""
+        value = self.words.get(name, 0)
+        return value if type(value) is int else 0
+
+
+def fresh(words: Mapping[str, Any]) -> Claim:
+    """A claim of a new holder, which is this process."""
+    return Claim(secrets.token_hex(8), {**words, "process": _this_process()})
+
+
+def _this_process() -> dict[str, Any]:
+    """What names it on this host for as long as that is up."""
+    return {"kernel": _kernel(), "pid": os.getpid(), "started": start_time(os.getpid())}
+
+
+def _kernel() -> str:
+    """This host, since its start, and this world of processes on it; "" where that is not told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.uname().nodename} {boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def died_here(claim: Claim) -> bool:
+    """Whether its holder was a process of this very host, and is no more: nobody needs to wait."""
+    process = claim.words.get("process")
+    if not isinstance(process, dict) or not _kernel() or process.get("kernel") != _kernel():
+        return False
+    pid, started = process.get("pid"), process.get("started")
+    return type(pid) is int and pid > 0 and start_time(pid) != started
+
+
+class Files:
+    """The calls on the shared folder, in one object: a test can make them those of a slow one."""
+
+    def read(self, path: str) -> tuple[bytes, os.stat_result]:
+        """The file as the server has it now: opened afresh. OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(fd, "rb", buffering=0) as file:
+            return file.read(MAX_BYTES + 1), os.fstat(fd)
+
+    def create(self, path: str, mode: int) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags, mode)
+
+    def link(self, path: str, name: str) -> None:
+        os.link(path, name, follow_symlinks=False)
+
+    def rename(self, path: str, name: str) -> None:
+        os.rename(path, name)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def names(self, folder: str) -> list[str]:
+        return os.listdir(folder)
+
+
+class ClaimFile:
+    """The file at `path`, as this process sees it. Methods block, and raise ClaimError.
+
+    `private`: nobody else may read it, and it is believed only if it is of the same owner as what
+    we make there."""
+
+    def __init__(self, path: str, *, private: bool = True, files: Files | None = None) -> None:
+        self.path = path
+        self._private = private
+        self._files = files or Files()
+        self._owner = -1  # as this file system shows our files: it may map users
+        # What we have linked. A file object: closed by an end that did not wait for a keeper's
+        # thread which hangs, it is written to no more, and its number may be another file's.
+        self._held: io.FileIO | None = None
+        self._at = 0
+        self.mine: Claim | None = None
+        """What we have claimed, and not let go since."""
+
+    # ------------------------------------------------------------ reading
+
+    def read(self) -> Claim | None:
+        """The claim that counts, None if there is none."""
+        found, path = self._read(self.path), self.path
+        for _ in range(MAX_CHAIN):
+            if found is None:
+                return None
+            path = self._after(found)
+            later = self._read(path)
+            if later is None:
+                return found
+            found = later
+        raise ClaimError(f"{self.path} was taken over again and again: remove it and {path}")
+
+    def _after(self, claim: Claim) -> str:
+        return f"{self.path}.after.{claim.holder}"
+
+    def _read(self, path: str) -> Claim | None:
+        try:
+            data, found = self._files.read(path)
+        except OSError as error:
+            # ESTALE: it was removed on another host while we opened it
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return None
+            raise ClaimError(f"{path} cannot be read: {error.strerror}") from None
+        if self._private:
+            self._check_private(path, found)
+        try:
+            text, count, word = data.decode().removesuffix("\n").rsplit(" ", 2)
+            body, _, renewed = text.rpartition("\n")
+            said = json.loads(body)
+            holder, words = said["holder"], said["words"]
+            if renewed != "renewed" or word not in (_KEPT, _LEFT) or not _HOLDER.match(holder):
+                raise ValueError(word)
+            return Claim(holder, dict(words), int(count), word == _LEFT)
+        except (ValueError, KeyError, TypeError):
+            raise ClaimError(
+                f"{path} is no claim of elasticrun's: remove it, or name another file"
+            ) from None
+
+    def _check_private(self, path: str, found: os.stat_result) -> None:
+        """Who could have written it could have this node join a job of theirs."""
+        if self._owner < 0:
+            os.close(self._draft(b"")[1])
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
+            raise ClaimError(f"{path} is of another user: name a file of your own")
+        if found.st_mode & 0o077:
+            raise ClaimError(
+                f"{path} can be read or written by others, and who can read it can join the job: "
+                "remove it, or name a file where its mode can be 0600"
+            )
+
+    # ------------------------------------------------------------ claiming
+
+    def take(self, claim: Claim, instead: Claim | None = None) -> bool:
+        """Make this the claim that counts: where there is none, or in the place of `instead`.
+        False if somebody was faster, or `instead` counts no more."""
+        body = json.dumps({"holder": claim.holder, "words": dict(claim.words)}) + "\n"
+        data = (body + _line(0, _KEPT)).encode()
+        name = self.path if instead is None else self._after(instead)
+        draft, fd = self._draft(data, keep=True)
+        try:
+            if not self._linked(draft, fd, name):
+                os.close(fd)
+                return False
+        except ClaimError:
+            os.close(fd)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                self._files.unlink(draft)
+        if instead is not None and not self._succeed(name, claim, instead):
+            os.close(fd)
+            return False
+        self.let_go()
+        self._held, self._at = io.FileIO(fd, "r+"), len(body.encode())
+        self.mine = claim
+        return True
+
+    def _succeed(self, name: str, claim: Claim, instead: Claim) -> bool:
+        """Put the file `name` in the place of the claim before. What we saw of that may be old: it
+        is looked at again, after a change of ours to the folder."""
+        try:
+            current = self.read()
+            if current is None or current.holder != claim.holder:
+                self._files.unlink(name)
+                return False
+            self._files.rename(name, self.path)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ClaimError(
+                f"{self.path} cannot be taken over from {instead.text('host')}: {error.strerror}"
+            ) from None
+
+    def _draft(self, data: bytes, *, keep: bool = False) -> tuple[str, int]:
+        """A file of ours with this in it, on the server's disk; removed at once unless kept."""
+        draft = f"{self.path}.{secrets.token_hex(8)}.new"
+        try:
+            fd = self._files.create(draft, 0o600 if self._private else 0o666)
+        except OSError as error:
+            raise ClaimError(
+                f"{os.path.dirname(self.path)} cannot be written to: {error.strerror}"
+            ) from None
+        try:
+            self._owner = os.fstat(fd).st_uid
+            if self._private and os.fstat(fd).st_mode & 0o077:
+                raise ClaimError(
+                    f"the file system of {self.path} shows files to others whatever their mode, so "
+                    "the job's token cannot be kept in it: use --rdzv-endpoint=HOST:PORT"
+                )
+            os.write(fd, data)
+            os.fsync(fd)
+        except OSError as error:
+            os.close(fd)
+            keep = False
+            raise ClaimError(f"{self.path} cannot be written: {error.strerror}") from None
+        except ClaimError:
+            os.close(fd)
+            keep = False
+            raise
+        finally:
+            if not keep:
+                with contextlib.suppress(OSError):
+                    self._files.unlink(draft)
+        return draft, fd
+
+    def _linked(self, draft: str, fd: int, name: str) -> bool:
+        try:
+            self._files.link(draft, name)
+            return True
+        except FileExistsError:
+            # Of a request that NFS has sent twice the second answer is this one: the number of
+            # names says what the first one did.
+            return os.fstat(fd).st_nlink == 2
+        except FileNotFoundError:
+            return False  # whoever has removed the claim has swept our draft away too
+        except OSError as error:
+            raise ClaimError(
+                f"the file system of {self.path} has no hard links ({error.strerror}), by which "
+                "machines claim a file: use --rdzv-endpoint=HOST:PORT"
+            ) from None
+
+    # ------------------------------------------------------------ holding
+
+    def renew(self) -> Claim | None:
+        """Raise the count of our claim; None then. Where another claim counts by now, that one. One
+        that was removed by somebody is made again."""
+        mine = self.mine
+        if mine is None:
+            return None
+        current = self.read()
+        if current is None:
+            again = Claim(mine.holder, mine.words)
+            return None if self.take(again) else self.read()
+        if current.holder != mine.holder:
+            return current
+        self._write(current.count + 1, _KEPT)
+        return None
+
+    def leave(self) -> None:
+        """Say that nobody renews our claim any more, and that it may still be needed."""
+        self._write(0, _LEFT)
+        self.let_go()
+
+    def remove(self, holder: str = "") -> None:
+        """Remove our claim, or that of this holder, if it is still the one that counts, and what
+        was left beside it by those who were killed while they claimed."""
+        wanted = holder or (self.mine.holder if self.mine is not None else "")
+        folder, name = os.path.split(self.path)
+        with contextlib.suppress(ClaimError, OSError):
+            current = self._read(self.path)
+            if wanted and current is not None and current.holder == wanted:
+                self._files.unlink(self.path)
+                for other in self._files.names(folder):
+                    if other.startswith(f"{name}.") and _LITTER.search(other):
+                        with contextlib.suppress(OSError):
+                            self._files.unlink(os.path.join(folder, other))
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Write into it no more."""
+        held, self._held = self._held, None
+        self.mine = None
+        if held is not None:
+            held.close()
+
+    def _write(self, count: int, word: str) -> None:
+        held = self._held
+        if held is None:
+            return
+        try:
+            held.seek(self._at)
+            held.write(_line(count, word).encode())
+            os.fsync(held.fileno())
+        except OSError as error:
+            raise ClaimError(f"{self.path} cannot be renewed: {error.strerror}") from None
+        except ValueError:  # closed meanwhile
+            return
+
+
+def _line(count: int, word: str) -> str:
+    return f"renewed {count:012d} {word}\n"
+
+
+class Looks:
+    """Looks at a claim whose holder does not answer: whether it is renewed."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int] = ("", 0)
+        self.same = 0
+        """Looks in a row that found no renewal."""
+        self.renewed = False
+        """Whether the present holder was seen to renew it."""
+
+    def look(self, claim: Claim, took: float) -> None:
+        """`took`: seconds that the reading took."""
+        seen = (claim.holder, claim.count)
+        if seen != self._seen:
+            self.renewed = seen[0] == self._seen[0]
+            self._seen, self.same = seen, 0
+        elif took <= LOOK_EVERY:
+            self.same += 1
+
+    def is_stale(self, claim: Claim) -> bool:
+        """Whether nobody holds it any more, as far as its file can say."""
+        return claim.left or died_here(claim) or self.same >= STALE_LOOKS
+
+
+class Keeper:
+    """Renews a claim in a thread of its own until it is closed. Who attaches is told, in that
+    thread, once or twice: `lost(claim)` when another one has taken its place, `trouble(sentence)`
+    when it cannot be renewed, with "" when it can again."""
+
+    def __init__(self, file: ClaimFile) -> None:
+        self._file = file
+        self._lost: Callable[[Claim], None] | None = None
+        self._trouble: Callable[[str], None] = lambda sentence: None
+        self._other: Claim | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="elasticrun-claim", daemon=True)
+        self._thread.start()
+
+    def attach(self, lost: Callable[[Claim], None], trouble: Callable[[str], None]) -> None:
+        """Be told from now on, and what has happened before."""
+        self._lost, self._trouble = lost, trouble
+        if self._other is not None:  # the thread does it the other way round: one of us tells
+            lost(self._other)
+
+    def close(self) -> None:
+        """Renew no more. Blocks, CLOSE_LIMIT at most: what is renewed in this moment would make a
+        claim again that is removed."""
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_LIMIT)
+
+    def _keep(self) -> None:
+        told = ""
+        while not self._over.wait(RENEW_EVERY):
+            wrong, other = "", None
+            try:
+                other = self._file.renew()
+            except ClaimError as error:
+                wrong = str(error)
+            if self._over.is_set():
+                return
+            if wrong != told:
+                told = wrong
+                self._trouble(wrong)
+            if other is not None:
+                self._other = other
+                if self._lost is not None:
+                    self._lost(other)
+                return
+
+
+def timed(file: ClaimFile) -> tuple[Claim | None, float]:
+    """A look at the file, and how many seconds it took."""
+    began = time.monotonic()
+    return file.read(), time.monotonic() - began

@@ -1,0 +1,139 @@
+"""Bytes of another process back to values: plain ones alone, unless more is asked for.
+
+A pickle can run anything. What a snapshot or a checkpoint holds may come from another node's memory
+over an open port, or from storage that others write to. So opaque values are read as torch.load
+does with `weights_only=True`, and `.metadata`, a pickle too, with DCP's own classes alone. What the
+script has allowed by `torch.serialization.add_safe_globals` is allowed here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import datetime
+import io
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+
+class NotAllowed(ValueError):
+    """The bytes need a class or a function that nobody has allowed; a sentence."""
+
+
+_PLAIN: Final = (
+    *(set, frozenset, complex, slice, range, bytearray, codecs.encode, collections.Counter),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+)
+"""Allowed in every torch; newer ones know most of them. (bytes are pickled by codecs.encode.)"""
+
+_METADATA: Final = {
+    "torch.distributed.checkpoint.metadata": None,  # its classes, whatever a version has
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "builtins": ("set", "frozenset"),
+}
+"""Modules and names that a `.metadata` of torch's own has."""
+
+
+def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -> Any:
+    """Back from `items.serialise`, in the rank that owns the classes; tensors come to the CPU.
+    `name`: what it is of. NotAllowed."""
+    if not weights_only:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    try:
+        with _allowed():
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        what = f"{name} has a {found[1]}" if found else f"{name} is no plain value"
+        raise NotAllowed(
+            f"{what}, which is not made of bytes from elsewhere unasked: allow it by "
+            "torch.serialization.add_safe_globals([...]) before restore(), or everything by "
+            "Checkpointer(..., weights_only=False)"
+        ) from error
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    """What stands above, and numpy's arrays and numbers; for torch alone and for now alone."""
+    more: list[Any] = list(_PLAIN)
+    if numpy := sys.modules.get("numpy"):
+        core = getattr(numpy, "_core", None) or numpy.core
+        more += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
+        more += [one for one in vars(numpy.dtypes).values() if isinstance(one, type)]
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(more)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(list(before))
+
+
+class Loading(DefaultLoadPlanner):
+    """torch's planner for a flat state, which reads opaque values as `deserialise` does."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        self.original_state_dict[fqn] = deserialise(value.read(), self._weights_only, fqn)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _METADATA.get(module, ())
+        found = None
+        if module == "torch":
+            found = getattr(torch, name, None)
+            is_plain = isinstance(found, torch.dtype | torch.layout | torch.memory_format)
+            found = found if is_plain or name in ("Size", "device") else None
+        elif "." not in name and (allowed is None or name in allowed):
+            found = super().find_class(module, name)
+            if allowed is None and not (
+                isinstance(found, type) and found.__module__ == module
+            ):  # what that module has imported
+                found = None
+        if found is None:
+            raise NotAllowed(
+                f".metadata has a {module}.{name}, which no checkpoint of torch's own has: "
+                "Checkpointer(..., weights_only=False) reads it all the same"
+            )
+        return found
+
+
+def read_metadata(reader: Any, weights_only: bool) -> Any:
+    """A checkpoint's `.metadata`, which `reader` then has too and does not read again. NotAllowed;
+    whatever the storage and pickle raise."""
+    if weights_only:
+        path = reader.fs.concat_path(reader.path, ".metadata")
+        with reader.fs.create_stream(path, "rb") as file:
+            metadata = _unpickled(file)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = reader.load_id
+    else:
+        metadata = reader.read_metadata()
+    reader.read_metadata = lambda *_, **__: metadata
+    return metadata
+
+
+def _unpickled(file: IO[bytes]) -> Any:
+    found = _MetadataUnpickler(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f".metadata is a {type(found).__name__}")
+    return found

@@ -1,0 +1,123 @@
+"""The same real jobs with one torch after another, as rows of a table (docs/matrix.md).
+
+    make matrix TORCH=2.6.0
+
+Makes `.venv-matrix-2.6.0` with that version as the package index has it (for Linux the CUDA build,
+5 GB), unless `--python` names the interpreter of an environment that has it, and runs a few tests
+of ours in it, each with real processes and no mock. Prints the table's row; ends with 1 if a cell
+of it failed. uv is used for the installation if it is on the PATH, for it takes a quarter of the
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KILLED = "tests/e2e/test_examples_snapshots.py::test_a_killed_rank_costs_no_bit_of_the_result"
+CELLS = {
+    "launcher": ["tests/e2e/test_surroundings.py::test_two_jobs_on_one_host"],
+    "restart": [
+        "tests/e2e/test_kills.py::test_a_rank",
+        "tests/compat/test_defects.py::TestStaleStore::test_ours_restarts_ten_times",
+    ],
+    "snapshots, DDP": [KILLED + "[ddp-0]"],
+    "snapshots, FSDP2": [KILLED + "[fsdp2-1]"],
+    "functions": [
+        "tests/api/test_functions.py::test_ranks_meet_and_return",
+        "tests/api/test_functions.py::test_an_exception_in_a_rank",
+        "tests/api/test_functions.py::test_a_restart",
+    ],
+    "HF Trainer": ["tests/compat/test_frameworks.py::test_scripts_of_frameworks[hf_trainer.py]"],
+    "Lightning": ["tests/compat/test_frameworks.py::test_scripts_of_frameworks[lightning_ddp.py]"],
+}
+"""Each column, and the tests that must pass for a `yes` in it."""
+
+FACTS = """
+import platform, torch, transformers, lightning
+built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+print(f"{torch.__version__.partition('+')[0]} ({built})", platform.python_version(),
+      transformers.__version__, lightning.__version__, sep="|")
+"""
+
+
+def main() -> int:
+    """One row; 1 if a cell failed."""
+    parser = argparse.ArgumentParser(description="Run real jobs with one version of torch.")
+    parser.add_argument("torch", metavar="VERSION", help="such as 2.6.0")
+    parser.add_argument("--python", help="of an environment that has this torch; none is made")
+    arguments = parser.parse_args()
+    version = arguments.torch.removeprefix("torch==")
+    python = arguments.python or environment(version)
+    facts = subprocess.run([python, "-c", FACTS], check=True, capture_output=True, text=True)
+    row = dict(zip(("torch", "Python", "transformers", "Lightning is"),
+                   facts.stdout.strip().split("|"), strict=True))  # fmt: skip
+    if not row["torch"].startswith(f"{version} "):
+        print(f"matrix: {python} has torch {row['torch']}, not {version}", file=sys.stderr)
+        return 1
+    notes: list[str] = []
+    for name, tests in CELLS.items():
+        row[name] = cell(python, tests, notes)
+        print(f"matrix: {version}: {name}: {row[name]}", file=sys.stderr, flush=True)
+    row["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    print("| " + " | ".join(row) + " |")
+    print("|---" * len(row) + "|")
+    print("| " + " | ".join(row.values()) + " |")
+    print(*notes, sep="\n")
+    return int(any(row[name].startswith("no") for name in CELLS))
+
+
+def environment(version: str) -> str:
+    """The interpreter of an environment with this torch and all that the tests need."""
+    folder = ROOT / f".venv-matrix-{version}"
+    python = str(folder / "bin/python")
+    # what is asked for exactly stays: no range of another package brings another build
+    wanted = [f"torch=={version}", "-e", f"{ROOT}[demo,dev,frameworks]"]
+    # the build of the package index, also where a build for this machine lies in a folder
+    env = {name: text for name, text in os.environ.items() if name != "PIP_FIND_LINKS"}
+    if uv := shutil.which("uv"):
+        making = [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, str(folder)]
+        filling = [uv, "pip", "install", "-q", "--python", python, *wanted]
+    else:
+        making = [sys.executable, "-m", "venv", str(folder)]
+        filling = [python, "-m", "pip", "--disable-pip-version-check", "-q", "install", *wanted]
+    subprocess.run(making, check=True, env=env)
+    subprocess.run(filling, check=True, env=env)
+    return python
+
+
+def cell(python: str, tests: list[str], notes: list[str]) -> str:
+    """`yes`, `no (2 of 3 failed)`, or `-` where all were skipped; notes say why."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        words = ["-m", "pytest", "-q", "-p", "no:randomly", "-m", "not soak"]
+        done = subprocess.run(
+            [python, *words, f"--junitxml={report.name}", *tests],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        cases = (
+            list(ET.parse(report.name).iter("testcase")) if Path(report.name).stat().st_size else []
+        )
+    failed = [case for case in cases if case.find("failure") is not None
+              or case.find("error") is not None]  # fmt: skip
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    if failed or not cases or done.returncode:
+        notes.append(done.stdout[-6000:] + done.stderr[-2000:])
+        return f"no ({len(failed)} of {len(cases)} failed)"
+    for case in skipped:
+        why = case.find("skipped")
+        notes.append(
+            f"skipped: {case.get('name')}: {why.get('message') if why is not None else ''}"
+        )
+    return "-" if len(skipped) == len(cases) else "yes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Where a job is that has no endpoint: what the file makes of a configuration. Whether a master
+answers is said by the test; `tests/partitions/test_rendezvous_file.py` has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import claims, finding
+from elasticrun.agent.finding import Found, find, free_port
+from elasticrun.agent.signals import SignalInbox
+from elasticrun.config import AgentConfig, Rendezvous
+from tests.agent.configs import agent_config
+
+
+@pytest.fixture(autouse=True)
+def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether the master answers; and this host is 127.0.0.1, so that no network matters."""
+    state = {"answers": True}
+
+    async def answers(claim: claims.Claim, config: AgentConfig) -> bool:
+        return state["answers"]
+
+    monkeypatch.setattr(finding, "answers", answers)
+    monkeypatch.setattr(finding, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(claims, "died_here", lambda claim: False)
+    return state
+
+
+@pytest.fixture
+def found() -> Iterator[list[Found]]:
+    """What was found, to be let go of."""
+    made: list[Found] = []
+    yield made
+    for one in made:
+        one.close()
+
+
+def config(path: Path, job: str = "mine", token: str = "", **where: object) -> AgentConfig:
+    place = Rendezvous("file", port=29400, path=str(path), **where)  # type: ignore[arg-type]
+    spec = {"job_id": job, "min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}
+    return agent_config(spec, rendezvous=place, token=token, local_addr="127.0.0.1")
+
+
+def look(wanted: AgentConfig) -> tuple[AgentConfig, Found]:
+    return asyncio.run(find(wanted, SignalInbox([])))
+
+
+def test_the_first_one_claims_and_the_second_has_its_place_name_and_token(
+    tmp_path: Path, found: list[Found]
+) -> None:
+    file = tmp_path / "a"
+    first, one = look(config(file))
+    found.append(one)
+    assert one.ours
+    assert (first.spec.job_id, len(first.token)) == ("mine", 64)
+    second, two = look(config(file, "other"))
+    assert not two.ours
+    assert (second.spec.job_id, second.token) == ("mine", first.token)
+    assert second.rendezvous == first.rendezvous
+    assert first.rendezvous.host == "127.0.0.1"
+    said = json.loads(file.read_text().splitlines()[0])["words"]
+    assert (said["address"], said["port"]) == ("127.0.0.1", first.rendezvous.port)
+
+
+def test_another_name_than_the_running_jobs_is_refused(tmp_path: Path, found: list[Found]) -> None:
+    file = tmp_path / "a"
+    found.append(look(config(file))[1])
+    _, refused = look(config(file, "asked", named=True))
+    assert "is of job mine, which runs at 127.0.0.1:" in refused.wrong
+    assert "--rdzv-id=asked asks for another" in refused.wrong
+
+
+def test_a_token_of_the_users_stands_in_no_file(tmp_path: Path, found: list[Found]) -> None:
+    file = tmp_path / "a"
+    found.append(look(config(file, token="the user's own"))[1])
+    assert "the user's own" not in file.read_text()
+    _, refused = look(config(file))
+    assert "has a token that is not in the file: set ELASTICRUN_TOKEN" in refused.wrong
+    joined, _ = look(config(file, token="the user's own"))
+    assert joined.token == "the user's own"
+
+
+def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_token(
+    tmp_path: Path, there: dict[str, bool], found: list[Found]
+) -> None:
+    file = tmp_path / "a"
+    first, one = look(config(file))
+    assert one.keeper is not None
+    one.keeper.close()
+    there["answers"] = False
+    second, two = look(config(file, "other"))
+    found.append(two)
+    assert two.ours
+    assert (second.spec.job_id, second.token) == ("mine", first.token)
+
+
+def test_a_file_that_is_renewed_is_not_taken_over(
+    tmp_path: Path, there: dict[str, bool], found: list[Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that has split: the folder is there for both."""
+    monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
+    file = tmp_path / "a"
+    found.append(look(config(file))[1])
+    there["answers"] = False
+    _, refused = look(config(file))
+    assert "which does not answer this node" in refused.wrong
+    assert "for 5 s" in refused.wrong
+
+
+def test_a_file_that_nobody_named_is_done_without_where_it_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(self: claims.Files, path: str, name: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(claims.Files, "link", no_links)
+    begun, one = look(config(tmp_path / "a", found="this folder is on FUSE"))
+    assert begun.rendezvous.kind == "open"
+    assert one.ours
+    _, refused = look(config(tmp_path / "a"))
+    assert "has no hard links" in refused.wrong
+
+
+def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> None:
+    inbox = SignalInbox(["SIGTERM"])
+    inbox.install()
+    try:
+
+        async def run() -> tuple[AgentConfig, Found]:
+            searching = asyncio.create_task(find(config(tmp_path / "a", is_host=False), inbox))
+            os.kill(os.getpid(), 15)
+            return await searching
+
+        _, one = asyncio.run(run())
+        assert one.interrupted
+        heard: list[tuple[int, bool]] = []
+        inbox.attach(lambda number, death: heard.append((number, death)), lambda: None)
+        assert heard == [(15, True)]
+    finally:
+        inbox.restore()
+
+
+def test_the_first_free_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert port < free_port("127.0.0.1", port) < port + finding.MOST_PORTS

@@ -1,0 +1,295 @@
+"""Nothing that the agent has under way ends unheard: tasks, threads, effects, callbacks."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elasticrun.agent import helpers, identity, introduction, node, threads
+from elasticrun.agent.loop import AgentLoop
+from elasticrun.agent.threads import NoThread, Tasks, in_thread, own_defect
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core.effects import (
+    AgentEffect,
+    AgentEvent,
+    Exit,
+    Note,
+    ReleaseStore,
+    SweepRanks,
+    Tick,
+)
+from elasticrun.operator_log import StderrWriter
+from elasticrun.wire import record_folder
+from tests.agent.configs import agent_config
+from tests.harness import LIMIT
+
+AGENT = Path(threads.__file__).parent
+
+# ---------------------------------------------------------------- threads
+
+
+def no_threads(monkeypatch: pytest.MonkeyPatch, failures: float) -> list[str]:
+    """The first so many starts fail, as where pids.max is reached; the names of those."""
+    really, failed = threading.Thread.start, []  # type: ignore[var-annotated]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("elasticrun-") and len(failed) < failures:
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        really(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return failed
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "FIRST_TRY", 0.001)
+    failed = no_threads(monkeypatch, 3)
+    assert asyncio.run(in_thread(lambda: "done", name="some")) == "done"
+    assert failed == ["elasticrun-some"] * 3
+
+
+def test_without_threads_there_is_an_end_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "THREAD_LIMIT", 0.01)
+    no_threads(monkeypatch, float("inf"))
+    with pytest.raises(NoThread, match="too many processes or threads"):
+        asyncio.run(in_thread(lambda: "done"))
+    with pytest.raises(TimeoutError):  # whoever waits with a limit knows what to do
+        asyncio.run(in_thread(lambda: "done", limit=0.005))
+
+
+def test_what_comes_too_late_is_given_back() -> None:
+    """While the loop runs; the next test has one that is over by then."""
+    go = threading.Event()
+    back: list[str] = []
+
+    async def body() -> None:
+        given = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def late(result: str) -> None:
+            back.append(result)
+            loop.call_soon_threadsafe(given.set)
+
+        with pytest.raises(TimeoutError):
+            await in_thread(lambda: str(go.wait(LIMIT)), limit=0.01, late=late)
+        go.set()
+        await asyncio.wait_for(given.wait(), LIMIT)
+
+    asyncio.run(body())
+    assert back == ["True"]
+
+
+def test_a_place_of_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead file server holds the lock of the node's id: it starts without, and says so."""
+    go, released = threading.Event(), threading.Event()
+
+    class Slot:
+        def release(self) -> None:
+            released.set()
+
+    def identify(*_: object) -> identity.Identity:
+        go.wait(LIMIT)
+        return identity.Identity("late", Slot())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(identity, "identify", identify)
+    monkeypatch.setattr(introduction, "SLOT_LIMIT", 0.01)
+
+    async def body() -> str:
+        found = await introduction.introduce(agent_config(), StderrWriter())
+        return found.identity.note
+
+    assert "only as long as this agent: no run folder (no answer of the disk" in asyncio.run(body())
+    go.set()
+    assert released.wait(LIMIT)
+
+
+def test_a_record_on_a_disk_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hosted master runs without one, and says so."""
+    go = threading.Event()
+
+    def make(_: object) -> None:
+        go.wait(LIMIT)
+        raise OSError("gone")
+
+    monkeypatch.setattr(record_folder, "make", make)
+    monkeypatch.setattr(helpers, "RECORD_WAIT", 0.01)
+    assert helpers.new_record() is None
+    go.set()
+    assert "keeps no record: the disk has not answered for 0.01 s" in caplog.text
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_a_task_that_fails_ends_the_node_or_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def failing(error: Exception) -> None:
+        raise error
+
+    async def body() -> None:
+        tasks = Tasks(ends.append)
+        tasks.start(failing(KeyError("it")), "reporting")
+        tasks.start(failing(NoThread("no thread")), "starting")
+        tasks.start(failing(ValueError("x")), "copying", tell=told.append)
+        waiting = tasks.start(asyncio.Event().wait(), "waiting")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        tasks.close()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+    ends: list[str] = []
+    told: list[str] = []
+    asyncio.run(body())
+    assert ends == ["reporting failed: KeyError('it')", "starting failed: no thread"]
+    assert told == ["copying failed: ValueError('x')"]
+    assert "a defect of elasticrun: reporting failed" in caplog.text
+    assert "starting" not in caplog.text  # the limit of processes is no defect of ours
+
+
+OWNED_ELSEWHERE = {
+    ("ranks.py", "_queue_exit"): "the task that reports exits awaits it",
+    ("shards.py", "_check"): "whoever asks awaits it",
+    ("shards.py", "_pass_over"): "whoever asks awaits it",
+}
+
+
+def test_every_task_has_an_owner() -> None:
+    """In the agent a task is awaited where it is made, or its failure is told."""
+    makers = {"create_task", "ensure_future"}
+    for file in sorted(AGENT.glob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            nodes = list(ast.walk(function))
+            calls = {
+                node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+                for node in nodes
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
+            }
+            awaits = any(isinstance(node, ast.Await) for node in nodes)
+            if not calls & makers or awaits or calls & {"tell_failure", "_look_at"}:
+                continue
+            assert (file.name, function.name) in OWNED_ELSEWHERE, f"{file.name}: {function.name}"
+
+
+# ---------------------------------------------------------------- effects and callbacks
+
+
+class Brain:
+    """Says what it is told to, or raises it."""
+
+    def __init__(self, *answers: list[AgentEffect] | Exception) -> None:
+        self._answers = list(answers)
+
+    def step(self, event: AgentEvent, now: float) -> list[AgentEffect]:
+        answer = self._answers.pop(0) if self._answers else [Exit(0, "over", (), 0)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def next_deadline(self) -> float | None:
+        return time.monotonic()
+
+
+def end_of(brain: Brain, perform: Callable[[AgentEffect], None]) -> Exit:
+    async def body() -> Exit:
+        return await AgentLoop(brain, perform).run()
+
+    return asyncio.run(body())
+
+
+def test_a_brain_that_fails_ends_the_node() -> None:
+    outcome = end_of(Brain(KeyError("a fact")), lambda effect: None)
+    assert outcome.code == EXIT_FAILED
+    assert outcome.reason.startswith("a defect of elasticrun, please report it: Tick was not")
+    assert isinstance(Tick(), Tick)
+
+
+def failing_at(kind: type) -> tuple[list[str], Callable[[AgentEffect], None]]:
+    done: list[str] = []
+
+    def perform(effect: AgentEffect) -> None:
+        if isinstance(effect, kind):
+            raise ValueError("a defect")
+        done.append(type(effect).__name__)
+
+    return done, perform
+
+
+def test_an_effect_that_fails_is_told_and_the_next_is_carried_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    note = Note("info", "x")
+    done, perform = failing_at(ReleaseStore)
+    effects: list[AgentEffect] = [ReleaseStore(None), note]  # type: ignore[arg-type]
+    assert end_of(Brain(effects), perform).reason == "over"
+    assert done == ["Note"]
+    assert "ReleaseStore could not be carried out" in caplog.text
+    outcome = end_of(Brain(effects, effects, effects), perform)
+    assert "ReleaseStore could not be carried out" in outcome.reason
+
+
+def test_an_effect_that_the_brain_waits_for_ends_the_node_if_it_fails() -> None:
+    _, perform = failing_at(SweepRanks)
+    outcome = end_of(Brain([SweepRanks(1.0)]), perform)
+    assert outcome.code == EXIT_FAILED
+    assert "SweepRanks could not be carried out" in outcome.reason
+
+
+def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
+    seen: list[Exception | None] = []
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: seen.append(own_defect(context)))
+        loop.call_soon(threads.own_defect, None)  # fails in a file of ours
+        loop.call_soon(int, "x")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(body())
+    ours, others = seen
+    assert isinstance(ours, AttributeError)
+    assert others is None
+
+
+# ---------------------------------------------------------------- the log folder
+
+
+def test_a_log_folder_that_does_not_answer_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(node, "DISK_LIMIT", 0.1)
+    monkeypatch.setattr(threads, "SLOW_DISK", 0.01)
+    fatal: list[str] = []
+
+    class Output:
+        def prepare(self) -> None:
+            go.wait(LIMIT)
+
+    class Checkup:
+        def begin(self) -> None: ...
+
+    async def body() -> None:
+        one = object.__new__(node.Node)
+        one._config = agent_config()
+        one._checkup, one._output = Checkup(), Output()  # type: ignore[assignment]
+        one._fatal = fatal.append  # type: ignore[method-assign]
+        await one._set_out()
+
+    with caplog.at_level(logging.WARNING, logger="elasticrun"):
+        asyncio.run(body())
+    go.set()
+    assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
+    assert "the disk does not answer" in caplog.text

@@ -1,0 +1,72 @@
+"""Which step ranks go on from: the newest, what is suspect last, and the one that is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.choosing import Choice, NotThere, Setting
+from elasticrun.storage.folder import MARKER, Folder
+
+ALL, NO_OTHER = (60, 80, 100), ()
+
+
+def choice(
+    folder: Path,
+    stored: tuple[int, ...],
+    memory: int = -1,
+    rewound_from: int = -1,
+    suspect: bool = False,
+    restore_step: int = -1,
+) -> tuple[Choice, list[str]]:
+    place, told = Folder(str(folder)), []
+    for step in stored:
+        place.begin(step)
+        place.put(step, MARKER, b"there")
+    setting = Setting(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
+    more = {"suspect": suspect, "restore_step": restore_step}
+    return Choice(setting, Board("x", 0, 1), told.append, memory, rewound_from, **more), told
+
+
+@pytest.mark.parametrize(
+    ("stored", "how", "expected", "again"),
+    [
+        (ALL, {}, ("storage", 100), False),
+        (ALL, {"memory": 90}, ("storage", 100), False),
+        (ALL, {"memory": 100}, ("memory", 100), False),
+        (ALL, {"memory": 90, "rewound_from": 100}, ("memory", 90), False),
+        (ALL, {"rewound_from": 100}, ("storage", 80), False),
+        (ALL, {"memory": 100, "rewound_from": 100, "suspect": True}, ("storage", 80), False),
+        ((100,), {"rewound_from": 100}, ("storage", 100), True),
+        ((100,), {"memory": 90, "rewound_from": 80, "suspect": True}, ("storage", 100), True),
+        ((80,), {"memory": 90, "rewound_from": 80, "suspect": True}, ("memory", 90), True),
+        (NO_OTHER, {"memory": 90, "rewound_from": 90, "suspect": True}, ("memory", 90), True),
+        (NO_OTHER, {"rewound_from": 90}, ("nothing", 0), False),
+        (NO_OTHER, {}, ("nothing", 0), False),
+        (ALL, {"memory": 110, "restore_step": 80, "rewound_from": 81}, ("storage", 80), False),
+        (ALL, {"memory": 110, "restore_step": 110, "rewound_from": 111}, ("memory", 110), False),
+    ],
+)
+def test_what_is_suspect_comes_last_and_never_after_nothing(
+    tmp_path: Path,
+    stored: tuple[int, ...],
+    how: dict[str, int],
+    expected: tuple[str, int],
+    again: bool,
+) -> None:
+    chooser, told = choice(tmp_path, stored, **how)
+    assert chooser._choose() == expected
+    assert any("is tried again, although" in text for text in told) is again
+
+
+def test_a_step_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    chooser, _ = choice(tmp_path, ALL, memory=110, restore_step=70)
+    Folder(str(tmp_path)).condemn(80, "for this test")
+    with pytest.raises(NotThere) as error:
+        chooser._choose()
+    assert str(error.value) == (
+        "--restore-step=70: step 70 is not whole in memory, and "
+        f"{tmp_path} has no whole checkpoint of it (it has: 60, 100)"
+    )

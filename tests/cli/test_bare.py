@@ -1,0 +1,189 @@
+"""Commands for several nodes that nobody has told where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elasticrun.cli.asked import Asked
+from elasticrun.cli.bare import SLOT, for_others
+from elasticrun.cli.devices import Machine, shared_folder
+from elasticrun.cli.dryrun import describe
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.resolve import resolve
+from elasticrun.cli.values import UsageError
+from elasticrun.config import AgentConfig, Rendezvous
+from elasticrun.detection.found import Facts
+
+LOCAL: Mapping[str, str] = {}
+
+
+def machine(shared: str = "") -> Machine:
+    """A machine without a scheduler; every folder is on this network file system."""
+    facts = Facts(hostname="h", fqdn="h")
+    return Machine(
+        lambda: 1, lambda word: 0, lambda group: [], lambda: facts, lambda folder: shared, "ada"
+    )
+
+
+def made(words: str, environ: Mapping[str, str] = LOCAL, shared: str = "") -> AgentConfig:
+    ns = get_args_parser(environ).parse_args(words.split())
+    return resolve(ns, environ, machine(shared))
+
+
+def test_a_range_and_nothing_else_begins_here_under_a_name_of_its_own() -> None:
+    found = made("--nnodes=1:10 train.py --lr=1")
+    assert found.rendezvous == Rendezvous("open", port=29400)
+    assert (found.spec.min_nodes, found.spec.max_nodes) == (1, 10)
+    assert found.spec.job_id.startswith("train-")
+    assert found.spec.job_id != made("--nnodes=1:10 train.py --lr=1").spec.job_id
+    assert found.notes == (), "its token is made by the agent"
+    assert made("--nnodes=1:10 --rdzv-id=j train.py").spec.job_id == "j"
+    assert made("train.py", {"PET_NNODES": "1:10"}).rendezvous.kind == "open"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "kind"),
+    [
+        ("--nnodes=1:2 --rdzv-endpoint=h:1 s.py", {}, "elastic"),
+        ("--nnodes=1:2 --rdzv-backend=c10d s.py", {}, "elastic"),
+        ("--nnodes=1:2 --master-port=7 s.py", {}, "static"),
+        ("--nnodes=1:2 --node-rank=0 s.py", {}, "static"),
+        ("--nnodes=1:2 s.py", {"NODE_RANK": "1"}, "static"),
+        ("--nnodes=2 s.py", {"PET_NODE_RANK": "1"}, "static"),
+        ("--nnodes=2 s.py", {"PET_MASTER_ADDR": "h"}, "static"),
+        ("--nnodes=1:2 --standalone s.py", {}, "standalone"),
+        ("--nnodes=1:1 s.py", {}, "standalone"),
+        ("--nnodes=1:2 s.py", {"DLROVER_MASTER_ADDR": "h:1"}, "external"),
+        ("--nnodes=1:2 s.py", {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "static"),
+    ],
+)
+def test_what_says_where_nodes_meet_keeps_its_meaning(
+    words: str, environ: Mapping[str, str], kind: str
+) -> None:
+    assert made(words, environ, "NFS").rendezvous.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "begins"),
+    [
+        ("--nnodes=4 s.py", {}, "--nnodes=4 does not say where the nodes meet"),
+        ("--nnodes=2:2 s.py", {}, "--nnodes=2 does not say"),
+        ("s.py", {"PET_NNODES": "4"}, "--nnodes=4 does not say"),
+        ("--auto-config s.py", {"NODE_NUM": "3"}, "a job of 3 nodes does not say"),
+    ],
+)
+def test_a_fixed_number_and_nothing_else_is_refused_with_the_flags_that_are_missing(
+    words: str, environ: Mapping[str, str], begins: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        made(words, environ, "NFS")
+    sentence = str(refused.value)
+    assert sentence.startswith(begins)
+    for flag in ("--rdzv-endpoint=HOST:29400", "file:///", "--node-rank, --master-addr"):
+        assert flag in sentence
+    assert refused.value.exit_code == 2
+
+
+def test_on_a_network_file_system_a_file_beside_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = "--nnodes=1:10 sub/train.py --lr=1"
+    found = made(words, shared="NFS")
+    where = found.rendezvous
+    assert where.kind == "file"
+    folder, _, name = where.path.rpartition("/")
+    assert folder == str(tmp_path / "sub")
+    assert name.startswith(".elasticrun-ada-train-")
+    assert "this folder is on NFS: all machines" in found.notes[0]
+    assert made(words, shared="NFS").rendezvous == where, "so machines find each other"
+    others = [
+        made("--nnodes=1:10 sub/train.py --lr=2", shared="NFS"),
+        made("--nnodes=1:10 --rdzv-id=j sub/train.py --lr=1", shared="NFS"),
+        made("--nnodes=1:10 sub/other.py --lr=1", shared="NFS"),
+    ]
+    assert len({one.rendezvous.path for one in others} | {where.path}) == 4
+    module = made("--nnodes=1:10 -m pkg.train", shared="NFS").rendezvous.path
+    assert module.startswith(f"{tmp_path}/.elasticrun-ada-pkg.train-")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "path"),
+    [
+        ("file:///shared/jobs/a", "/shared/jobs/a"),
+        ("file:/shared/a", "/shared/a"),
+        ("file://localhost/shared/../a", "/a"),
+    ],
+)
+def test_a_file_that_is_named(endpoint: str, path: str) -> None:
+    for nodes, backend in (("2", ""), ("1:4", "--rdzv-backend=c10d")):
+        found = made(f"--nnodes={nodes} {backend} --rdzv-endpoint={endpoint} s.py")
+        assert found.rendezvous == Rendezvous("file", port=29400, path=path)
+        assert found.notes == ()
+    named = made(f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={endpoint} s.py")
+    assert (named.spec.job_id, named.rendezvous.named) == ("j", True)
+    joins = made(f"--nnodes=2 --rdzv-conf=is_host=0 --rdzv-endpoint={endpoint} s.py")
+    assert joins.rendezvous.is_host is False
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--rdzv-endpoint=file://h/a", "write file:///FOLDER/NAME"),
+        ("--rdzv-endpoint=file:a", "write file:///FOLDER/NAME"),
+        ("--rdzv-endpoint=file:///", "write file:///FOLDER/NAME"),
+        ("--rdzv-backend=static --rdzv-endpoint=file:///a/b", "leave the backend out"),
+    ],
+)
+def test_files_that_cannot_be(words: str, part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        made(f"--nnodes=2 {words} s.py")
+
+
+def rows(words: str, shared: str = "") -> dict[str, str]:
+    ns = get_args_parser({}).parse_args(words.split())
+    text = describe(resolve(ns, {}, machine(shared)), ns, {})
+    return {line[:22].strip(): line[22:].strip() for line in text.splitlines()}
+
+
+def test_a_dry_run_shows_where_the_meeting_place_comes_from() -> None:
+    assert rows("--nnodes=1:2 s.py")["job master"].startswith(
+        "started by this agent, on the first free port from 29400 on (nothing says"
+    )
+    implied = rows("--nnodes=1:2 s.py", "NFS")
+    assert "s-" in implied["job master"]
+    assert "(this folder is on NFS)" in implied["job master"]
+    assert implied["rdzv-endpoint"].endswith("this folder is on NFS")
+    named = rows("--nnodes=1:2 --rdzv-endpoint=file:///x/a s.py")["job master"]
+    assert named.startswith("where the file /x/a says (--rdzv-endpoint)")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "shown"),
+    [
+        ("--nnodes=1:10 train.py --lr 1", {}, f"elasticrun --nnodes=1:10 {SLOT} train.py --lr 1"),
+        ("--nnodes=1:9 --tee 3 -m a.b", {}, f"elasticrun --nnodes=1:9 --tee 3 -m {SLOT} a.b"),
+        ("train.py 'a b'", {"PET_NNODES": "1:3"}, f"elasticrun --nnodes=1:3 {SLOT} train.py 'a b'"),
+    ],
+)
+def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], shown: str) -> None:
+    import shlex
+
+    given = shlex.split(words)
+    ns = get_args_parser(environ).parse_args(given)
+    assert for_others(given, Asked(ns, environ)) == shown
+
+
+def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path) -> None:
+    environ = {"ELASTICRUN_SHARED": f"/nowhere:{tmp_path}"}
+    inside = tmp_path / "a"
+    inside.mkdir()
+    assert shared_folder(str(inside), environ) == "what $ELASTICRUN_SHARED names"
+    assert shared_folder(str(tmp_path.parent), environ) == ""
+    assert shared_folder("/proc/self", {}) == ""
+    assert shared_folder(str(tmp_path / "gone"), {}) == ""
