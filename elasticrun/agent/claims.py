@@ -259,6 +259,11 @@ class ClaimFile:
         draft = f"{self.path}.{secrets.token_hex(8)}.new"
         try:
             fd = self._files.create(draft, 0o600 if self._private else 0o666)
+        except FileNotFoundError:
+            # It is not made: where a mount is missing, every machine would have one of its own.
+            raise ClaimError(
+                f"there is no folder {os.path.dirname(self.path)} here: make it, or mount it"
+            ) from None
         except OSError as error:
             raise ClaimError(
                 f"{os.path.dirname(self.path)} cannot be written to: {error.strerror}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import config
 from elasticrun.cli import values
+from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
 from elasticrun.config import Rendezvous
 
@@ -39,6 +40,9 @@ _PLACES: Final = (
 )
 """Flags that say where nodes meet, or which one this is."""
 
+_OF_ONE_NODE: Final = ("--node-id", "--local-addr")
+"""Flags that are another's on each node."""
+
 
 def says_nothing(asked: Asked) -> bool:
     """Whether neither a flag nor a variable says where nodes meet, or which of them this is."""
@@ -49,6 +53,12 @@ def says_nothing(asked: Asked) -> bool:
 def is_file(asked: Asked) -> bool:
     """Whether the endpoint is a file."""
     return asked.text("rdzv_endpoint").strip().startswith(FILE)
+
+
+def by_hand(place: Rendezvous) -> bool:
+    """Whether people type the command on one machine after another, since nothing says where nodes
+    meet: who types it wants that machine in at once."""
+    return place.kind == "open" or bool(place.found)
 
 
 def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
@@ -137,12 +147,39 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
-def for_others(words: Sequence[str], asked: Asked) -> str:
+def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
     """The command that other nodes type, by the words of this one; `SLOT` stands where flags are
-    missing that only the running master can tell."""
+    missing that only the running master can tell. `grow`: what --grow is to say."""
     tail = 1 + len(asked.ns.training_script_args or ())
-    flags, program = list(words[:-tail]), list(words[-tail:])
-    if not getattr(asked.ns, "given", {}).get("nnodes"):
+    flags, program = _shared_flags(words[:-tail]), list(words[-tail:])
+    given: Mapping[str, str] = getattr(asked.ns, "given", {})
+    if "nnodes" not in given:
         flags.insert(0, f"--nnodes={asked.text('nnodes')}")
+    if grow and "grow" not in given:
+        flags.insert(1, f"--grow={grow}")
     return " ".join(["elasticrun", *([shlex.join(flags)] if flags else []), SLOT,
                      shlex.join(program)])  # fmt: skip
+
+
+def _shared_flags(flags: Sequence[str]) -> list[str]:
+    """Without those of this node alone."""
+    kept: list[str] = []
+    drop = False
+    for word in flags:
+        name, equals, _ = word.partition("=")
+        if drop or _is_of_one_node(name):
+            drop = not drop and not equals
+        else:
+            kept.append(word)
+    return kept
+
+
+def _is_of_one_node(name: str) -> bool:
+    """Also abbreviated: by the beginning of no other flag."""
+    if not name.startswith("--"):
+        return False
+    spellings = [spelling for flag in FLAGS for spelling in flag.spellings]
+    meant = [one for one in spellings if one == name] or [
+        one for one in spellings if one.startswith(name)
+    ]
+    return bool(meant) and all(one.replace("_", "-") in _OF_ONE_NODE for one in meant)

@@ -70,6 +70,7 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
             f"file://{config.rendezvous.path}",
             config.rendezvous.found,
         ),
+        "grow": (spec.grow != row.value, spec.grow, "nothing says where nodes meet"),
         "rdzv-id": (spec.job_id != row.value, spec.job_id, _whose_id(config)),
         "node-rank": (
             str(rank) != row.value,

@@ -104,7 +104,10 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         from elasticrun.cli.asked import Asked
         from elasticrun.cli.bare import for_others
 
-        config = dataclasses.replace(config, to_join=for_others(words, Asked(ns, environ)))
+        # nodes that meet by a file type the same words, and mean the same by them
+        grow = config.spec.grow if config.rendezvous.kind == "open" else ""
+        command = for_others(words, Asked(ns, environ), grow)
+        config = dataclasses.replace(config, to_join=command)
     return run(dataclasses.replace(config, notes=()))  # they have been printed
 
 

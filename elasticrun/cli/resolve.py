@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.cli import health, table, trust, values, whereabouts
+from elasticrun.cli import bare, health, table, trust, values, whereabouts
 from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN, nearest
@@ -169,6 +169,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
     if meeting.rendezvous.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
         times["join_timeout"] = values.seconds(conf["timeout"], "--rdzv-conf: timeout")
     grace = _optional_time(asked, "restart_grace")
+    implied = not asked.explicitly("grow") and bare.by_hand(meeting.rendezvous)
     return JobSpec(
         job_id=meeting.job_id,
         min_nodes=meeting.min_nodes,
@@ -180,7 +181,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         join_timeout=times["join_timeout"],
         last_call_timeout=times["last_call_timeout"],
         heartbeat_timeout=times["heartbeat_timeout"],
-        grow=asked.text("grow"),
+        grow="now" if implied else asked.text("grow"),
         grow_cooldown=times["grow_cooldown"],
         restart_grace=shutdown if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],

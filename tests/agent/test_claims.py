@@ -280,3 +280,11 @@ def test_a_file_system_without_hard_links_says_so(path: str, tmp_path: Path) -> 
 
 def test_the_token_stands_in_no_repr(path: str) -> None:
     assert "s3cret" not in repr(fresh({"token": "s3cret"}))
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """A machine whose mount is missing would begin a second job in a folder of its own."""
+    file = ClaimFile(str(tmp_path / "jobs" / "a"))
+    with pytest.raises(ClaimError, match=r"there is no folder .*/jobs here: make it"):
+        file.take(fresh({}))
+    assert list(tmp_path.iterdir()) == []

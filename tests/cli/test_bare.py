@@ -44,6 +44,19 @@ def test_a_range_and_nothing_else_begins_here_under_a_name_of_its_own() -> None:
     assert made("train.py", {"PET_NNODES": "1:10"}).rendezvous.kind == "open"
 
 
+@pytest.mark.parametrize("shared", ["", "NFS"])
+def test_who_types_the_line_on_a_second_machine_is_let_in_at_once(shared: str) -> None:
+    """And not when the first minute, or ten, are over: nobody else is on the way."""
+    assert made("--nnodes=1:10 s.py", shared=shared).spec.grow == "now"
+    assert made("--nnodes=1:10 --grow=auto s.py", shared=shared).spec.grow == "auto"
+    assert made("--nnodes=1:10 s.py", {"ELASTICRUN_GROW": "auto"}, shared).spec.grow == "auto"
+    for endpoint in ("h:1", "file:///x/a"):
+        named = made(f"--nnodes=1:10 --rdzv-endpoint={endpoint} s.py", shared=shared)
+        assert named.spec.grow == "auto"
+    shown = rows("--nnodes=1:10 s.py", shared)["grow"]
+    assert shown.split(maxsplit=1) == ["now", "nothing says where nodes meet"]
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "kind"),
     [
@@ -177,6 +190,26 @@ def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], sho
     given = shlex.split(words)
     ns = get_args_parser(environ).parse_args(given)
     assert for_others(given, Asked(ns, environ)) == shown
+
+
+@pytest.mark.parametrize(
+    "own", ["--node-id=a", "--node_id a", "--local-addr 10.0.0", "--local_addr=::1", "--local-a b"]
+)
+def test_what_is_of_this_node_alone_is_not_in_it(own: str) -> None:
+    given = [*own.split(), "--nnodes=1:2", "--local-ranks-filter=0", "s.py", *own.split()]
+    ns = get_args_parser(LOCAL).parse_args(given)
+    shown = f"elasticrun --nnodes=1:2 --local-ranks-filter=0 {SLOT} s.py {own}"
+    assert for_others(given, Asked(ns, LOCAL)) == shown
+
+
+def test_it_says_when_newcomers_are_let_in_where_the_first_command_meant_it() -> None:
+    """Else the master would say that the second node was started otherwise."""
+    given = ["--nnodes=1:2", "s.py"]
+    asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
+    assert for_others(given, asked, "now") == f"elasticrun --nnodes=1:2 --grow=now {SLOT} s.py"
+    given = ["--grow=auto", "--nnodes=1:2", "s.py"]
+    asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
+    assert for_others(given, asked, "auto") == f"elasticrun --grow=auto --nnodes=1:2 {SLOT} s.py"
 
 
 def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path) -> None:
