@@ -1,8 +1,9 @@
-"""Which cases of a table every run of the tests has, and which only `make soak`.
+"""What only `make soak` runs, marked where the test stands, and what `make test` has in its place.
 
-`make test` has an hour on two cores. A case that differs from its neighbours in one word of the
-same rule is left to soak; so is what torchrun does alone, for it is pinned to one version and no
-change of ours can change it (docs/decisions/018).
+Three tiers, by two marks: a test without a mark is quick (`make check`); `slow` starts real jobs,
+servers or long tables (`make test`); what is marked here is left to `make soak`, and names the
+tests of the same rule that `make test` has. `test_further.py` looks whether they are there
+(docs/decisions/018).
 """
 
 from __future__ import annotations
@@ -12,10 +13,22 @@ from typing import Any
 
 import pytest
 
+TORCHRUN = "what torchrun does alone: pinned to one version, no change of ours can change it"
 
-def cases(of: Iterable[Any], *, soaked: Sequence[Any]) -> list[Any]:
-    """The values for `parametrize`, those of `soaked` marked."""
+
+def further(*covered_by: str, why: str = "") -> pytest.MarkDecorator:
+    """Only in `make soak`. `covered_by`: `test_x` of the same file, `room/test_file::test_x`, or
+    `room/test_file` where a whole file is of that rule; `why`, where nothing needs to cover it."""
+    assert covered_by or why
+    return pytest.mark.soak(*covered_by)
+
+
+def cases(of: Iterable[Any], *, soaked: Sequence[Any] = (), kept: Sequence[Any] = ()) -> list[Any]:
+    """The values for `parametrize`, those of `soaked` (or all but those that are `kept`) marked: a
+    case that differs from its neighbours in one word of the same rule."""
     values = list(of)
-    missing = [value for value in soaked if value not in values]
+    missing = [value for value in (*soaked, *kept) if value not in values]
     assert not missing, f"no cases of this table: {missing}"
-    return [pytest.param(v, marks=pytest.mark.soak) if v in soaked else v for v in values]
+    left = [v for v in values if (v in kept if kept else v not in soaked)]
+    assert left, "no case of this table is left to `make test`"
+    return [v if v in left else pytest.param(v, marks=pytest.mark.soak) for v in values]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
-from tests.further import cases
+from tests.further import TORCHRUN as ALONE, cases, further
 from tests.harness import (
     ELASTICRUN,
     PATIENT,
@@ -51,12 +51,13 @@ class TestStaleStore:
         first = world.hub.ranks(1, restart=0)
         return first + world.hub.ranks(1, restart=1)
 
-    @pytest.mark.soak
+    @further(why=ALONE)
     def test_torchrun(self, torchrun_world: World) -> None:
         first, second = self.lives(torchrun_world, TORCHRUN)
         assert (first.stale, second.stale) == (False, True)
         assert first.master_port == second.master_port
 
+    @further("TestStaleStore::test_ours_restarts_ten_times")
     def test_ours(self, world: World) -> None:
         first, second = self.lives(world, ELASTICRUN)
         assert (first.stale, second.stale) == (False, False)
@@ -78,7 +79,7 @@ class TestStaleStore:
 class TestScaleUp:
     """2 to 3 agents, 3 to 4, and a replacement: all agents exit 1 (after read_timeout, 60 s)."""
 
-    @pytest.mark.soak
+    @further(why=ALONE)
     def test_torchrun(self, torchrun_world: World) -> None:
         world, port = torchrun_world, free_port()
         conf = "--rdzv-conf=last_call_timeout=1,read_timeout=3"
@@ -87,6 +88,7 @@ class TestScaleUp:
         jobs += agents(world, TORCHRUN, 1, "1:2", port, conf)
         assert [j.wait() for j in jobs] == [1, 1]  # its own time limits, one after the other
 
+    @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
         port = free_port()
         jobs = agents(world, ELASTICRUN, 1, "1:2", port, QUICK, "--grow=now")
@@ -104,6 +106,7 @@ class TestReplacement:
     """nnodes=2, a node is lost, another comes 3 s later: all agents exit 1 after 60 s [recorded].
     The survivor's rank is idle: only the master can tell it."""
 
+    @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
         port = free_port()
         jobs = agents(world, ELASTICRUN, 2, "2", port, SILENT, "--max-restarts=1")
@@ -129,6 +132,7 @@ def agent_of(peer: Peer, jobs: list[Launched]) -> Launched:
 class TestLossOfRankZero:
     """The survivors went on with different MASTER_PORTs (46007 and 46487) [recorded]."""
 
+    @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
         port = free_port()
         jobs = agents(world, ELASTICRUN, 3, "2:3", port, QUICK, "--max-restarts=3")
@@ -151,6 +155,7 @@ class TestLossOfRankZero:
 class TestNodeLossWithIdleRanks:
     """3 agents, one killed, healthy idle ranks: no reaction in 40 s [recorded]."""
 
+    @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
         jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), SILENT)
         peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
@@ -221,7 +226,7 @@ class TestRankThatExitsWellWhenStopped:
 class TestOrphans:
     """After SIGKILL of the agent its ranks lived on."""
 
-    @pytest.mark.soak
+    @further(why=ALONE)
     def test_torchrun(self, torchrun_world: World) -> None:
         launched = job(torchrun_world, TORCHRUN, "--nproc-per-node=2")
         peers = torchrun_world.hub.ranks(2)
@@ -257,6 +262,7 @@ class TestFinishedNodeAndLateFailure:
         finish(world.hub.ranks(2, restart=1))
         assert [j.wait() for j in jobs] == [0, 0]
 
+    @further("TestAnotherNodesFailure::test_ours")
     def test_ours_without_budget(self, world: World) -> None:
         jobs = agents(world, ELASTICRUN, 2, "2", free_port())
         late, done = world.hub.ranks(2)
@@ -276,7 +282,7 @@ class TestStaticPeersAreTold:
         world.hub.lost([second])
         return jobs, first
 
-    @pytest.mark.soak
+    @further(why=ALONE)
     def test_torchrun(self, torchrun_world: World) -> None:
         world = torchrun_world
         jobs, first = self.crash(world, TORCHRUN)
@@ -341,7 +347,7 @@ class TestRootCause:
         assert match
         return match[1]
 
-    @pytest.mark.soak
+    @further(why=ALONE)
     def test_torchrun(self, torchrun_world: World) -> None:
         """Both deaths fall between two of its looks: it stands still meanwhile."""
         assert self.cause(torchrun_world, TORCHRUN) == "0"
@@ -381,6 +387,7 @@ class TestOneAgentIsTold:
     """SIGTERM to one agent of an elastic job: torchrun told nobody (recorded: no reaction in
     40 s). Here the node leaves and the others go on."""
 
+    @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
         jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), QUICK)
         peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import needs
+from tests.further import further
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
 needs.packages("lightning", "accelerate", "transformers")
@@ -61,6 +62,10 @@ def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World)
     assert mine == theirs
 
 
+@further(
+    "compat/test_output::test_the_console_shows_the_same",
+    "compat/test_flags::test_whole_command_lines",
+)
 def test_a_command_line_in_torchtitans_style(world: World, torchrun_world: World) -> None:
     config = world.scratch / "titan.toml"
     config.write_text(TITAN)
@@ -81,6 +86,7 @@ def test_a_command_line_in_torchtitans_style(world: World, torchrun_world: World
     assert seen[ELASTICRUN][1]["role"] == "rank"
 
 
+@further("api/test_run::test_accelerates_way")
 def test_accelerates_own_launcher(world: World, torchrun_world: World) -> None:
     """`accelerate launch` builds its arguments with our parser and calls our run(args)."""
     words = ["accelerate", str(FOLDER / "accelerate_loop.py")]
@@ -90,7 +96,7 @@ def test_accelerates_own_launcher(world: World, torchrun_world: World) -> None:
     assert mine == theirs
 
 
-@pytest.mark.soak
+@further("api/test_run::test_main")
 def test_fabrics_command_line(world: World, torchrun_world: World) -> None:
     """`fabric run` calls our main([...]); its ranks see the port that it names."""
     substitute = [sys.executable, str(FOLDER / "substitute.py")]

@@ -18,6 +18,7 @@ from elasticrun.testing import processes
 from elasticrun.wire.segment import SegmentError
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
+from tests.further import further
 from tests.harness import LIMIT, World
 from tests.snapshots.conftest import STEPS, TRAIN, starts, until_printed, watermark
 
@@ -54,6 +55,7 @@ def test_it_reaps_orphans_and_forwards_signals(box: Box, world: World) -> None:
     assert container.launched.wait() == 1
 
 
+@further("snapshots/test_departure::test_one_node_leaves_and_the_other_goes_on")
 def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
     """What a kubelet sends before it kills: a step that all ranks have is in storage when process 1
     ends, and that is before the kubelet's SIGKILL."""
@@ -115,6 +117,7 @@ def segments(shm: Path) -> list[Path]:
     return [path for path in shm.rglob("*") if path.is_file() and "-" in path.name]
 
 
+@further("test_it_reaps_orphans_and_forwards_signals")
 def test_who_takes_longer_is_killed(box: Box) -> None:
     """So that the test above could fail."""
     container = box(program=(sys.executable, "-c", DEAF))

@@ -9,6 +9,7 @@ import pytest
 from tests.compat.live import PUPPET, finish
 from tests.containers.conftest import Box
 from tests.containers.container import MIB
+from tests.further import further
 from tests.harness import SCRIPTS, World
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,10 @@ def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
     assert OOM in said
 
 
+@further(
+    "agent/test_segments::test_a_cgroup_has_what_its_page_cache_could_give_back",
+    "containers/test_surroundings::test_a_small_dev_shm",
+)
 def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:
     """/dev/shm would have it, the cgroup has not: nobody is killed for snapshots, and one sentence
     says that they are not taken."""

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.further import further
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_exit, await_true
 
 
@@ -56,11 +57,15 @@ def census(world: World, agent: int) -> dict[str, int]:
     }
 
 
+@further(
+    "compat/test_defects::TestStaleStore::test_ours_restarts_ten_times",
+    "forkserver/test_server::test_fifty_lives_leave_no_descriptor_and_no_process",
+)
 @pytest.mark.slow
 def test_thirty_times(world: World) -> None:
     crash(world, 30)
 
 
-@pytest.mark.soak
+@further("compat/test_defects::TestStaleStore::test_ours_restarts_ten_times")
 def test_two_hundred_times(world: World) -> None:
     crash(world, 200)

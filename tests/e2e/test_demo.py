@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
 from tests.harness import World
 
 pytestmark = pytest.mark.slow
@@ -22,6 +23,7 @@ def test_the_demo_keeps_its_promise(world: World) -> None:
     assert "after the kill" in shown.stdout
 
 
+@further("test_the_demo_keeps_its_promise")
 def test_the_demo_says_when_it_fails(world: World) -> None:
     """One epoch is too little for the wanted accuracy: the exit code has to say so."""
     pytest.importorskip("sklearn")

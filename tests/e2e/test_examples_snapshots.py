@@ -24,6 +24,7 @@ from types import MappingProxyType
 import pytest
 
 from elasticrun.testing.watch import Deadline, Watch
+from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, TORCHRUN, Launched, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -124,6 +125,10 @@ def committed(folder: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/.metadata"))
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "forkserver/test_saver::test_two_ranks_are_written_and_plain_torch_reads_them",
+)
 def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm: str) -> None:
     """The whole job is killed; a new one starts from the newest checkpoint."""
     folder = world.scratch / "cwd"
@@ -166,7 +171,9 @@ def until_committed(folder: Path, step: int) -> None:
             assert not deadline.over(), f"step {step} was never committed: {os.listdir(folder)}"
 
 
-@pytest.mark.soak
+@further(
+    "checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
+)
 def test_the_same_script_under_torchrun(undisturbed: Callable[[str], str], world: World) -> None:
     """No agent: torch's own asynchronous save, the same folder, and one warning."""
     folder = world.scratch / "cwd"

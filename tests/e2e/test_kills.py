@@ -12,6 +12,7 @@ import pytest
 
 from elasticrun.testing.processes import command, is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
+from tests.further import further
 from tests.harness import (
     ELASTICRUN,
     LIMIT,
@@ -44,6 +45,10 @@ def master_of(world: World) -> psutil.Process:
     return found()[0]
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "compat/test_environment::test_counting_restarts",
+)
 def test_a_rank(world: World) -> None:
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1")
     peers = world.hub.ranks(2)
@@ -54,6 +59,7 @@ def test_a_rank(world: World) -> None:
     assert launched.wait() == 0
 
 
+@further("agent/test_deaths::test_kill_9_of_the_fork_server_restarts_the_job")
 def test_the_fork_server(world: World) -> None:
     """Its ranks and all below them are gone; the agent starts another, and the job goes on."""
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1")
@@ -92,6 +98,7 @@ def fork_servers(launched: Launched) -> list[psutil.Process]:
     return [process for process in children if "forkserver" in command(process.pid)]
 
 
+@further("agent/test_deaths::test_kill_9_of_the_master_is_not_felt_by_the_ranks")
 def test_the_master(world: World) -> None:
     """The ranks train on and finish as if nothing had happened."""
     jobs = agents(world, ELASTICRUN, 2, "2", free_port())
@@ -105,6 +112,10 @@ def test_the_master(world: World) -> None:
     assert len(world.hub.peers) == 2
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "agent/test_deaths::test_the_hosting_agents_death_is_one_lost_node",
+)
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_agent_of_two(world: World, which: int) -> None:
     """Every rank of that node is gone at once; with a replacement the job goes on, whichever of
@@ -125,6 +136,7 @@ def test_an_agent_of_two(world: World, which: int) -> None:
     assert [j.wait() for j in jobs if j is not jobs[which]] == [0, 0]
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_all_of_a_node_of_three_costs_nothing(world: World) -> None:
     """COORDINATION 11: every process of one of three nodes at the same moment, no restarts left:
     the others go on, and no budget was charged."""
@@ -177,6 +189,7 @@ def test_descendants_of_a_dead_rank(world: World, trap: bool) -> None:
     assert launched.wait() == 0
 
 
+@further("forkserver/test_ranks::test_two_ranks_and_two_lives_draw_different_numbers")
 def test_random_numbers_of_every_life(world: World) -> None:
     """DROP-IN 1: unseeded ranks and lives draw different numbers, from every generator."""
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1")

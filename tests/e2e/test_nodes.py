@@ -11,6 +11,7 @@ from elasticrun.testing import processes
 from tests import needs
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
 from tests.counting import Counting
+from tests.further import further
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, PATIENT, World, await_true, free_port
 
 pytestmark = pytest.mark.slow
@@ -19,6 +20,7 @@ TIMES = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
 """A node that falls silent is lost, and one that a busy machine lets stand for a while is not."""
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     """COORDINATION 11 and 13: one of three falls silent, with `--max-restarts=0`: the others go
     on, nothing is charged. When it thaws its ranks of the old round end, and it joins anew."""
@@ -36,6 +38,7 @@ def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     counting.finish()
 
 
+@further("faults/test_fencing::test_two_agents_of_one_node")
 def test_a_node_that_is_there_twice(world: World) -> None:
     """COORDINATION 13 (d): two pods that are one node do not fight. In a static job the node rank
     says who a node is, else `--node-id`: the later one is told and ends. One of another id is a
@@ -65,6 +68,10 @@ def test_a_script_that_says_do_not_try_again(world: World) -> None:
     assert len(world.hub.peers) == 2  # no other round
 
 
+@further(
+    "testing/test_job::test_a_master_by_hand_a_signal_and_the_end",
+    "master/test_process::test_by_hand_it_ends_on_sigterm_with_a_sentence_for_a_taken_port",
+)
 def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     """`elasticrun master` serves agents that host nothing, and ends with their job. While ranks
     train, nothing changes and nobody writes a line."""
@@ -93,6 +100,7 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     assert counted.master_node.exit_code == 0
 
 
+@further("containers/test_first_process::test_it_reaps_orphans_and_forwards_signals")
 def test_an_agent_that_is_pid_1(world: World) -> None:
     """COORDINATION 7: a container's entry point. Nobody's parent-death check takes the agent for
     a dead one, orphans are reaped, the job restarts, and SIGTERM is obeyed."""

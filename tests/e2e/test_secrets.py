@@ -20,7 +20,7 @@ from elasticrun.wire.proof import TOKEN_WANTED, reader_token
 from tests.aio import run
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,7 @@ def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world
     assert len(world.hub.peers) == 2
 
 
+@further("agent/test_trust::test_at_first_contact_it_is_one_sentence")
 def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> None:
     port = free_port()
     (first,) = agents(world, ELASTICRUN, 1, "2", port)
@@ -205,6 +206,10 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
     assert [launched.wait() for launched in jobs] == [0, 0]
 
 
+@further(
+    "agent/test_trust::test_the_master_bears_the_name_that_the_user_gave",
+    "agent/test_trust::test_tls_that_does_not_fit_is_one_sentence",
+)
 def test_the_certificate_must_bear_the_name_that_the_user_gave(world: World) -> None:
     port = free_port()
     (launched,) = agents(world, ELASTICRUN, 1, "1", port, *tls_flags(world, "DNS:elsewhere"))

@@ -24,6 +24,7 @@ from elasticrun.wire.proof import reader_token
 from tests.agent.test_link import Heard
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish
+from tests.further import further
 from tests.harness import ELASTICRUN, SCRIPTS, World, free_port
 from tests.master.people import LIMIT, SPEC, enter, hear, hello
 
@@ -122,6 +123,10 @@ def test_a_job_trains_on_under_attack(world: World, record_property: Any) -> Non
     assert TOKEN not in console
 
 
+@further(
+    "test_a_job_trains_on_under_attack",
+    "master/test_strangers::test_a_thousand_streams_that_say_nothing_hold_up_nobody",
+)
 def test_an_honest_link_under_attack_is_never_lost(world: World) -> None:
     """The link of an agent, beats and all, from before the attack to after it."""
     port = free_port()

@@ -18,6 +18,7 @@ from elasticrun.wire import channel, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish, job
+from tests.further import further
 from tests.harness import (
     ELASTICRUN,
     LIMIT,
@@ -62,6 +63,7 @@ def test_behind_a_proxy(world: World) -> None:
     assert [j.wait() for j in jobs] == [0, 0]
 
 
+@further("agent/test_deaths::test_a_port_of_somebody_else_is_one_sentence")
 def test_a_port_that_is_taken_by_a_stranger(world: World) -> None:
     """One sentence that names the port; whoever holds it is not a master."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:

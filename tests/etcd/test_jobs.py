@@ -16,6 +16,7 @@ from elasticrun.testing.processes import kill_all
 from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes
 from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
+from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, await_true
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,10 @@ def test_the_masters_host_dies(world: World, etcd_server: EtcdServer) -> None:
     assert [j.wait() for j in jobs if j is not host] == [0, 0]
 
 
+@further(
+    "test_the_masters_host_dies",
+    "etcd/test_masters::test_one_that_was_stopped_past_its_lease_says_nothing_more",
+)
 def test_the_masters_host_freezes(world: World, etcd_server: EtcdServer) -> None:
     """COORDINATION 2c, whole: it stands still past its lease, another takes over; thawed, its
     master ends without a decision, its old ranks end, and the node joins anew."""
@@ -181,6 +186,10 @@ def test_etcd_goes_away_and_comes_back(world: World, etcd_server: EtcdServer) ->
     assert [j.wait() for j in jobs] == [0, 0]
 
 
+@further(
+    "test_etcd_goes_away_and_comes_back",
+    "etcd/test_store::test_nothing_is_done_while_etcd_stands_still",
+)
 def test_etcd_stands_still(world: World, etcd_server: EtcdServer) -> None:
     """The same without a word: connections stay, and when it goes on the lease is over."""
     launched = start(world, etcd_server, "n0", "1:2")
@@ -200,6 +209,7 @@ def test_etcd_stands_still(world: World, etcd_server: EtcdServer) -> None:
     assert launched.wait() == 0
 
 
+@further("etcd/test_store::test_the_same_agents_next_master_waits_for_no_lease")
 def test_the_master_alone_is_killed(world: World, etcd_server: EtcdServer) -> None:
     """Its agent starts it again on the same port, and it leads at once: nobody waits for the lease
     of one who is known to be dead."""
@@ -221,6 +231,7 @@ def test_the_master_alone_is_killed(world: World, etcd_server: EtcdServer) -> No
     assert [j.wait() for j in jobs] == [0, 0]
 
 
+@further("etcd/test_store::test_a_master_that_was_stopped_past_its_lease")
 def test_the_master_alone_stands_still(world: World, etcd_server: EtcdServer) -> None:
     """Nobody else could take over in a job of one agent: it ends the master that leads no more, and
     starts another."""
@@ -256,6 +267,7 @@ def test_who_comes_after_the_end_is_told(world: World, etcd_server: EtcdServer) 
     assert ask(etcd_server, "master") == b""
 
 
+@further("etcd/test_cli")
 def test_status_finds_the_master(world: World, etcd_server: EtcdServer) -> None:
     token = {"ELASTICRUN_TOKEN": "the token of this job, long enough"}
     where = (f"--master-store={etcd_server.url}", f"--rdzv-id={JOB}")
@@ -271,6 +283,7 @@ def test_status_finds_the_master(world: World, etcd_server: EtcdServer) -> None:
     assert launched.wait() == 0
 
 
+@further("etcd/test_masters::test_the_second_one_ends_with_a_sentence_and_a_code")
 def test_a_master_that_does_not_lead_ends_quietly(world: World, etcd_server: EtcdServer) -> None:
     """Two agents that start at one instant: one master serves, and no warning is printed."""
     jobs = [start(world, etcd_server, f"n{i}", "4:4", "--nproc-per-node=1") for i in range(4)]

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.counting import Counting, let_pass
+from tests.further import further
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
     assert "the next restart waits 8 s" not in counting.words()
 
 
-@pytest.mark.soak
+@further("compat/test_defects::TestStaleStore::test_ours_restarts_ten_times")
 def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     """`--restart-backoff=0`, as torchrun restarts."""
     job = counting.start("1", NO_BACKOFF, max_restarts=4, env={"COUNTS_FAILING_RANKS": "0"})
@@ -46,6 +47,7 @@ def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     assert "the next restart waits" not in job.output(0)
 
 
+@further("core/test_budget")
 def test_a_budget_that_is_a_rate(counting: Counting) -> None:
     """`--restart-window=15 --max-restarts=1`: two failures, the second more than 15 s after the
     first, are borne; two within 15 s, in which a restart fits on any machine, end the job."""
@@ -61,6 +63,7 @@ def test_a_budget_that_is_a_rate(counting: Counting) -> None:
     assert len(counting.check()) == 3
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_membership_costs_no_restart(counting: Counting) -> None:
     """A loss and a return between two failures: two restarts are charged, not four. A budget of
     two is spent then, and the third failure ends the job."""
@@ -101,6 +104,7 @@ def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     counting.finish()
 
 
+@further("core/test_blame", "sim/test_chaos")
 def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
     """It fails on every node in turn: the job ends when the budget is spent, with all of them."""
     job = counting.start(
@@ -119,7 +123,7 @@ def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
     assert "left out" not in counting.words()
 
 
-@pytest.mark.soak
+@further("core/test_blame")
 def test_a_rank_that_dies_wherever_it_runs(counting: Counting) -> None:
     """Rank 0 fails on the first node, and on the next one that gets that rank: so it is the script,
     and the job ends when the budget is spent. No further node is blamed."""

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.chaos import NODES, Chaos, count_descriptors, schedule
 from tests.faults.steps import Life
 from tests.faults.team import Team
+from tests.further import further
 from tests.harness import Launched, World
 
 pytestmark = pytest.mark.slow
@@ -55,12 +56,17 @@ def steady(team: Team, chaos: Chaos, life: Life) -> None:
         assert last <= first + len(counts), counts
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another", "sim/test_chaos"
+)
 @pytest.mark.parametrize("seed", [1])
 def test_twenty_seconds_of_storm(world: World, seed: int) -> None:
     storm(world, seed, 20.0)
 
 
-@pytest.mark.soak
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another", "sim/test_chaos"
+)
 @pytest.mark.parametrize("round_", range(3))
 def test_five_minutes_of_storm(world: World, round_: int) -> None:
     """Seeds nobody has tried: $CHAOS_SEED repeats one that has failed."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.counting import QUICK, times
 from tests.faults.team import Team, frozen
+from tests.further import further
 from tests.harness import World, await_exit, await_true, is_alive
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,7 @@ def test_the_store_of_an_old_round(world: World) -> None:
     team.finish()
 
 
+@further("test_an_agent_that_was_replaced_while_it_stood_still")
 def test_a_new_agent_of_the_same_node(world: World) -> None:
     """kill -9 of an agent; another of the same node id comes before anybody has missed it. The
     node keeps its rank, and its death costs no restart."""
@@ -86,6 +88,7 @@ def test_two_agents_of_one_node(world: World) -> None:
     assert len(team.finish(but=(twin,))) == 1
 
 
+@further("faults/test_master::test_while_ranks_are_restarted")
 def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
     """COORDINATION 6: its rank needs longer than any last call to obey SIGTERM. It keeps its place:
     one round, not two."""
@@ -101,7 +104,7 @@ def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
     assert len(team.finish()) == 2
 
 
-@pytest.mark.soak
+@further("compat/test_defects::TestGraceOnRestarts::test_ours")
 def test_a_survivor_that_ignores_sigterm(world: World) -> None:
     """It is killed when its grace is over, and its node keeps its place."""
     team = Team(world, "1:3", "--max-restarts=1", times(last_call_timeout=1), "--restart-grace=4")
@@ -116,6 +119,10 @@ def test_a_survivor_that_ignores_sigterm(world: World) -> None:
     assert len(team.finish()) == 2
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "agent/test_deaths::test_kill_9_of_the_agent_leaves_nothing",
+)
 def test_nothing_of_a_node_is_left(world: World) -> None:
     """A node that leaves in good order: no process, port, or shared memory of it stays."""
     team = Team(world, "1:2")

@@ -8,11 +8,13 @@ import time
 import pytest
 
 from tests.counting import Counting, keeps_ranks, let_pass, tell, times
+from tests.further import further
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
 
 
+@further("agent/test_deaths::test_two_agents_of_one_endpoint_form_one_job")
 def test_nodes_that_start_together_make_one_world(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:
@@ -37,6 +39,7 @@ def said_at(words: str, text: str) -> str:
     return found[1]
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 @pytest.mark.parametrize("flags", [(), ("--grow=now",)], ids=["young", "grow-now"])
 def test_a_node_joins(
     counting: Counting, request: pytest.FixtureRequest, flags: tuple[str, ...]
@@ -55,7 +58,7 @@ def test_a_node_joins(
     assert len(counting.finish()) == 2
 
 
-@pytest.mark.soak
+@further("core/test_deadlines")
 def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
     """After its first minute a round is not given up for a newcomer before the cool-down is over;
     who waits is told why, and status says until when."""
@@ -86,20 +89,23 @@ def eight_agents(counting: Counting, request: pytest.FixtureRequest, spread: flo
     assert len(counting.finish()) <= 2
 
 
-@pytest.mark.soak
+@further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
 def test_eight_agents_started_over_ten_seconds(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:
     eight_agents(counting, request, 10.0)
 
 
-@pytest.mark.soak
+@further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
 def test_eight_agents_started_over_forty_seconds(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:
     eight_agents(counting, request, 40.0)
 
 
+@further(
+    "sim/test_chaos", "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another"
+)
 def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> None:
     """COORDINATION 6: each of its joins could begin last call anew. It cannot keep two others from
     their world, and when it stays away they go on undisturbed."""

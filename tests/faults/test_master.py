@@ -12,6 +12,7 @@ import pytest
 from elasticrun.testing.processes import is_master
 from tests.counting import QUICK, tell, times
 from tests.faults.team import Team
+from tests.further import further
 from tests.harness import World, await_exit, await_true
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,10 @@ def masters(team: Team) -> list[int]:
     return [p.pid for p in team.world.survivors() if is_master(p.pid)]
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "master/test_return::test_three_times_in_a_row_while_it_trains",
+)
 def test_while_the_ranks_run(world: World, request: pytest.FixtureRequest) -> None:
     """Killed twice. The same world goes on to the end, and its ranks did not even wait."""
     team = Team(world, "2:3")
@@ -58,6 +63,7 @@ def test_while_the_ranks_run(world: World, request: pytest.FixtureRequest) -> No
     tell(request, "longest time between two steps", gaps(team))
 
 
+@further("master/test_return::test_while_nodes_gather")
 def test_while_nodes_gather(world: World) -> None:
     """One of two has joined. It attaches to the new master and joins there; the second comes."""
     team = Team(world, "2")
@@ -96,6 +102,7 @@ def test_while_ranks_are_restarted(world: World) -> None:
     assert [life.restart for life in team.check()] == [0, 1, 2]
 
 
+@further("master/test_return::test_a_failure_while_there_is_no_master")
 def test_a_rank_dies_while_the_master_is_away(world: World) -> None:
     """Both at one moment, as when a host runs out of memory: the agents tell the new master."""
     team = Team(world, "2:3", "--max-restarts=1")
@@ -111,6 +118,7 @@ def test_a_rank_dies_while_the_master_is_away(world: World) -> None:
     assert len(team.finish()) == 2
 
 
+@further("master/test_return::test_a_failure_while_there_is_no_master", "sim/test_chaos")
 def test_a_node_dies_while_the_master_is_away(world: World) -> None:
     """The new master misses it and goes on with the others, at no cost: it had a record."""
     team = Team(world, "1:3", QUICK)
@@ -125,6 +133,7 @@ def test_a_node_dies_while_the_master_is_away(world: World) -> None:
     assert len(team.finish(but=(team.nodes[2],))) == 2
 
 
+@further("test_the_masters_host_comes_back")
 def test_the_master_and_its_agent_at_one_moment(world: World) -> None:
     """The whole host is gone: without a record elsewhere nobody decides any more. What the README
     says comes true: the others train on while they can, and end with a code of their own. A fresh
@@ -162,6 +171,7 @@ def test_the_masters_host_comes_back(world: World) -> None:
     assert len(team.finish(but=(host,))) == 2
 
 
+@further("agent/test_deaths::test_the_hosting_agents_death_is_one_lost_node")
 def test_the_agent_that_started_the_master_comes_back(world: World) -> None:
     """kill -9 of that agent and its rank alone. The master lives on; the agent that is started in
     its place finds the port taken and attaches to it. From then on it looks after the master: when

@@ -23,7 +23,7 @@ from elasticrun.testing import processes
 from tests.counting import let_pass, times
 from tests.faults.relay import Relay, relay_to
 from tests.faults.team import Team, descriptors
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import World, await_true
 
 pytestmark = pytest.mark.slow
@@ -68,6 +68,7 @@ def test_an_agents_loop_that_is_blocked(world: World, seconds: float) -> None:
     unharmed(team, lambda: team.stall("n1", "loop", seconds))
 
 
+@further("test_an_agents_loop_that_is_blocked")
 @durations(SHORT, 30.0)
 def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> None:
     """No Python thread of the agent runs at all; the transport's threads are not Python's."""
@@ -89,6 +90,7 @@ def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> Non
     assert " is dead" not in master.stderr
 
 
+@further("test_a_stream_that_is_reset_again_and_again")
 def test_a_link_that_is_out_for_three_seconds(world: World) -> None:
     """Nothing passes between one agent and the master; then everything does."""
     team = Team(world, "1:3", OUTSIDE)
@@ -127,6 +129,7 @@ def again_and_again(relay: Relay, seconds: float) -> None:
         let_pass(pause)
 
 
+@further("e2e/test_surroundings::test_a_frozen_terminal")
 @durations(SHORT, 30.0)
 def test_a_terminal_that_is_frozen(world: World, seconds: float) -> None:
     """Nobody reads the terminal of a node whose rank prints all the time; the agent's own lines go
@@ -159,6 +162,7 @@ def drain(leader: int) -> None:
             pass
 
 
+@further("agent/test_logs")
 @durations(SHORT, 30.0)
 def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: float) -> None:
     """The file system under `--log-dir` takes no write for a while, as NFS without its server: who

@@ -8,12 +8,13 @@ import pytest
 
 from elasticrun.testing import processes
 from tests.counting import QUICK, Counting, keeps_ranks, tell, times
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 @pytest.mark.parametrize("lost", cases([0, 1, 2], soaked=[2]))
 def test_kill_9_of_an_agent_and_its_ranks(
     counting: Counting, request: pytest.FixtureRequest, lost: int
@@ -31,6 +32,10 @@ def test_kill_9_of_an_agent_and_its_ranks(
     assert len(counting.finish()) == 2
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "agent/test_deaths::test_kill_9_of_the_agent_leaves_nothing",
+)
 def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
     """Its ranks are gone with it within moments, and they were the fence (law 9)."""
     job = counting.start("1:2", nodes=2)
@@ -43,6 +48,7 @@ def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
     counting.finish()
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_a_silent_node(counting: Counting, request: pytest.FixtureRequest) -> None:
     """Every process of a node stands still: no FIN, no answer. The others go on without it. When it
     wakes, its ranks of the old round end, and it joins anew."""
@@ -63,6 +69,7 @@ def test_a_silent_node(counting: Counting, request: pytest.FixtureRequest) -> No
     assert len(counting.finish()) == 3
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_an_agent_that_is_stopped_while_its_ranks_run(counting: Counting) -> None:
     """SIGSTOP of the agent alone: nobody hears it, so the node is lost, although its ranks
     compute on until their peers go. It comes back when it is woken."""
@@ -115,6 +122,10 @@ def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
     assert len(counting.check()) == 1
 
 
+@further(
+    "test_below_min_ends_with_a_sentence",
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+)
 def test_a_replacement_for_a_node_below_min(counting: Counting) -> None:
     """The wait is on screen, and ends at once when another node comes."""
     job = counting.start("2", times(last_call_timeout=1), max_restarts=1)
@@ -146,7 +157,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once(
     counting.finish()
 
 
-@pytest.mark.soak
+@further("core/test_placement")
 def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     """One of four is lost, in units of two: two train and one is a spare, until a fourth comes."""
     job = counting.start("2:4", "--node-unit=2", "--grow=now", nodes=4)
@@ -161,7 +172,7 @@ def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     assert [world.world_size for world in counting.finish()] == [4, 2, 4]
 
 
-@pytest.mark.soak
+@further("core/test_placement")
 def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> None:
     """Over a loss and a return as well."""
     job = counting.start("2:3", "--grow=now", nodes=0, master=True)
@@ -177,6 +188,7 @@ def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> Non
     counting.finish()
 
 
+@further("compat/test_defects::TestFixedSizeWithoutBudget::test_both")
 def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     """`--nnodes=3 --max-restarts=0`: as under torchrun, there is nothing to wait for."""
     job = counting.start("3", times(join_timeout=600))

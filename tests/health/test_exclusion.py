@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.further import further
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,7 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     health.finish(0, 75)
 
 
+@further("core/test_exclusion", "test_the_list_is_served_to_schedulers")
 def test_an_excluded_node_is_refused(health: Health) -> None:
     """It says for how long; the round of the others is not disturbed."""
     job = health.start("1:2", CHECK, fault=BAD)
@@ -63,7 +65,7 @@ def test_a_node_that_gets_well(health: Health) -> None:
     health.finish(0, 0)
 
 
-@pytest.mark.soak
+@further("test_a_node_that_gets_well")
 def test_a_node_that_is_still_bad(health: Health) -> None:
     """Its time is over, its fault is not: it is excluded again, at the door, and no round ends."""
     job = health.start("1:2", CHECK, "--exclude-for=4", fault=BAD)
@@ -79,6 +81,7 @@ def test_a_node_that_is_still_bad(health: Health) -> None:
     health.finish(0, 75)
 
 
+@further("core/test_checking", "sim/test_chaos::test_invariants_hold_with_the_network_check")
 def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     """Two train; the third is probed at the door, and the round goes on without a pause."""
     job = health.start("1:3", CHECK, nodes=2)
@@ -90,7 +93,7 @@ def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     health.finish(0, 0, 75)
 
 
-@pytest.mark.soak
+@further("core/test_checking")
 def test_a_good_newcomer_is_let_in(health: Health) -> None:
     """Probed at the door, paired at the next gathering."""
     job = health.start("1:3", CHECK, "--grow=now", nodes=2)
@@ -101,6 +104,7 @@ def test_a_good_newcomer_is_let_in(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
+@further("core/test_exclusion")
 def test_an_exclusion_below_min(health: Health) -> None:
     """The rest waits and says why, and trains when a healthy node has come."""
     job = health.start("2:2", CHECK, fault=BAD)
@@ -113,6 +117,7 @@ def test_an_exclusion_below_min(health: Health) -> None:
     health.finish(0, 75, 0)
 
 
+@further("core/test_probing_rules")
 def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
     """Its ranks die of the script, its probes are good: the next round has it again. Its partner
     is probed with it, as nobody else could be."""

@@ -8,11 +8,13 @@ import re
 import pytest
 
 from tests.counting import times
+from tests.further import further
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
 
 
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check")
 def test_killed_in_the_middle_of_a_check(health: Health) -> None:
     """A probe hangs, so that the moment can be met. The next master checks anew, and comes to the
     same."""
@@ -24,6 +26,7 @@ def test_killed_in_the_middle_of_a_check(health: Health) -> None:
     health.finish(0, 0, 75)
 
 
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check", "core/test_facts")
 def test_killed_after_a_verdict(health: Health) -> None:
     """Ranks do not notice, the list is the same, and who stands on it is refused. (A record lasts
     as long as the agent that started the first master: that must not be the bad one here.)"""
@@ -45,7 +48,7 @@ def test_killed_after_a_verdict(health: Health) -> None:
     health.finish(0, 75)
 
 
-@pytest.mark.soak
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check")
 def test_killed_while_checked_nodes_train(health: Health) -> None:
     """Who trains is trusted: no round ends, and nobody is probed again."""
     job = health.start("2", CHECK)

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from tests.counting import times
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import COMMANDS, ELASTICRUN, clean_environment
 from tests.health.jobs import CHECK, Health
 
@@ -20,6 +20,9 @@ PAIR = re.compile("(node0 and node1|node1 and node0) failed together")
 HELP = re.compile(f"{PAIR.pattern} .*comm.* a third node would")
 
 
+@further(
+    "test_a_node_that_cannot_talk", "health/test_straggler::test_a_straggler_is_swapped_for_a_spare"
+)
 def test_good_nodes_train_together(health: Health) -> None:
     """Nobody is excluded, one round is formed, and the page says what was measured."""
     job = health.start("4", CHECK)
@@ -51,6 +54,7 @@ def test_a_node_that_cannot_talk(health: Health, nodes: int) -> None:
     assert health.trained() == set(range(bad))
 
 
+@further("test_a_job_of_one_bad_node", "core/test_netcheck")
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
     """Its own probe tells, so that two nodes suffice."""
@@ -63,6 +67,7 @@ def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
     assert health.trained() == set(range(bad))
 
 
+@further("forkserver/test_probe::test_who_fails_alone_excuses_the_other")
 def test_a_node_that_computes_wrong(health: Health) -> None:
     """The matmul ends in time, and its result is not what it was the first time."""
     health.start("1:2", CHECK, fault="probe-fail=wrong@node1")
@@ -71,6 +76,7 @@ def test_a_node_that_computes_wrong(health: Health) -> None:
     health.finish(0, 75)
 
 
+@further("core/test_netcheck")
 def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> None:
     """Nothing tells which of two is at fault when both are well alone: neither is excluded, none
     trains, and both say what would help. Then that comes."""
@@ -86,7 +92,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
     assert health.trained() == {0, 2}
 
 
-@pytest.mark.soak
+@further("core/test_netcheck")
 def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
     job = health.start("2", CHECK, times(join_timeout=60), fault="probe-fail=comm@node1")
@@ -96,6 +102,7 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     assert health.trained() == set()
 
 
+@further("agent/test_probing::test_a_hung_probe_is_ended_by_its_limit")
 @pytest.mark.parametrize("phase", cases(["compute", "comm"], soaked=["compute"]))
 def test_a_probe_that_hangs(health: Health, phase: str) -> None:
     """It is ended by its limit, which is long enough for all others on a busy machine, and the
@@ -114,6 +121,7 @@ def test_a_job_of_one_bad_node(health: Health) -> None:
     assert health.trained() == set()
 
 
+@further("agent/test_probing::test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
 def test_every_local_rank_is_probed(health: Health) -> None:
     """Two ranks a node: the world of a probe has both of each node."""
     job = health.start("2", CHECK, nproc_per_node=2)
@@ -125,6 +133,7 @@ def test_every_local_rank_is_probed(health: Health) -> None:
 # ---------------------------------------------------------------- --comm-perf-test
 
 
+@further("agent/test_probing::test_a_perf_test_measures_links_alone")
 def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
     """A line a size, algorithm and bus bandwidth; the job goes on."""
     job = health.start("3", CHECK, "--comm-perf-test")
@@ -135,6 +144,7 @@ def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
+@further("core/test_netcheck")
 def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
     """With the figure and what was wanted, before any rank was started."""
     job = health.start("2", "--comm-perf-test", "--comm-perf-threshold=100000")
@@ -144,7 +154,7 @@ def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
     assert health.trained() == set()
 
 
-@pytest.mark.soak
+@further("core/test_netcheck")
 def test_a_bandwidth_that_suffices(health: Health) -> None:
     health.start("2", "--comm-perf-test", "--comm-perf-threshold=0.000001")
     health.world_of(0, 1)

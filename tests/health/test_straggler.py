@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.counting import times
-from tests.further import cases
+from tests.further import cases, further
 from tests.health.jobs import PACES, Health
 
 pytestmark = pytest.mark.slow
@@ -18,6 +18,7 @@ SLOW = "slow=6x@node2"
 EVIDENCE = r"own part of a step takes [\d.]+ m?s, the others' [\d.]+ m?s"
 
 
+@further("test_a_straggler_is_swapped_for_a_spare")
 def test_a_straggler_is_told_about(health: Health) -> None:
     """By its own time, not by the time of a step, which all nodes share. Nobody is excluded."""
     job = health.start("3", SOON, fault=SLOW, script=PACES)
@@ -49,7 +50,7 @@ def test_a_straggler_is_swapped_for_a_spare(health: Health, spare: str) -> None:
     health.finish(0, 0, 75, 0)
 
 
-@pytest.mark.soak
+@further("core/test_stragglers")
 def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None:
     job = health.start("2:3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)
     first = health.world_of(0, 1, 2, since=0.0)  # it may be over by now
@@ -60,7 +61,7 @@ def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None
     health.finish(0, 0, 75)
 
 
-@pytest.mark.soak
+@further("core/test_stragglers")
 def test_a_straggler_that_is_needed_stays(health: Health) -> None:
     """No spare, and never below min: it is told about, and training goes on."""
     job = health.start("3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)

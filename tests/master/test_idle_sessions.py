@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "idle_sessions.py"
 
 
@@ -40,7 +42,7 @@ def nobody_was_lost(found: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@further(why="benchmarks/idle_sessions.py measures it")
 def test_five_hundred_idle_sessions(tmp_path: Path) -> None:
     """They attach, start, idle, are started again after a failure; nobody is taken for dead. (With
     the usual 5 s of silence: below. A third of them is one process, which may stand still.)"""
@@ -50,7 +52,7 @@ def test_five_hundred_idle_sessions(tmp_path: Path) -> None:
     assert not found["stopped"]
 
 
-@pytest.mark.soak
+@further(why="benchmarks/idle_sessions.py measures it")
 @pytest.mark.timeout(1800)
 def test_five_thousand_idle_sessions_for_ten_minutes(tmp_path: Path) -> None:
     """COORDINATION 15: steady CPU, a broadcast of Start, nobody suspected, no false death."""

@@ -9,6 +9,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.testing.job import ElasticJob
+from tests.further import further
 from tests.harness import await_exit
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
@@ -45,6 +46,7 @@ def test_a_node_that_is_cut_off_trains_on_alone(cluster: Build) -> None:
     heal(job, 0, whole=2)
 
 
+@further("test_a_node_that_is_cut_off_trains_on_alone")
 def test_two_nodes_that_see_each_other_but_not_the_master(cluster: Build) -> None:
     """(b) the same with A and B, both cut off from the master and not from each other."""
     job = cluster("1:4", 2, master=True, conf=times(master_lost_timeout=LOST))
@@ -66,7 +68,7 @@ def heal(job: ElasticJob, *given_up: int, whole: int) -> None:
     whole_again(job, whole, at)
 
 
-@pytest.mark.soak
+@further("test_a_node_that_is_cut_off_trains_on_alone")
 def test_a_word_of_one_member_is_enough(cluster: Build) -> None:
     """A collective needs every rank, so once one member of a world has stopped, the others need not
     wait for a node that is cut off: with the default of 600 s nobody does."""

@@ -12,6 +12,7 @@ import pytest
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import Step
+from tests.further import further
 from tests.partitions.conftest import LIMIT, Build, times, whole_again
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,10 @@ def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:
     whole_again(job, 3, at)
 
 
+@further(
+    "partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
+    "core/test_mass_silence",
+)
 def test_half_of_the_cluster_cut_off(cluster: Build) -> None:
     """Two of four hosts see each other and nobody else: the half that has the master goes on, the
     other half's ranks do not complete a step."""
@@ -42,6 +47,7 @@ def test_half_of_the_cluster_cut_off(cluster: Build) -> None:
     whole_again(job, 4, job.mend())
 
 
+@further("partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill")
 def test_the_masters_host_cut_off_from_one(cluster: Build) -> None:
     """Node 2 and the host of the master lose sight of each other; when that is over, the master's
     host does not hear node 1, which hears it. The third node sees everybody all the time."""
@@ -57,7 +63,7 @@ def rounds_since(job: ElasticJob, began: Step) -> set[int]:
     return {record.round for record in job.steps() if record.time >= began.time}
 
 
-@pytest.mark.soak
+@further("partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill")
 def test_a_node_that_does_not_hear_the_masters_host(cluster: Build) -> None:
     """The other way round."""
     job = cluster("2:3", 3)
@@ -82,6 +88,10 @@ def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
     assert rounds_since(job, began) == {began.round}, "no step and no rank was lost"
 
 
+@further(
+    "testing/test_hosts::test_loss_and_delay",
+    "faults/test_no_false_deaths::test_a_stream_that_is_reset_again_and_again",
+)
 def test_delay_and_loss(cluster: Build) -> None:
     """While every host loses 30 % of what it receives the ranks go on, or a next world is formed;
     nothing is charged. How long a step takes, or its ranks to connect, is TCP's affair, which waits
@@ -113,7 +123,7 @@ def test_delay_and_loss(cluster: Build) -> None:
     assert rounds_since(job, began) == {began.round}
 
 
-@pytest.mark.soak
+@further("faults/test_no_false_deaths::test_a_stream_that_is_reset_again_and_again")
 def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> None:
     """2 s out of every 4 the link of one node is down: nobody is lost, and the ranks go on in
     between."""
@@ -128,7 +138,7 @@ def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> Non
     assert rounds_since(job, began) == {began.round}
 
 
-@pytest.mark.soak
+@further("partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill")
 def test_a_link_that_flaps_slowly(cluster: Build) -> None:
     """Each time the node is lost and lets the others go on without it. From the second time on it
     waits at the door, since every return costs all nodes a round, and says so."""

@@ -6,6 +6,7 @@ import pytest
 
 from elasticrun.testing.hosts import Lab
 from tests.compat.live import allreduce, finish
+from tests.further import further
 from tests.harness import World
 from tests.pods.conftest import ANY_ADDRESS, IndexedJob
 
@@ -44,6 +45,9 @@ def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:
     assert [pod.wait() for pod in job.pods.values()] == [0, 0]
 
 
+@further(
+    "test_pods_come_and_go_and_come_back", "faults/test_master::test_the_masters_host_comes_back"
+)
 def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: World) -> None:
     """The others train on without a master, find the next one by its name, and let its pod in at
     once: how old their round is nobody knows (an old one's cool-down would be 600 s)."""

@@ -12,6 +12,7 @@ import pytest
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.harness import LIMIT, Launched, Peer, World, clean_environment
 from tests.render.rendered import Printed, expanded, render
 
@@ -52,6 +53,7 @@ class Kubelet:
         processes.kill_all(self.lab.hosts[self.hosts[index]].pids, LIMIT)
 
 
+@further("pods/test_pods::test_pods_come_and_go_and_come_back")
 def test_a_deleted_pod_comes_back_with_its_index_and_gets_its_rank_back(
     lab: Lab, world: World
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_deleted_pod_comes_back_with_its_index_and_gets_its_rank_back(
     assert [pods[index].wait() for index in (0, 1, 2)] == [0, 0, 0]
 
 
+@further("faults/test_master::test_the_masters_host_comes_back")
 def test_the_pod_with_the_master_is_replaced(lab: Lab, world: World) -> None:
     """The others wait for it, and all go on together; it costs no restart. (A master without a
     record waits 15 s for nodes of the last round that it has not heard.)"""

@@ -7,6 +7,7 @@ import pytest
 from elasticrun.core import rendezvous, succession
 from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.sim.script import read, run
+from tests.further import further
 
 SEEDS = 240
 CHECKED_SEEDS = 80
@@ -43,7 +44,7 @@ def test_invariants_hold_with_the_network_check(first: int) -> None:
     assert excluded > BATCH // 4, "many machines must turn bad"
 
 
-@pytest.mark.soak
+@further("test_invariants_hold_with_the_network_check")
 @pytest.mark.parametrize("first", range(CHECKED_SEEDS, CHECKED_SEEDS + MANY_SEEDS // 4, 500))
 def test_invariants_hold_with_the_network_check_for_thousands(first: int) -> None:
     for seed in range(first, first + 500):
@@ -51,7 +52,7 @@ def test_invariants_hold_with_the_network_check_for_thousands(first: int) -> Non
         assert not findings.faults, in_words(findings)
 
 
-@pytest.mark.soak
+@further("test_invariants_hold")
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, 1000))
 def test_invariants_hold_for_thousands(first: int) -> None:
     for seed in range(first, first + 1000):

@@ -16,7 +16,7 @@ from elasticrun.core import burst, rendezvous
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
-from tests.further import cases
+from tests.further import cases, further
 
 from .storms import SPREADS, strike, strike_and_return
 
@@ -120,7 +120,7 @@ def test_eight_agents_started_unevenly_over_forty_seconds(first: int) -> None:
         assert len(world.worlds.began) <= 2, f"seed {seed}"
 
 
-@pytest.mark.soak
+@further("test_two_rounds_for_the_deaths_and_two_for_the_returns")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("nodes", [64, 256, 1000])
 def test_every_seed(nodes: int) -> None:
@@ -132,7 +132,7 @@ def test_every_seed(nodes: int) -> None:
             assert strike_and_return(seed, nodes, SPREADS[seed % len(SPREADS)]).deaths <= 4
 
 
-@pytest.mark.soak
+@further("test_two_rounds_for_the_deaths_and_two_for_the_returns")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, SEEDS, 20))
 def test_every_seed_with_ten_thousand_nodes(first: int) -> None:

@@ -15,6 +15,7 @@ from elasticrun.sim.script import read, run
 from elasticrun.sim.training import TrainingChaos
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import Start
+from tests.further import further
 
 SEEDS = 30
 MANY_SEEDS = 2000
@@ -38,7 +39,7 @@ def test_invariants_hold(first: int) -> None:
     assert restores > BATCH
 
 
-@pytest.mark.soak
+@further("test_invariants_hold")
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, 200))
 def test_invariants_hold_for_thousands(first: int) -> None:
     for seed in range(first, first + 200):

@@ -8,12 +8,14 @@ import os
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
 
 pytestmark = pytest.mark.slow
 
 
+@further("slurm/test_steps::test_srun_of_several_nodes", "cli/test_bare")
 def test_a_step_of_two_nodes(slurm: Slurm) -> None:
     here = {"-N4": "-N2 -wn2,n3", "node=8": "node=2", "train.py": str(PUPPET)}
     step = slurm.types(*page.command("srun -N4 elasticrun", here))
@@ -27,6 +29,7 @@ def test_a_step_of_two_nodes(slurm: Slurm) -> None:
     assert "so this is as with --nnodes=2" in step.stderr
 
 
+@further("cli/test_bare")
 def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
     """The others end at once, with 0 and a sentence."""
     step = slurm.srun("-N2", "--ntasks-per-node=2", "elasticrun", "--nnodes=2", PUPPET)
@@ -38,7 +41,7 @@ def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
     assert step.stderr.count("another task on this node is the agent") == 2
 
 
-@pytest.mark.soak
+@further("cli/test_bare")
 def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     """`sbatch --wrap "elasticrun --srun ..."`: one agent on each node. Two tasks of an array share
     both machines, and are jobs of their own."""
@@ -56,7 +59,7 @@ def test_an_array_of_wrapped_commands_that_ask_for_srun(slurm: Slurm) -> None:
     assert array.console.read_text().count("--srun: srun --nodes=2") == 2
 
 
-@pytest.mark.soak
+@further("cli/test_bare")
 def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:
     """A shell from `srun --pty`, salloc, and a batch script that goes from node to node: the same
     command is a job of one node in all of them, and says which flag makes it one of two."""

@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from elasticrun.config import EXIT_SAVED
+from tests.further import further
 from tests.harness import until_file
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
@@ -36,7 +37,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm) -> None:
     goes_on_from(slurm, job, saved(slurm, job))
 
 
-@pytest.mark.soak
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
     """Preempted by a partition of a higher tier: SIGTERM, and `GraceTime` to save."""
     job = trains(slurm)
@@ -46,6 +47,7 @@ def test_a_job_makes_room_for_an_urgent_one(slurm: Slurm) -> None:
     goes_on_from(slurm, job, saved(slurm, job))
 
 
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_the_script_of_the_page(slurm: Slurm) -> None:
     """A signal to the step, as `--signal=TERM@...` sends it before the time limit: everything is
     saved when srun returns, and the script puts its job back into the queue."""
@@ -60,7 +62,7 @@ def test_the_script_of_the_page(slurm: Slurm) -> None:
     goes_on_from(slurm, job, saved(slurm, job))
 
 
-@pytest.mark.soak
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 @pytest.mark.parametrize(("name", "flags"), [("USR1", TOLD), ("TERM", "")])
 def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
     """`--signal=USR1@...`: the step gets it, so many seconds before the time limit. Agents are told
@@ -71,6 +73,7 @@ def test_a_signal_before_the_end(slurm: Slurm, name: str, flags: str) -> None:
     assert f"\nover {EXIT_SAVED}\n" in job.console.read_text()
 
 
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_a_cancelled_job_saves_and_leaves_nothing(slurm: Slurm) -> None:
     """`scancel`: SIGTERM to the step, SIGKILL when KillWait is over. It needs less: a step that all
     ranks have is in storage, and nothing stays on the nodes."""
@@ -82,7 +85,10 @@ def test_a_cancelled_job_saves_and_leaves_nothing(slurm: Slurm) -> None:
     slurm.world.nothing_left()
 
 
-@pytest.mark.soak
+@further(
+    "slurm/test_batch::test_a_requeued_job_goes_on_where_it_was",
+    "pods/test_pods::test_pods_come_and_go_and_come_back",
+)
 @pytest.mark.parametrize("no_kill", [False, True])
 def test_the_machine_of_the_batch_script_loses_power(slurm: Slurm, no_kill: bool) -> None:
     """It has the job's master too. When Slurm has noticed (after `SlurmdTimeout`; here an operator

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.further import further
 from tests.render.rendered import render
 from tests.slurm.conftest import Batch, Slurm
 from tests.slurm.training import (
@@ -27,7 +28,7 @@ def ends_in(slurm: Slurm, job: Batch, seconds: int) -> None:
     slurm.cluster.run("scontrol", "update", f"jobid={job.number}", f"EndTime=now+{seconds}seconds")
 
 
-@pytest.mark.soak
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_two_jobs_whose_time_is_over(slurm: Slurm) -> None:
     """Without `--signal`: SIGTERM to every process at the end, twice within milliseconds, SIGKILL
     when KillWait is over. By then a step that all ranks have is in storage; but the batch script is

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.harness import Peer
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
@@ -23,6 +24,10 @@ def next_world(slurm: Slurm, size: int, old: set[int]) -> list[Peer]:
     return peers
 
 
+@further(
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+    "partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
+)
 def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
     """2:3 on four nodes. The spare takes the place of the first that is lost; without another, the
     two that are left go on. No restart is charged, and Slurm has noticed nothing. When it does,

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.harness import until_file
 from tests.render.rendered import render
 from tests.slurm.conftest import Slurm
@@ -15,6 +16,7 @@ from tests.slurm.conftest import Slurm
 pytestmark = pytest.mark.slow
 
 
+@further("render/test_slurm", "render/test_goldens")
 def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     """Three nodes are allocated, two train, and the one that waits ends well with the job."""
     script = render(
@@ -33,7 +35,7 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     assert slurm.told(job, "ExitCode") == "0:0"
 
 
-@pytest.mark.soak
+@further("render/test_slurm", "slurm/test_steps::test_a_step_whose_ranks_fail")
 def test_the_script_ends_with_the_code_of_the_job(slurm: Slurm) -> None:
     """An agent is killed, a spare takes its place, and the training is done: srun ends with 137,
     the job with 0."""

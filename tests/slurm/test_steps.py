@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.slurm.conftest import Slurm, agent
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_a_step_whose_ranks_fail(slurm: Slurm) -> None:
     assert "exitcode" in step.stderr
 
 
-@pytest.mark.soak
+@further("e2e/test_surroundings::test_two_jobs_on_one_host")
 def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
     """On the same two machines, with bare commands: each is a job of its own."""
     step = f"srun --overlap --ntasks-per-node=1 elasticrun {PUPPET}"
@@ -49,6 +50,10 @@ def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
     job.until_text("over 0\n")
 
 
+@further(
+    "test_a_step_whose_ranks_fail",
+    "health/test_quarantine::test_an_excluded_node_stays_until_the_job_ends",
+)
 @pytest.mark.parametrize(
     ("park", "state", "code"), [("", "FAILED", "75:0"), ("--quarantine=1", "COMPLETED", "0:0")]
 )

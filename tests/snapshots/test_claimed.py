@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.folder_claim import NAME
+from tests.further import further
 from tests.harness import ELASTICRUN, Launched, World, await_true
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,7 @@ while not stop.exists():
 """
 
 
+@further("agent/test_claims")
 def test_the_second_job_says_by_whom_and_writes_nothing_until_the_first_has_ended(
     world: World, tmp_path: Path
 ) -> None:

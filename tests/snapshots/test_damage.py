@@ -13,6 +13,7 @@ import pytest
 
 from elasticrun.wire.segment import Segment
 from tests import needs
+from tests.further import further
 from tests.snapshots.conftest import (
     SILENCE,
     STEPS,
@@ -27,6 +28,7 @@ from tests.snapshots.conftest import (
 pytestmark = pytest.mark.slow
 
 
+@further("forkserver/test_saver::test_a_flipped_byte_is_found")
 def test_a_flipped_bit_in_memory(training: Training) -> None:
     """What does not have its hash counts as absent: the older slot is taken, and it is said."""
     job = training.start(gated=True, max_restarts=1)
@@ -52,6 +54,10 @@ def hashed(path: Path, step: int) -> bool:
         return found
 
 
+@further(
+    "checkpointing/test_stored::test_a_short_file_is_spoiled_and_the_one_before_is_taken",
+    "checkpointing/test_ranks::test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life",
+)
 def test_changed_bytes_in_storage(training: Training) -> None:
     """In a file of the newest checkpoint, and in the manifest of the one before: the third is
     taken, each is said, and neither is looked at again."""
@@ -85,6 +91,7 @@ def test_changed_bytes_in_storage(training: Training) -> None:
 FILL = 'head -c 2m /dev/zero > "$0/ballast" 2>/dev/null; exec "$@"'
 
 
+@further("storage/test_full_disk")
 def test_a_full_disk(training: Training) -> None:
     """A real one, mounted for the job alone: training goes on, it is said, and once there is room
     the checkpoint is written."""

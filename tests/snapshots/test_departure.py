@@ -13,6 +13,7 @@ import pytest
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.testing.worlds import World
+from tests.further import further
 from tests.snapshots.conftest import Training, asked, ends, told, watermark
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,7 @@ def test_one_node_leaves_and_the_other_goes_on(training: Training) -> None:
     assert not training.said("restarts 1")
 
 
-@pytest.mark.soak
+@further("test_one_node_leaves_and_the_other_goes_on")
 def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, without a step lost."""
     step = one_of_two_leaves(training, "ddp")
@@ -97,6 +98,7 @@ def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None
     assert training.said(rf"go on from step {step} in memory")
 
 
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_the_only_node_leaves(training: Training) -> None:
     begin(training)
     training.job.signal(0, signal.SIGTERM)
@@ -107,6 +109,7 @@ def test_the_only_node_leaves(training: Training) -> None:
     assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", said)
 
 
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_all_nodes_leave_together(training: Training) -> None:
     """One step is named for both; the job is over when it is written, and may go on from there."""
     begin(training, mode="fsdp2", nodes=2, nproc=1, nnodes="2")
@@ -121,6 +124,7 @@ def test_all_nodes_leave_together(training: Training) -> None:
     assert len(set(ASKED.findall(training.job.output(0) + training.job.output(1)))) == 1
 
 
+@further("core/test_departing_rules", "core/test_holding_rules")
 def test_a_node_leaves_between_two_rounds(training: Training) -> None:
     """FSDP: no rank can save a step then; what they had before one failed is written out first. (A
     rank that takes its time to end keeps the next round from beginning.)"""
@@ -142,6 +146,7 @@ def test_a_node_leaves_between_two_rounds(training: Training) -> None:
     assert training.checkpoints()[0] == 7
 
 
+@further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")
 def test_every_process_is_signalled(training: Training) -> None:
     """As Slurm does: ranks end when they have saved, and nothing has failed. The next job goes on
     from there, to the same bits."""
@@ -161,6 +166,7 @@ def test_every_process_is_signalled(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("core/test_departing_rules")
 def test_no_step_is_saved_in_time(training: Training) -> None:
     """Ranks hang: the node goes when its grace is over, with what was in memory."""
     begin(training, mode="fsdp2", options=["--departure-grace=1"])

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.further import further
 from tests.snapshots.conftest import (
     NOTICED,
     STEPS,
@@ -33,7 +34,7 @@ def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     training.is_as_if_nothing_happened()
 
 
-@pytest.mark.soak
+@further("test_a_rank_dies")
 def test_two_ranks_die_at_once(training: Training) -> None:
     training.start("--die", "0:7:kill", "--die", "1:7:kill", mode="fsdp2", max_restarts=1)
     training.finish()
@@ -41,6 +42,10 @@ def test_two_ranks_die_at_once(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "core/scripts/snapshots_suspect_after_two_failures.txt",
+)
 def test_a_rank_dies_twice_after_progress(training: Training) -> None:
     """What was restored and went on is no poison."""
     training.start("--die", "1:4:kill", "--die", "0:8:kill", max_restarts=2)
@@ -49,6 +54,7 @@ def test_a_rank_dies_twice_after_progress(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("test_a_rank_dies", "snapshots/test_random_kills::test_killed_at_random_moments")
 def test_a_rank_hangs(training: Training) -> None:
     """The others' collective ends it, as torch's watchdog would."""
     # longer than a rank that does not hang may stand still
@@ -59,6 +65,10 @@ def test_a_rank_hangs(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "agent/test_deaths::test_kill_9_of_the_fork_server_restarts_the_job",
+)
 def test_the_fork_server_dies(training: Training) -> None:
     """With ranks and saver; the snapshots are the agent's."""
     job = training.start(mode="fsdp2", gated=True, max_restarts=1)
@@ -88,7 +98,7 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@pytest.mark.soak
+@further("test_the_master_dies_and_then_a_rank")
 def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     """Nobody says what is whole, so the newest step that is known to be is kept, and the one above
     it: there is no slot for others. A rank dies; the ranks go on from what there is."""
@@ -131,6 +141,10 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "agent/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
+)
 def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     """With the master, whose record goes too: the next one is told by the agent what was there."""
     job = training.start(mode="fsdp2", gated=True, options=["--save-at-breakpoint"])
@@ -146,6 +160,7 @@ def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("snapshots/test_replicas::test_a_spare_takes_over_what_the_lost_node_had")
 def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, with fewer ranks."""
     job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2", silence=NOTICED)
@@ -159,6 +174,7 @@ def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
     assert len(ends(training.out, 0)) == 1
 
 
+@further("snapshots/test_replicas::test_a_spare_takes_over_what_the_lost_node_had")
 def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
     """DDP: a node that has never trained fetches the state from one that has."""
     # with a restart to spend: see above; the spare may be late
@@ -183,6 +199,9 @@ def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further(
+    "core/test_breakpoint_rewind", "snapshots/test_random_kills::test_killed_at_random_moments"
+)
 def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     """FSDP without replicas: everybody goes back to the newest checkpoint, and it is said why."""
     args = ("--persist-every", "4")
@@ -204,6 +223,7 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("agent/test_taken_over", "core/test_breakpoint_past")
 def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -> None:
     """Its memory is of an older round than the others are in: nobody goes on from that."""
     job = training.start(
@@ -224,6 +244,10 @@ def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -
     assert training.starts(1) == [0, 9]
 
 
+@further(
+    "core/scripts/snapshots_suspect_after_two_failures.txt",
+    "checkpointing/test_choosing::test_what_is_suspect_comes_last_and_never_after_nothing",
+)
 def test_a_state_that_kills_comes_last(training: Training) -> None:
     """Twice ranks train on from it and fail at once: then the older slot."""
     args = ("--every", "3", "--die", "1:7:kill", "--poison", "6")
@@ -234,6 +258,7 @@ def test_a_state_that_kills_comes_last(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("core/scripts/snapshots_early_failures_are_not_its_fault.txt")
 def test_early_failures_cost_no_state(training: Training) -> None:
     """Six lives end before they have put anything back, by themselves and by a signal in turn:
     training goes on where it was."""
@@ -266,6 +291,7 @@ def test_saved_at_the_breakpoint(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("core/test_breakpoint_save", "test_saved_at_the_breakpoint")
 def test_saved_before_the_job_ends(training: Training) -> None:
     """No restart is left: the newest step is written before the job is over."""
     training.start("--die", "1:7:kill", mode="fsdp2", options=["--save-at-breakpoint"])
@@ -274,6 +300,10 @@ def test_saved_before_the_job_ends(training: Training) -> None:
     assert training.said("saved before the job ends")
 
 
+@further(
+    "containers/test_surroundings::test_a_small_dev_shm",
+    "agent/test_segments::test_a_folder_without_room_is_done_without",
+)
 def test_shared_memory_that_is_too_small(training: Training) -> None:
     """Training goes on without snapshots, and a sentence says so."""
     training.start(env={"ELASTICRUN_SHM_DIR": "/proc"}, steps=4)

@@ -10,6 +10,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.watch import Deadline, Watch
+from tests.further import further
 from tests.harness import LIMIT
 from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Steadily, freeze
@@ -17,6 +18,10 @@ from tests.snapshots.steadily import Steadily, freeze
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "forkserver/test_saver::test_one_killed_in_mid_persist_leaves_no_checkpoint",
+)
 def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
     """One after the other, while the saver stands in the middle of a file: the snapshot outlives
     each of them, nothing torn is ever a checkpoint, and another attempt is made."""
@@ -59,6 +64,10 @@ def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
     jobs.end()
 
 
+@further(
+    "snapshots/test_random_kills::test_killed_at_random_moments",
+    "checkpointing/test_checkpointer::test_what_is_written_out_is_pinned_and_never_in_the_way",
+)
 def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
     """All at once. What is being written is pinned: the ranks of the next life write beside it, not
     over it, and what stands in storage in the end is what there was."""
@@ -78,6 +87,9 @@ def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
     jobs.end()
 
 
+@further(
+    "forkserver/test_timelines::test_a_checkpoint_counts_though_the_old_files_cannot_be_removed"
+)
 def test_killed_between_the_marker_and_the_sweep(training: Training) -> None:
     """The checkpoint counts; what it makes superfluous lies there until the next one is written."""
     jobs = Steadily(training, keep=1)

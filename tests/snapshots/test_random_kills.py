@@ -19,6 +19,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.wire.segment import Segment
+from tests.further import further
 from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Life, Steadily, freeze
 
@@ -116,7 +117,7 @@ def test_killed_at_random_moments(training: Training) -> None:
     assert hits.total() == len(ROUND) + 1  # both ranks are two
 
 
-@pytest.mark.soak
+@further("test_killed_at_random_moments")
 @pytest.mark.timeout(3600)
 def test_killed_two_hundred_times(training: Training) -> None:
     hits = kill(training, jobs=20, seed=200)

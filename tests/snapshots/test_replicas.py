@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from elasticrun.testing.job import ElasticJob
+from tests.further import further
 from tests.snapshots.conftest import NOTICED, STEPS, Training, ends, flip, opened
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,7 @@ def test_a_spare_takes_over_what_the_lost_node_had(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@pytest.mark.soak
+@further("test_a_spare_takes_over_what_the_lost_node_had")
 def test_the_rest_goes_on_alone(training: Training) -> None:
     """Fewer nodes: what was the lost one's is cut anew from its replica."""
     job = begin(training, nodes=2, nnodes="1:2", silence=NOTICED)
@@ -69,6 +70,7 @@ def test_the_rest_goes_on_alone(training: Training) -> None:
     assert not training.checkpoints()
 
 
+@further("forkserver/test_saver_bulk::test_what_rotted_on_the_other_node_is_found")
 def test_a_flipped_bit_in_a_replica(training: Training) -> None:
     """It does not have its hash, so the step before is taken, and it is said."""
     # without a restart to spend, a job that is below its least number of nodes ends at once
@@ -88,6 +90,7 @@ def test_a_flipped_bit_in_a_replica(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("core/test_breakpoint_replicas")
 def test_what_every_node_has_is_not_copied(training: Training) -> None:
     """DDP: replicas cost nothing. (A step that one rank has more than a moment before the other is
     copied all the same: this or that one may be, on a machine that stands still, but not all.)"""

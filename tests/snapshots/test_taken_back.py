@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
 from tests.snapshots.conftest import STEPS, Training, ends, told
 
 pytestmark = pytest.mark.slow
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.slow
 OWN = Path(__file__).with_name("own.py")
 
 
+@further("checkpointing/test_choosing::test_what_is_suspect_comes_last_and_never_after_nothing")
 def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     """Step 8 is in memory and in storage, and kills whoever goes on from it: training goes on from
     neither."""
@@ -32,6 +34,7 @@ def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
+@further("checkpointing/test_choosing::test_a_step_that_is_not_there_is_refused_in_a_sentence")
 def test_a_step_that_is_asked_for(training: Training) -> None:
     """A second start goes on from an older checkpoint, and leaves the newer ones; a third asks for
     one that is not there."""
@@ -50,6 +53,7 @@ def test_a_step_that_is_asked_for(training: Training) -> None:
     assert training.said("--restore-step=5: step 5 is not whole in memory, and .* has no whole")
 
 
+@further("core/test_breakpoint_rewind")
 def test_a_living_rank_is_given_back_what_it_has_alone(training: Training) -> None:
     """Equal weights, a node a rank: rank 1 dies before it holds step 5, which rank 0 alone could
     give. All go on from step 4, or rank 1's own state would be lost."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.detection.environments import BATCH
+from tests.further import further
 from tests.harness import Launched, Peer, World
 from tests.ssh.conftest import Town
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 MEET = "--rdzv-backend=c10d --rdzv-endpoint=h1:29400 --rdzv-id=tr"
 
 
+@further("test_a_connection_that_is_cut")
 def test_a_loop_over_hosts_trains(town: Town, world: World) -> None:
     """The same command on each; the loop knows how every host has ended."""
     loop = town.types(f"""
@@ -32,7 +34,7 @@ def test_a_loop_over_hosts_trains(town: Town, world: World) -> None:
     town.until_nothing_runs("h1", "h2", "h3")
 
 
-@pytest.mark.soak
+@further("cli/test_bare")
 def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, world: World) -> None:
     """Each host believes to be the batch script's. A bare command is one node there, as under
     torchrun, and says so; flags make one job of them, and nobody takes itself for node 0."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.testing import processes
+from tests.further import further
 from tests.harness import SCRIPTS
 from tests.testing.conftest import Inner
 
@@ -84,6 +85,7 @@ def test_a_failing_test_shows_what_agents_and_ranks_said(inner: Inner) -> None:
     assert "elasticrun/testing" not in said, "and none of ours"
 
 
+@further("test_a_failing_test_shows_what_agents_and_ranks_said")
 @pytest.mark.slow
 def test_one_limit_for_all_waits_of_a_project(inner: Inner) -> None:
     """A wait that names none ends after it; the job's own and a wait's own go before it."""
