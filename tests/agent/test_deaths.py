@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.further import cases
 from tests.harness import (
     ELASTICRUN,
     PATIENT,
@@ -188,7 +189,9 @@ def test_what_finished_ranks_leave_behind_goes_with_the_job(world: World) -> Non
 # ---------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], kept=[signal.SIGTERM])
+)
 def test_a_signal_to_every_process_at_once_lets_the_script_save(
     world: World, signum: signal.Signals
 ) -> None:

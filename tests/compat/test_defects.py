@@ -236,7 +236,7 @@ class TestOrphans:
             peer.order("print", text="still here")
             torchrun_world.hub.word(peer, "done")
 
-    @pytest.mark.parametrize("session", [False, True])
+    @pytest.mark.parametrize("session", cases([False, True], kept=[True]))
     def test_ours(self, world: World, session: bool) -> None:
         launched = job(world, ELASTICRUN, "--nproc-per-node=2")
         pids = []

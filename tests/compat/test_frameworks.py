@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.further import further
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
 needs.packages("lightning", "accelerate", "transformers")
@@ -52,7 +52,10 @@ def command(launcher: str, *words: str) -> list[str]:
     return [sys.executable, "-m", module, *words]
 
 
-@pytest.mark.parametrize("script", ["lightning_ddp.py", "accelerate_loop.py", "hf_trainer.py"])
+SCRIPTS_HERE = ("lightning_ddp.py", "accelerate_loop.py", "hf_trainer.py")
+
+
+@pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["lightning_ddp.py"]))
 def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World) -> None:
     words = ["--nproc-per-node=2", str(FOLDER / script)]
     if script == "hf_trainer.py":

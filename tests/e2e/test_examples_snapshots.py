@@ -98,7 +98,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     return weights
 
 
-@pytest.mark.parametrize(("name", "killed"), [("ddp", 0), ("fsdp2", 1)])
+@pytest.mark.parametrize(
+    ("name", "killed"), [pytest.param("ddp", 0, marks=pytest.mark.soak), ("fsdp2", 1)]
+)
 def test_a_killed_rank_costs_no_bit_of_the_result(
     name: str, killed: int, undisturbed: Callable[[str], str], world: World
 ) -> None:

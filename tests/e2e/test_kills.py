@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.testing.processes import command, is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
-from tests.further import further
+from tests.further import cases, further
 from tests.harness import (
     ELASTICRUN,
     LIMIT,
@@ -159,7 +159,7 @@ def test_all_of_a_node_of_three_costs_nothing(world: World) -> None:
     assert [j.wait() for j in jobs if j is not lost] == [0, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases(range(3), kept=[0]))
 def test_an_agent_at_any_moment(world: World, seed: int) -> None:
     """Between its first millisecond and the ranks' training: nothing of it is left."""
     chance = random.Random(seed)
@@ -170,7 +170,7 @@ def test_an_agent_at_any_moment(world: World, seed: int) -> None:
     world.nothing_left()
 
 
-@pytest.mark.parametrize("trap", [False, True])
+@pytest.mark.parametrize("trap", cases([False, True], kept=[True]))
 def test_descendants_of_a_dead_rank(world: World, trap: bool) -> None:
     """DROP-IN 10: what shares its group goes at once; what made a session of its own gets SIGTERM
     and time to write its last rows. The next life starts when all have gone."""

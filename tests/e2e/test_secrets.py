@@ -64,7 +64,10 @@ main(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-no
 
 @pytest.mark.parametrize(
     "how",
-    cases(["forked", "execed", "program", "elastic_launch", "run", "file"], soaked=["run"]),
+    cases(
+        ["forked", "execed", "program", "elastic_launch", "run", "file"],
+        kept=["forked", "elastic_launch"],
+    ),
 )
 def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:
     port = free_port()
@@ -130,7 +133,7 @@ def masters(launched: Launched) -> list[psutil.Process]:
     return [p for p in launched.below() if processes.is_master(p.pid)]
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["standalone", "static"])
+@pytest.mark.parametrize("static", cases([False, True], kept=[False]), ids=["standalone", "static"])
 def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
     world: World, static: bool
 ) -> None:
@@ -180,7 +183,9 @@ def tls_flags(world: World, *names: str) -> tuple[str, ...]:
     return (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["elastic", "behind-the-door"])
+@pytest.mark.parametrize(
+    "static", cases([False, True], kept=[False]), ids=["elastic", "behind-the-door"]
+)
 def test_a_job_over_tls(world: World, static: bool) -> None:
     """Two nodes with TLS and a token; one without TLS, and `status` with and without it."""
     port = free_port()

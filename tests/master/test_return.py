@@ -104,7 +104,7 @@ def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[P
     return jobs, world.hub.ranks(2, world_size=2)
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, soaked=["static"]))
+@pytest.mark.parametrize("kind", cases(KINDS, kept=["elastic"]))
 def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
     jobs, peers = started(world, kind, "--max-restarts=1")
     master = next_master(world)
@@ -279,7 +279,7 @@ def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
     return flag, hooked(world, DEADLY, **words)
 
 
-@pytest.mark.parametrize("fact", ["over", "formed"])
+@pytest.mark.parametrize("fact", cases(["over", "formed"], kept=["formed"]))
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> None:
     """COORDINATION 3 (d). That the round is over, or that the next one was formed and charged, has
@@ -298,7 +298,7 @@ def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> N
     assert (len(world.hub.peers), records_left(world)) == (4, [])
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", cases(["before", "after"], kept=["after"]))
 def test_between_the_outcome_and_its_telling(world: World, moment: str) -> None:
     """The next master tells it to whoever dials, and ends."""
     flag, env = deadly(world, "outcome", moment)
@@ -332,7 +332,7 @@ if "elasticrun.master" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("poison", ["at once", "later"])
+@pytest.mark.parametrize("poison", cases(["at once", "later"], kept=["at once"]))
 def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -> None:
     """COORDINATION 3 (c): no crash loop. The agents bring the round back, nothing is restarted."""
     env = hooked(world, POISONED, POISON=poison)

@@ -15,7 +15,7 @@ from elasticrun.sim.script import read, run
 from elasticrun.sim.training import TrainingChaos
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import Start
-from tests.further import further
+from tests.further import cases, further
 
 SEEDS = 30
 MANY_SEEDS = 2000
@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parents[1] / "core" / "scripts"
 ROUND = RoundName(1, 2, "other")
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+@pytest.mark.parametrize("first", cases(range(0, SEEDS, BATCH), kept=[0]))
 def test_invariants_hold(first: int) -> None:
     checkpoints = restores = judged = 0
     for seed in range(first, first + BATCH):

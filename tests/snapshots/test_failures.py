@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 MEMORY = r"go on from step 7 in memory"
 
 
-@pytest.mark.parametrize(("mode", "how"), [("ddp", "kill"), ("fsdp2", "raise")])
+@pytest.mark.parametrize(
+    ("mode", "how"), [pytest.param("ddp", "kill", marks=pytest.mark.soak), ("fsdp2", "raise")]
+)
 def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     """Between two snapshots: nothing is lost, and the end is the same to the bit."""
     training.start("--die", f"1:7:{how}", mode=mode, max_restarts=1)

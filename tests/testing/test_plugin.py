@@ -135,7 +135,8 @@ def test_a_leftover_is_an_error_of_the_fixture_and_goes(inner: Inner) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 2)]
+    ("signum", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), pytest.param(signal.SIGINT, 2, marks=pytest.mark.soak)],
 )
 def test_nothing_outlives_a_pytest_that_is_ended(inner: Inner, signum: int, code: int) -> None:
     """The worst end of a test run leaves nothing, and a Ctrl-C neither."""

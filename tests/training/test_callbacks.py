@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import needs
+from tests.further import cases
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
 
 needs.packages("lightning", "transformers")
@@ -35,7 +36,7 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
     return sorted(found, key=lambda result: int(result["rank"]))
 
 
-@pytest.mark.parametrize("script", SCRIPTS_HERE)
+@pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["hf_snapshots.py"]))
 def test_a_killed_rank_goes_on_at_the_same_step_to_the_same_weights(
     script: str, world: World
 ) -> None:
