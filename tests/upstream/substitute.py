@@ -3,8 +3,7 @@
     python -m pytest -p tests.upstream.substitute FOLDER/test/distributed/launcher/test_run.py
 
 `torch.distributed.run` is elasticrun.run, `torch.distributed.launcher.api` is elasticrun.launcher.
-An interpreter that one of their files spawns imports this too (`fresh/sitecustomize.py`): one of
-api_test.py launches a second agent from there.
+A fresh interpreter that one of their files spawns has torch's modules again.
 
 Their etcd server speaks a protocol of 2016, by a package of that time; here it is a real etcd of
 today, which our masters keep their record in.
