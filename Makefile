@@ -9,13 +9,16 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile
+QUICK = not slow and not soak
+# two targets beside each other; the lint's words come when it is done
+BESIDE = $(MAKE) --no-print-directory -j2 -O
 
-.PHONY: help demo test check lint unit bench soak matrix proto wheel-test clean
+.PHONY: help demo test check lint unit tests bench soak matrix proto wheel-test clean
 help:
 	@echo "make demo    two agents, a real model, one rank killed on purpose (sets itself up)"
-	@echo "make test    lint, types, import contracts and every test (sets itself up)"
+	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
 	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
-	@echo "make bench   side by side with torchrun, as a table   |  make soak  the long runs"
+	@echo "make soak    every test of all, torchrun's side too   |  make bench  beside torchrun, a table"
 	@echo "make proto   generate elasticrun/wire/pb again        |  make wheel-test  an installed wheel"
 
 # torch first and exactly: with it there, no range of another package fetches a different build
@@ -44,12 +47,16 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -q $(TOGETHER) -m "not slow and not frameworks and not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(QUICK)"
 
-check: lint unit
+check: $(VENV)/.dev
+	$(BESIDE) lint unit
 
-test: $(VENV)/.frameworks lint
+tests: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
+
+test: $(VENV)/.frameworks
+	$(BESIDE) lint tests
 	$(MAKE) --no-print-directory wheel-test
 
 wheel-test: $(VENV)/.dev
@@ -67,6 +74,7 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/netcheck_faults.py
 
 soak: $(VENV)/.frameworks
+	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
 # the ordinary build of one version, in an environment of its own: make matrix TORCH=2.6.0

@@ -23,6 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("a machine that stands still now and then")
 
+STARTERS = frozenset({"world", "torchrun_world", "lab", "elastic_job", "inner"})
+"""Fixtures, also of other fixtures, with which a test starts processes: it is `slow` by itself."""
+
 
 def pytest_configure() -> None:
     """A run in the background (a shell's `&`, `nohup`) is born ignoring SIGINT or SIGHUP, and so
@@ -30,6 +33,14 @@ def pytest_configure() -> None:
     nothing we ignore them no less, but what is exec'd has the default again."""
     for number in ignored_signals():
         signal.signal(number, lambda *_: None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who starts a job is not one of the quick tests (`make check`)."""
+    for item in items:
+        if STARTERS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(hookwrapper=True)

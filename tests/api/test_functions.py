@@ -22,6 +22,8 @@ from elasticrun.wire.spawner import FromSpawner, Notice
 from tests.api import functions
 from tests.harness import LIMIT, await_exit, free_port, until_file
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -80,7 +82,6 @@ assert float(open(f"{folder}/ended").read()) > returned
 """
 
 
-@pytest.mark.slow
 def test_no_rank_of_two_nodes_ends_before_all_of_its_node_have_returned(tmp_path: Path) -> None:
     port = str(free_port())
     nodes = []
@@ -150,7 +151,6 @@ def test_a_result_that_cannot_be_sent() -> None:
     assert "pickle" in str(error)
 
 
-@pytest.mark.slow
 def test_a_function_that_cannot_be_spawned() -> None:
     error = launch_failing(lambda: None, nproc=1, start_method="spawn")
     assert "the function cannot be started" in str(error)

@@ -38,6 +38,8 @@ from tests.api import functions
 from tests.forkserver.driver import LIMIT, gone
 from tests.forkserver.test_server import held_port
 
+pytestmark = pytest.mark.slow
+
 M = TypeVar("M")
 
 
@@ -135,7 +137,6 @@ def calling(start_method: str) -> Iterator[Agent]:
         agent.close()
 
 
-@pytest.mark.slow
 def test_a_caller_s_probes_meet_fail_and_end() -> None:
     holder, port = held_port()
     with holder, calling("spawn") as agent:
@@ -163,7 +164,6 @@ def test_a_caller_s_probes_meet_fail_and_end() -> None:
         agent.exited(store)
 
 
-@pytest.mark.slow
 def test_a_caller_s_probes_end_with_the_conversation() -> None:
     gc.collect()  # what earlier tests have left must not be closed in between
     descriptors = len(os.listdir("/proc/self/fd"))

@@ -20,6 +20,8 @@ from elasticrun import run
 from elasticrun.launcher import LaunchConfig, LaunchError, elastic_launch
 from tests.harness import LIMIT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, pathlib, sys, time
 rank = os.environ["RANK"]

@@ -8,12 +8,16 @@ import secrets
 import socket
 from pathlib import Path
 
+import pytest
+
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.segment import VERSION
 from elasticrun.wire.snapshots import Checked, CheckSnapshot, FromSaver, SaverHere
 from elasticrun.wire.spawner import Pet, SpawnSaver
 from tests.api.test_probes import Agent, calling
 from tests.forkserver.driver import LIMIT, gone
+
+pytestmark = pytest.mark.slow
 
 
 class Saver:

@@ -17,7 +17,7 @@ from tests.checkpointing.played import playing
 from tests.checkpointing.ranks import Ranks, fork_server
 from tests.torches import DTensor, fully_shard
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 WORLD = 4
 

@@ -30,7 +30,7 @@ from tests.checkpointing.ranks import Ranks, fork_server
 from tests.checkpointing.test_stored import add_manifest
 from tests.torches import DTensor, Replicate, Shard, distribute_tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from elasticrun.wire.snapshots import NeedSegment, Remark
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.checkpointing.ranks import Ranks, fork_server
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEPS, DIES_AT = 6, 4
 

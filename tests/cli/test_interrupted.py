@@ -55,6 +55,7 @@ def run(folder: Path, moment: str, *before: str, program: str = "elasticrun") ->
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["elasticrun", "elasticrun.run"])
 def test_at_any_moment(program: str, tmp_path: Path) -> None:
     moments = MOMENTS if program == "elasticrun" else MOMENTS[1::4]

@@ -164,6 +164,7 @@ def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
 TOKEN = "what the nodes of the job know"
 
 
+@pytest.mark.slow
 def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
     """The token by variable or file; the sentence without it; and what the master has left for its
     own user, with and without naming the endpoint."""
@@ -197,6 +198,7 @@ def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 def test_over_tls(home: Path, tmp_path: Path) -> None:
     files = Authority(tmp_path).create().sign("node", "IP:127.0.0.1")
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")

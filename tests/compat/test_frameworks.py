@@ -20,7 +20,7 @@ from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
 needs.packages("lightning", "accelerate", "transformers")
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FOLDER = SCRIPTS / "frameworks"
 RESULT = re.compile(r"(?P<prefix>.*)RESULT (?P<result>\{.*?\})")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
 from elasticrun.config_json import dumps, loads
 from elasticrun.core import effects as fx
@@ -148,6 +150,7 @@ def test_size_at_a_thousand_nodes() -> None:
     assert loads(text, Facts) == master.facts
 
 
+@pytest.mark.slow
 def test_thirty_days_of_crashes_are_one_day() -> None:
     """A crash every twenty minutes, in every second one a pod that is replaced by one of another
     name, and masters that die: the record does not grow."""

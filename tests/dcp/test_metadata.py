@@ -92,6 +92,7 @@ def test_at_one_rank(tmp_path: Path, distrusted: str) -> None:
         assert found[f"__rank{rank}"]["loader"]["position"] == {"at": rank}
 
 
+@pytest.mark.slow
 def test_at_three_ranks(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "run"))
     save(folder, two_ranks())

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from elasticrun.detection.ports import port_of_number
 from tests.compat.live import PUPPET, finish
 from tests.detection.environments import BATCH, CROWD, POD, SRUN
 from tests.harness import ELASTICRUN, PATIENT, World
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, os, torch.distributed as dist

@@ -18,6 +18,8 @@ from tests import aio, needs
 from tests.etcd.server import EtcdServer, Relay
 from tests.harness import LIMIT, free_port
 
+pytestmark = pytest.mark.slow
+
 JOB = "/elasticrun/v1/job/lead/"
 
 
@@ -210,7 +212,6 @@ def test_servers_are_asked_in_turn(etcd_server: EtcdServer) -> None:
     aio.run(body())
 
 
-@pytest.mark.slow
 def test_a_server_whose_host_has_gone(etcd_server: EtcdServer) -> None:
     """No FIN, no answer: the transport's pings find out, and the next server is followed."""
 

@@ -23,6 +23,8 @@ from tests.etcd.server import EtcdServer
 from tests.harness import LIMIT
 from tests.master.facts import facts
 
+pytestmark = pytest.mark.slow
+
 KEYS = Keys("job")
 
 LONG = 60

@@ -12,6 +12,8 @@ import pytest
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, fifo, read_line, script
 
+pytestmark = pytest.mark.slow
+
 WAIT = "import sys, time\nopen(sys.argv[1], 'w').write('on\\n')\nwhile True:\n    time.sleep(60)\n"
 
 

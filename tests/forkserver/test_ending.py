@@ -11,6 +11,8 @@ import pytest
 
 from tests.forkserver.driver import Driver, plain_environment, script
 
+pytestmark = pytest.mark.slow
+
 COUNTED = """
 import ctypes, os
 from types import ModuleType

@@ -15,6 +15,8 @@ from elasticrun.wire.spawner import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.outcomes import OUTCOMES, RECURSION, TORCH_OUTCOMES
 
+pytestmark = pytest.mark.slow
+
 Outcome = tuple[int, str, str]
 
 
@@ -60,7 +62,6 @@ def test_recursion_limit_differs_on_purpose(server: Driver, tmp_path: Path) -> N
     assert by_python - 2 <= forked <= by_python
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCH_OUTCOMES)
 def test_outcome_with_torch(server: Driver, tmp_path: Path, name: str) -> None:
     _compare(server, tmp_path, TORCH_OUTCOMES[name])
@@ -118,7 +119,6 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
         yield driver, place
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_module(
     placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -138,7 +138,6 @@ def test_module(
     assert by_fork(driver, Entry(EntryKind.MODULE, module), tmp_path) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["script.py", "./script.py", "sub/../script.py", "link.py"])
 def test_script_given_by_a_relative_path(
     placed: tuple[Driver, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str

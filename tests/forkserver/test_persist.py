@@ -300,6 +300,7 @@ def test_every_block_is_hashed(
             path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     """A forked saver dies at its first call to the system, the next at its second, and so on."""
     done = subprocess.run(

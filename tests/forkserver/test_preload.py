@@ -14,6 +14,8 @@ import elasticrun
 from elasticrun.wire.spawner import Learned, Notice, Stale
 from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
 
+pytestmark = pytest.mark.slow
+
 USE = """
 import sys, json, time
 before = "pre" in sys.modules
@@ -211,8 +213,6 @@ def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: P
     assert not [name for name in learned if name.startswith(("sqlite3", "torch", "json"))]
 
 
-@pytest.mark.slow
-@pytest.mark.frameworks
 def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = tmp_path / "out"
@@ -231,8 +231,6 @@ def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
     assert out.read_text() == "1"
 
 
-@pytest.mark.slow
-@pytest.mark.frameworks
 def test_the_environment_of_a_preloaded_library_is_compared(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     entry = script(

@@ -30,6 +30,8 @@ from elasticrun.wire.spawner import (
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.forkserver.test_server import held_port
 
+pytestmark = pytest.mark.slow
+
 
 class Group:
     """A store, and probes that meet at it; each test is a check of its own."""
@@ -179,7 +181,6 @@ def test_who_fails_alone_says_so_without_a_store_too(group: Group) -> None:
     assert (bad.own, bad.reason) == (True, "a planted fault")
 
 
-@pytest.mark.slow
 def test_telling_the_others_does_not_use_up_the_limit(group: Group) -> None:
     """Whoever waits for a probe that has failed would take it for one that hangs."""
     holder, nobody = held_port()
@@ -268,7 +269,6 @@ def test_a_probe_that_crashes_has_a_result(group: Group) -> None:
     assert (said.ok, said.own, said.reason) == (False, True, "it was killed by SIGSEGV")
 
 
-@pytest.mark.slow
 def test_where_forks_are_not_trusted_probes_are_executed() -> None:
     with Driver(launch="exec", env=plain_environment()) as driver:
         driver.ready()
@@ -283,7 +283,6 @@ def test_where_forks_are_not_trusted_probes_are_executed() -> None:
             assert (good.excused, bad.own) == (True, True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launch", ["auto", "exec"])
 def test_probes_do_not_outlive_a_killed_fork_server(launch: str) -> None:
     holder, port = held_port()
@@ -300,7 +299,6 @@ def test_probes_do_not_outlive_a_killed_fork_server(launch: str) -> None:
             driver.wait(Exited)
 
 
-@pytest.mark.slow
 def test_probes_end_when_nothing_is_heard_of_the_agent() -> None:
     with Driver(env=plain_environment()) as driver:
         driver.ready()
@@ -312,7 +310,6 @@ def test_probes_end_when_nothing_is_heard_of_the_agent() -> None:
             assert driver.exited(key).code == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_an_executed_probe_that_cannot_import_torch_says_what_it_printed() -> None:
     broken = {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"}
     with Driver(launch="exec", env=plain_environment()) as driver:

@@ -24,6 +24,8 @@ from tests.forkserver.driver import (
     script,
 )
 
+pytestmark = pytest.mark.slow
+
 DRAW = """
 import json, random, sys
 import numpy, torch
@@ -236,7 +238,6 @@ def test_a_log_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path, launch
         assert "No such file or directory" in reason
 
 
-@pytest.mark.slow
 def test_stdin_and_breakpoint_on_a_terminal(tmp_path: Path) -> None:
     """The user's terminal is a rank's stdin: breakpoint() can be talked to."""
     entry = script(

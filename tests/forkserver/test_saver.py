@@ -35,6 +35,8 @@ from elasticrun.wire.spawner import Entry, EntryKind, Notice, Pet, Quit, SendSig
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.forkserver.saver_play import Agent, part, persist, saver, state
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def executing() -> Iterator[Driver]:

@@ -46,6 +46,8 @@ from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.saver_play import SECRET, Agent, part, persist, saver, state
 from tests.forkserver.test_saver import loaded, written
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 
 

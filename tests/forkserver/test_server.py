@@ -49,6 +49,8 @@ from tests.forkserver.driver import (
 )
 from tests.further import cases
 
+pytestmark = pytest.mark.slow
+
 
 def held_port() -> tuple[socket.socket, int]:
     """A port as the agent holds it: bound, shared, not listening."""
@@ -69,7 +71,6 @@ assert store.add("count", 2) == int(sys.argv[2])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launch", cases(["auto", "exec"], soaked=["exec"]))
 def test_a_store_serves_and_a_new_one_is_fresh(tmp_path: Path, launch: str) -> None:
     path = tmp_path / "client.py"
@@ -336,7 +337,6 @@ def test_orders_about_unknown_keys_do_nothing(server: Driver, tmp_path: Path) ->
 # ---------------------------------------------------------------- nothing leaks
 
 
-@pytest.mark.slow
 def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import os\nos.kill(os.getpid(), 9)\n")
     with Driver(entry, env=plain_environment()) as driver:

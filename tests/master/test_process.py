@@ -25,6 +25,8 @@ from tests import aio
 from tests.harness import await_true
 from tests.master.people import LIMIT, SPEC, enter, hear, hello
 
+pytestmark = pytest.mark.slow
+
 STRANGERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -272,7 +274,6 @@ def _switches(pid: int) -> int:
     raise AssertionError("the kernel does not count")
 
 
-@pytest.mark.slow
 def test_an_idle_master_sleeps(home: Path) -> None:
     """Nobody is attached and nothing is due: the loop comes to rest and is not woken at all, even
     after the page has been read. (gRPC's own threads wake some ten times a second in all.)"""

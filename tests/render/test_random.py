@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.cli.flags import get_args_parser
@@ -64,6 +65,7 @@ def wishes(draw: st.DrawFn) -> tuple[list[str], str, dict[str, str], list[str]]:
     return words, version, env, ["train.py", *draw(st.lists(TEXTS, max_size=4))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(wishes(), st.sampled_from(("k8s", "jobset")))
 def test_any_wish_is_a_valid_manifest(

@@ -34,6 +34,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(documents: list[dict[str, Any]]) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.render.cases import CASES
 
 COMMAND = (sys.executable, "-m", "elasticrun", "render")
@@ -35,6 +37,7 @@ def test_bad_input_is_one_line_and_code_2() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.slow
 def test_a_script_named_render_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "render").write_text("print('a script of that name')\n")
     done = subprocess.run(

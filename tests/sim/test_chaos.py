@@ -9,6 +9,8 @@ from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.sim.script import read, run
 from tests.further import cases, further
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 240
 CHECKED_SEEDS = 80
 MANY_SEEDS = 8000

@@ -27,6 +27,8 @@ from elasticrun.wire.messages import (
     ProbePhase,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL, LARGE = 50, 500
 
 

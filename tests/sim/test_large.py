@@ -13,6 +13,8 @@ from elasticrun.sim.world import World
 from elasticrun.wire.messages import CheckSpec, Order, Probe
 from tests.further import cases
 
+pytestmark = pytest.mark.slow
+
 NODES = 1000
 LOST = 17
 

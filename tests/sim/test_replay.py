@@ -24,6 +24,8 @@ from elasticrun.wire.messages import JobSpec
 from tests.further import cases
 from tests.master.people import LIMIT
 
+pytestmark = pytest.mark.slow
+
 STORY = """# a rank dies, then a node
 job 1:2 max_restarts=3 last_call_timeout=2
 world beats=1

@@ -18,6 +18,8 @@ from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Order, Start
 
+pytestmark = pytest.mark.slow
+
 RESTART = 0.3
 """Seconds from the death of a master to the next one's first step."""
 

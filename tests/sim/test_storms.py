@@ -20,6 +20,8 @@ from tests.further import cases, further
 
 from .storms import SPREADS, strike, strike_and_return
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 200
 SAMPLE = {64: 4, 256: 1}
 """Seeds of each spread, by the size of the job."""

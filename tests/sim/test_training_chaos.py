@@ -17,6 +17,8 @@ from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import Start
 from tests.further import cases, further
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 30
 MANY_SEEDS = 2000
 BATCH = 10

@@ -19,6 +19,8 @@ from elasticrun.testing.hosts import Impossible
 from tests import needs
 from tests.harness import PATIENT, SCRIPTS
 
+pytestmark = pytest.mark.slow
+
 SPIN = """
 import sys, time
 end, before = time.monotonic() + float(sys.argv[1]), time.process_time()

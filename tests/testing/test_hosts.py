@@ -17,6 +17,8 @@ from elasticrun.testing.watch import Deadline
 from tests import needs
 from tests.harness import LIMIT
 
+pytestmark = pytest.mark.slow
+
 ECHO = """
 import socket, sys
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -14,7 +14,7 @@ from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
 
 needs.packages("lightning", "transformers")
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 LIMIT = 240.0
