@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from elasticrun.agent.directions import directed
 from elasticrun.agent.errorfiles import write_own, write_own_words
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.summary import child_failed
@@ -59,7 +60,7 @@ async def tell(
     if outcome.failures:
         root = outcome.failures[0]
         if outcome.reason:
-            logger.error("%s", outcome.reason)
+            logger.error("%s", directed(outcome.reason))
         if not config.called:
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
     elif not config.called:
@@ -74,7 +75,7 @@ def sentence(outcome: Exit) -> str:
         ended = f"ended by {name} ({outcome.signum}); the ranks have been shut down"
         saved = outcome.code == EXIT_SAVED
         return f"{ended}, and the step that all have saved is in storage" if saved else ended
-    return outcome.reason or f"ended with exit code {outcome.code}"
+    return directed(outcome.reason) or f"ended with exit code {outcome.code}"
 
 
 def _error_file(outcome: Exit) -> None:

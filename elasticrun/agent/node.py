@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from elasticrun.agent import identity, last_words
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.clearing import Clearing, end_callers_ranks
+from elasticrun.agent.directions import directed
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.helpers import MasterProcess
 from elasticrun.agent.host import HostError
@@ -341,8 +342,8 @@ class Node:
     def _no_master(self, reason: str) -> None:
         """The first dial was in vain; told once."""
         dial, limit = self._meeting.dial, self._config.spec.join_timeout
-        words = "no job master answers at %s yet (%s); this node dials for %g s"
-        logger.warning(words, dial, reason, limit)
+        words = f"no job master answers at {dial} yet ({reason}); this node dials for {limit:g} s"
+        logger.warning("%s", directed(words, dial))
 
     def _fatal(self, sentence: str) -> None:
         self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from elasticrun.agent.directions import directed
 from elasticrun.core.wording import some
 from elasticrun.wire.messages import Start
 
@@ -65,7 +66,8 @@ class Story:
         else:
             why = start.why or "the ranks were stopped"
             then = "; " if ": " in why else ": "
-            self._say(f"{why}{then}restarting the ranks with {size} (no restart used)")
+            told = f"{why}{then}restarting the ranks with {size} (no restart used)"
+            self._say(directed(told))
 
     def running(self) -> None:
         """The last rank of this node runs."""

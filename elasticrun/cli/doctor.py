@@ -70,7 +70,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     place = _place(asked)
     asked = Asked(ns, variables, place.filled)
     subject = _subject(asked, place, ns.ckpt_dir, master)
-    found = [ok("scheduler", explain(place)), *asyncio.run(examine(subject, master))]
+    software, *others = asyncio.run(examine(subject, master))
+    found = [software, ok("scheduler", explain(place)), *others]
     settings = _settings(Asked(ns, variables, {**place.shown, **place.filled}), place)
     if ns.json:
         shown = {

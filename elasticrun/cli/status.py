@@ -1,10 +1,11 @@
-"""`elasticrun status [ENDPOINT]`: the job as one page, asked of its master by gRPC.
+"""`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
+master by gRPC.
 
 Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads.
 Without an endpoint every master of this user on this host is asked; their addresses stand in the
-user's run folder, and with them what proves to each that its own user asks. Another host needs the
-job's token, as the nodes do. Exit code 0 if each asked one answered, 1 if one did not or there is
-none.
+user's run folder, and with them what proves to each that its own user asks. Jobs that have ended on
+this host are listed too, until `--prune`. Another host needs the job's token, as the nodes do. Exit
+code 0 if each asked one answered, 1 if one did not or there is none.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
+from elasticrun.cli import jobs_table
 from elasticrun.cli.etcd_leader import NoLeader, leading
 from elasticrun.config import Tls
 from elasticrun.core.wording import some
+from elasticrun.wire import ended
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
 
@@ -65,6 +69,8 @@ def print_status(
 ) -> int:
     """Print the page of the master at `endpoint` (host:port), of the one that leads in a `store`
     (an etcd's URL and the job's id), or of all masters on this host."""
+    here = not (endpoint or store)
+    over = _ended() if here and not as_json else []
     try:
         with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
             if endpoint:
@@ -75,17 +81,31 @@ def print_status(
                 questions = _here(token, files)
             answers, silent = _ask(questions, runner)
     except (NoStatus, NoLeader) as nothing:
+        if over:
+            _show([], over)
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if as_json:
         shown = [asdict(page) for _, page in answers]
-        print(json.dumps(shown[0] if (endpoint or store) and shown else shown, indent=1))
-    else:
-        for where, page in answers:
-            _show(page, str(where))
+        print(json.dumps(shown[0] if not here and shown else shown, indent=1))
+    elif answers or over:
+        _show([(str(where), page) for where, page in answers], over)
     return 1 if silent else 0
+
+
+def prune() -> int:
+    """Forget the jobs that have ended on this host, and say how many there were."""
+    from elasticrun.wire.published import run_folder
+
+    try:
+        count = ended.prune(run_folder(os.environ))
+    except OSError as wrong:
+        print(f"elasticrun status: the run folder cannot be read: {wrong}", file=sys.stderr)
+        return 1
+    print(f"{some(count, 'ended job')} removed from the list")
+    return 0
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -97,6 +117,15 @@ def parse_endpoint(text: str) -> Endpoint:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise NoStatus(f"{text!r} is no endpoint: write host:port")
     return Endpoint(host, int(port))
+
+
+def _ended() -> list[ended.Ended]:
+    from elasticrun.wire.published import run_folder
+
+    try:
+        return ended.read(run_folder(os.environ))
+    except OSError:
+        return []  # `_here` says so
 
 
 def _published() -> list[Published]:
@@ -178,20 +207,35 @@ def _ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(page: JobStatus, where: str = "") -> None:
+def _show(pages: Sequence[tuple[str, JobStatus]], over: Sequence[ended.Ended] = ()) -> None:
+    """A line for each job. The page of a single one that runs, else why each of them waits."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    # a static job has no id of its own: all of them are called "none", as under torchrun
-    name = f"of {where}" if page.job_id in ("", "none") and where else page.job_id
-    console.print(Text.assemble(("job ", "dim"), (name, "bold"), f"  {page.phase}"))
-    for line in _lines(page):
+    rows = [jobs_table.running(page, where) for where, page in pages]
+    rows += [jobs_table.over(job, time.time()) for job in over]
+    drawn = jobs_table.lines(rows, console.width)
+    console.print(Text(drawn[0], "bold"), soft_wrap=True)
+    for line in drawn[1:]:
         console.print(Text(line), soft_wrap=True)
-    for line in nodes_table(page, console.width) if page.nodes else ():
+    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
         console.print(Text(line), soft_wrap=True)
-    for line in _excluded(page):
-        console.print(Text(line), soft_wrap=True)
+
+
+def _page(page: JobStatus, columns: int) -> list[str]:
+    table = nodes_table(page, columns) if page.nodes else []
+    return ["", *_lines(page), *table, *_excluded(page)]
+
+
+def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
+    """What is to be said of several jobs."""
+    said = []
+    for where, page in pages:
+        name = jobs_table.name_of(page.job_id, where)
+        why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
+        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {where}")
+    return ["", *said] if said else []
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -299,6 +343,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         help="host:port of the job's master; without it all of yours on this host",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument(
+        "--prune", action="store_true", help="forget the jobs that have ended on this host"
+    )
     variables = trust.withdraw() if environ is None else environ
     rows = [flag for flag in FLAGS if flag.group == "trust"]
     group = parser.add_argument_group("of a job that has a token or TLS")
@@ -307,6 +354,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
     add_flags(parser, {"rdzv": group}, rows, variables)
     ns = parser.parse_args(argv)
+    if ns.prune:
+        return prune()
     asked = Asked(ns, variables)
     store = None
     if asked.text("master_store"):

@@ -1,21 +1,26 @@
-"""What /metrics counts beside the brain's picture; it decides nothing."""
+"""What the status shows and /metrics counts beside the brain's picture; it decides nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import Probed, RanksFailed, Report
+from elasticrun.wire.messages import JobStatus, Probed, RanksFailed, Report, Steps
 
 
 class Figures:
-    """Failed ranks so far, and how old the newest round is."""
+    """Failed ranks so far, how far training has come, and how old job and round are."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._round: RoundName | None = None
         self._since = 0.0
+        self._step, self._stepped = -1, 0.0
+        self._stepped_in: RoundName | None = None
+        self.began = clock()
+        """When the job did, as far as is known here."""
         self._failed: set[int] = set()
         self._failed_in: RoundName | None = None
         self.failures = 0
@@ -35,6 +40,11 @@ class Figures:
         """A report reached the brain."""
         if isinstance(report, Probed):
             self.probes += 1
+        elif isinstance(report, Steps) and self._round in (None, report.round):
+            again = report.round != self._stepped_in  # a later life may begin further back
+            if again or report.step > self._step:
+                self._step, self._stepped = report.step, self._clock()
+                self._stepped_in = report.round
         if not isinstance(report, RanksFailed):
             return
         if report.round != self._failed_in:
@@ -43,6 +53,17 @@ class Figures:
         new = {failure.rank for failure in report.failures} - self._failed
         self._failed |= new
         self.failures += len(new)
+
+    def shown(self, picture: JobStatus) -> JobStatus:
+        """The brain's picture, with the step and the ages of this moment."""
+        now = self._clock()
+        since = 0.0 if self._step < 0 else now - self._stepped
+        return replace(
+            picture,
+            step=self._step,
+            step_age=max(0.0, since),
+            age=max(0.0, now - self.began),
+        )
 
     def round_age(self) -> float | None:
         """Seconds since the newest round started; None before the first."""

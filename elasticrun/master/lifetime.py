@@ -15,7 +15,7 @@ import select
 from collections.abc import Callable
 from typing import Final
 
-from elasticrun.config import EXIT_OK, REATTACH_GRACE
+from elasticrun.config import EXIT_OK, EXIT_SAVED, REATTACH_GRACE
 from elasticrun.core.effects import JobOver
 from elasticrun.core.failures import Ending, code_of
 
@@ -86,6 +86,13 @@ class Lifetime:
     def is_over(self) -> bool:
         """Whether the job's outcome is known."""
         return self._outcome is not None
+
+    @property
+    def state(self) -> str:
+        """How the job stands at the end of its master, in a word (`wire.ended`)."""
+        if self._outcome is None:
+            return "lost"
+        return {EXIT_OK: "done", EXIT_SAVED: "saved"}.get(self._outcome.exit_code, "failed")
 
     def is_orphan(self, lifeline_fd: int) -> bool:
         """Whether the agent that started this master has gone: a last look at its lifeline."""

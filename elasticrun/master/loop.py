@@ -168,7 +168,8 @@ class Loop:
             began = self._clock()
             picture = self._brain.status()
             # A brain without a spec learns the name of its job from the first Hello only.
-            self._picture = replace(picture, job_id=picture.job_id or self._job_id)
+            named = replace(picture, job_id=picture.job_id or self._job_id)
+            self._picture = self.figures.shown(named)
             now = self._clock()
             self._fresh_until = now + PICTURE_SHARE * (now - began)
         return self._picture

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,10 +50,10 @@ from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.master.status import StatusPage, page_url
 from elasticrun.master.trace import Life
-from elasticrun.wire import published, tls
+from elasticrun.wire import ended, published, tls
 from elasticrun.wire.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.ids import mint_nonce
-from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.messages import JobSpec, JobStatus
 from elasticrun.wire.proof import reader_token
 from elasticrun.wire.tls import TlsError
 
@@ -63,6 +64,9 @@ PR_SET_NAME: Final = 15
 
 STOP_GRACE: Final = 0.5
 """Seconds that streams have to close when the server stops; agents have heard the outcome."""
+
+LISTING_LIMIT: Final = 2.0
+"""Seconds that a folder which hangs may hold up the end of a master."""
 
 GC_THRESHOLDS: Final = (20_000, 50, 100)
 """Each session is hundreds of objects that live as long as it does. With Python's own thresholds
@@ -186,13 +190,15 @@ class Master:
         await server.start()
         if config.ready_fd >= 0:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
-        listing = Listing(config, port, loop.status_url)
+        listing = Listing(config, port, loop)
         logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
         grace = STOP_GRACE
         try:
-            code = await self._serve(loop, records, life)
+            code, reason = await self._serve(loop, records, life)
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
+            else:
+                listing.over(loop.status(), life.state, reason)
             return code
         finally:
             await _anyway("taking the listing away", listing.remove)
@@ -202,8 +208,9 @@ class Master:
             if self._hosted and life.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 
-    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
-        """Turn until the lifetime is over, or the brain or the leadership is lost."""
+    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> tuple[int, str]:
+        """Turn until the lifetime is over, or the brain or the leadership is lost; exit code and
+        why."""
         turning = asyncio.ensure_future(loop.run())
         ends: set[asyncio.Future[Any]] = {turning, life.done}
         if records.store is not None:
@@ -212,13 +219,14 @@ class Master:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if records.store is not None and records.store.lost.done():
                 loop.fall_silent()
-                logger.warning("the master ends: %s", records.store.lost.result())
-                return EXIT_NOT_LEADING
+                reason = records.store.lost.result()
+                logger.warning("the master ends: %s", reason)
+                return EXIT_NOT_LEADING, reason
             if turning.done():
                 turning.result()  # raises
             code, reason = life.done.result()
             logger.info("the master ends: %s", reason)
-            return code
+            return code, reason
         except BrainFault:
             await records.crashed()
             raise
@@ -301,37 +309,57 @@ class Listing:
     """This master's file in the user's run folder, written and removed by a thread: the folder may
     stand on a file system that hangs, and the loop must not."""
 
-    def __init__(self, config: MasterConfig, port: int, status_url: str) -> None:
+    def __init__(self, config: MasterConfig, port: int, loop: Loop) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.host, config.host)
         self._entry = published.Published(
             job_id=config.job_id,
             host=host,
             port=port,
-            status_url=status_url,
+            status_url=loop.status_url,
             pid=os.getpid(),
             started=published.start_time(os.getpid()) or 0,
             reader=reader_token(config.token),
             tls=config.tls is not None,
+            began=time.time(),
         )
+        self._figures = loop.figures
         self._path: Path | None = None
+        self._ended: ended.Ended | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
         self._thread.start()
 
+    def over(self, page: JobStatus, state: str, reason: str) -> None:
+        """The job has ended: it stays listed as such, unless it never had a round."""
+        if page.round is not None:
+            self._ended = ended.of(page, self._entry.endpoint, state, reason)
+
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""
         self._over.set()
-        self._thread.join(timeout=0.5)
+        self._thread.join(timeout=LISTING_LIMIT)
 
     def _keep(self) -> None:
+        folder: Path | None = None
         with contextlib.suppress(OSError):
             folder = published.run_folder(os.environ)
+            self._go_on_counting(folder)
             published.published(folder)  # removes what masters that were killed have left
             self._path = published.publish(folder, self._entry)
         self._over.wait()
+        with contextlib.suppress(OSError):
+            if folder is not None and self._ended is not None:
+                ended.write(folder, self._ended)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+    def _go_on_counting(self, folder: Path) -> None:
+        """The job is as old as the first of its masters that were killed here says."""
+        before = published.began_before(folder, self._entry.job_id, self._entry.port)
+        if 0 < before < self._entry.began:
+            self._figures.began -= self._entry.began - before
+            self._entry = replace(self._entry, began=before)
 
 
 # ---------------------------------------------------------------- python -m elasticrun.master

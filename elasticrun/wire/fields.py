@@ -312,6 +312,8 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "outcome": _TEXT,
         "excluded": _Many(m.MAX_EXCLUDED, m.ExcludedNode),
         **dict.fromkeys(("check", "snapshot"), _TEXT),
+        "step": Int(-1, INT64),
+        **dict.fromkeys(("step_age", "age"), _SECONDS),
     },
     m.Holding: {
         **_SNAPSHOT,

@@ -48,3 +48,6 @@ class JobStatus:
     excluded: tuple[ExcludedNode, ...] = ()
     check: str = ""  # what the last network check found, in a sentence; "" if there was none
     snapshot: str = ""  # newest whole step, newest written one, what is under way; "" if none is
+    step: int = -1  # the newest that ranks have told of; -1: none
+    step_age: float = 0.0  # seconds since it was heard
+    age: float = 0.0  # seconds since the job's first master on this host began

@@ -40,6 +40,7 @@ class Published:
     started: int
     reader: str = field(default="", repr=False)
     tls: bool = False
+    began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
 
     @property
     def endpoint(self) -> Endpoint:
@@ -87,6 +88,13 @@ def published(folder: Path) -> list[Published]:
     return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
 
 
+def began_before(folder: Path, job_id: str, port: int) -> float:
+    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
+    found = map(_read, sorted(folder.glob("master-*.json"))[:MAX_FILES])
+    ours = [m.began for m in found if m is not None and (m.job_id, m.port) == (job_id, port)]
+    return min((began for began in ours if began > 0), default=0.0)
+
+
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
     """Whether a master of this job ended here without taking its file away: one that did its work
     has, and its job is over."""
@@ -115,5 +123,5 @@ def _read(path: Path) -> Published | None:
     numbers = (master.port, master.pid, master.started)
     words = (master.job_id, master.host, master.status_url, master.reader)
     right = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
-    right = right and type(master.tls) is bool
+    right = right and type(master.tls) is bool and isinstance(master.began, int | float)
     return master if right else None

@@ -163,6 +163,7 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
     words = ("--nnodes=1:2000", "--nproc-per-node=8", f"--log_dir={tmp_path}", "--ckpt-dir=/gone")
     done = doctor("--json", *words, environ=environ)
     found = findings(done.stdout)
+    assert [finding.check for finding in found[:2]] == ["torch", "scheduler"]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert one(found, "open files").state is (
         State.OK if files == resource.RLIM_INFINITY or files >= 16512 else State.WARNING

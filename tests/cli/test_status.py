@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.cli import status as verb
-from elasticrun.wire import published, tls
+from elasticrun.cli import jobs_table, status as verb
+from elasticrun.wire import ended, published, tls
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.proof import MASTER_WRONG, TOKEN_WANTED, reader_token
@@ -62,8 +62,8 @@ def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> Non
             code, out, err = await _status(str(served.endpoint))
             assert (code, err) == (0, "")
             for word in (
-                "job",
-                "running",
+                "JOB  STATE    NODES  STEP  STEP AGE  RESTARTS  AGE",
+                "job  running  1/2    -     -         1/3",
                 "round 1",
                 "2 of 3 left",
                 "waits: reason",
@@ -119,8 +119,61 @@ def test_it_fits_80_columns_and_breaks_no_name(host: str) -> None:
 
 
 def test_a_static_job_is_named_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
-    verb._show(page(job_id="none"), "10.0.0.5:29500")
-    assert capsys.readouterr().out.startswith("job of 10.0.0.5:29500  running\n")
+    verb._show([("10.0.0.5:29500", page(job_id="none"))])
+    assert "\nof 10.0.0.5:29500  running" in capsys.readouterr().out
+
+
+def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb._show([("h:1", page())])
+    alone = capsys.readouterr().out
+    assert "waits: reason" in alone
+    assert "7 8" in alone
+    verb._show([("h:1", page()), ("h:2", page(job_id="other", reason=""))])
+    several = capsys.readouterr().out
+    assert "7 8" not in several
+    assert "\njob: waits: reason; all of it: elasticrun status h:1\n" in several
+    assert "\nother: all of it: elasticrun status h:2\n" in several
+
+
+def test_ended_jobs_are_listed_until_they_are_pruned(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = published.run_folder(os.environ)
+    where = Endpoint("10.0.0.5", 29500)
+    for name, state in (("none", "failed"), ("b", "done")):
+        ended.write(folder, ended.of(page(job_id=name, step=120, age=60.0), where, state, "why"))
+    code, out, err = aio.run(_status())
+    assert (code, err.count("\n")) == (1, 1)
+    first, second = out.splitlines()[1:3]
+    assert first.split()[:4] == ["b", "done", "1/2", "120"]
+    assert second.startswith("of 10.0.0.5:29500  failed")
+    assert verb.main(["--prune"], {}) == 0
+    assert capsys.readouterr().out == "2 ended jobs removed from the list\n"
+    assert ended.read(folder) == []
+
+
+def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "MOST", 2)
+    folder = published.run_folder(os.environ)
+    made = [ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
+    for at, job in enumerate(made):
+        ended.write(folder, replace(job, ended=1000.0 + at))
+    assert [job.job_id for job in ended.read(folder)] == ["c", "b"]
+    (folder / "ended" / "z.json").write_text('{"job_id": 1}')
+    assert [job.job_id for job in ended.read(folder)] == ["c", "b"]
+
+
+def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
+    long = "a-name-that-leaves-no-room-for-anything-beside-it"
+    shown = replace(page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2)
+    rows = [jobs_table.running(shown, "h:1"), jobs_table.running(page(job_id="b"), "h:2")]
+    lines = jobs_table.lines(rows, 80)
+    assert max(map(len, lines)) <= 80
+    assert lines[1] == long
+    assert lines[2].split() == ["running", "1/2", "1234567", "3s", "2/3", "2d07h"]
+    assert lines[3].startswith("b    running")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import messages as m, published
+from elasticrun.wire import ended, messages as m, published
 from elasticrun.wire.channel import attend, get_status, open_channel
 from elasticrun.wire.ids import Endpoint
 from tests import aio
@@ -182,6 +182,8 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard = aio.run(leave(master))
         assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
         assert master.ended()[0] == 0
+    (kept,) = ended.read(home)
+    assert (kept.job_id, kept.state, kept.nodes) == ("job", "done", 1)
 
 
 def _listed(home: Path, master: Process) -> list[published.Published]:
@@ -212,6 +214,17 @@ def test_it_is_found_in_the_run_folder_and_leaves_nothing(home: Path) -> None:
         master.cut()
         master.ended()
         assert list(home.iterdir()) == []
+
+
+def test_a_job_is_as_old_as_its_first_master_that_was_killed_here(home: Path) -> None:
+    with started() as killed:
+        (before,) = _listed(home, killed)
+        killed.popen.kill()
+        killed.popen.wait()
+    with started(port=before.port) as master:  # whoever looked would take the old file away
+        await_true(lambda: list(home.glob(f"master-{master.popen.pid}-*.json")), "its file")
+        (entry,) = published.published(home)
+        assert entry.began == before.began
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense", '{"job_id": 1}'])

@@ -1898,6 +1898,9 @@ class StatusReply(_message.Message):
     EXCLUDED_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STEP_AGE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     phase: _builtins.str
     reason: _builtins.str
@@ -1911,6 +1914,9 @@ class StatusReply(_message.Message):
     outcome: _builtins.str
     check: _builtins.str
     snapshot: _builtins.str
+    step: _builtins.int
+    step_age: _builtins.float
+    age: _builtins.float
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -1936,10 +1942,13 @@ class StatusReply(_message.Message):
         excluded: _abc.Iterable[Global___ExcludedNode] | None = ...,
         check: _builtins.str = ...,
         snapshot: _builtins.str = ...,
+        step: _builtins.int = ...,
+        step_age: _builtins.float = ...,
+        age: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "check", b"check", "excluded", b"excluded", "job_id", b"job_id", "last_failure", b"last_failure", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "nodes", b"nodes", "outcome", b"outcome", "phase", b"phase", "reason", b"reason", "restart_count", b"restart_count", "restarts_left", b"restarts_left", "round", b"round", "snapshot", b"snapshot", "step", b"step", "step_age", b"step_age", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

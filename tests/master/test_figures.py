@@ -1,0 +1,28 @@
+"""What the status shows beside the brain's picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticrun.master.figures import Figures
+from elasticrun.wire.messages import Steps
+from tests.master.people import ROUND, status
+
+
+def test_the_step_its_age_and_the_jobs() -> None:
+    now = 100.0
+    figures = Figures(lambda: now)
+    assert figures.shown(status()).step == -1
+    report = Steps(ROUND, 40, 5, 0.1, 0.0, 0.0)
+    figures.heard(report)
+    now = 103.0
+    figures.heard(report)  # the same step again is no news
+    page = figures.shown(status())
+    assert (page.step, page.step_age, page.age) == (40, 3.0, 3.0)
+    again = replace(ROUND, number=2)
+    figures.started(again)
+    figures.heard(replace(report, step=50))  # of a round that is over
+    assert figures.shown(status()).step == 40
+    figures.heard(replace(report, round=again, step=30))  # it has gone back to a snapshot
+    page = figures.shown(status())
+    assert (page.step, page.step_age) == (30, 0.0)
