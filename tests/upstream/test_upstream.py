@@ -29,8 +29,8 @@ PLUGIN: Final = "puts a mock in the place of importlib.metadata inside torch's m
 DEVICES: Final = "tells torch by mocks of devices that are not there; here the driver is asked"
 EVENT: Final = "counts by a mock what torch records in this process; here the agent's process does"
 LAST_CALL: Final = (
-    "starts a node while another interpreter imports torch, and counts on a last call of 30 s; here "
-    "the other's job is over by then (docs/torchrun.md)"
+    "starts a second node that imports torch first, and counts on a last call of 30 s; here the "
+    "first one's job is over by then (docs/torchrun.md)"
 )
 NOT_APPLICABLE: Final = {
     "test_launch_elastic_agent_raise_exception": AGENT,
