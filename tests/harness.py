@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,7 @@ MARK = "ELASTICRUN_TEST_MARK"
 SOCKET = "ELASTICRUN_TEST_SOCKET"
 SCRIPTS = Path(__file__).parent / "scripts"
 SHM = Path("/dev/shm")
-OTHERS_IN_SHM = ("sem.mp-", "elasticrun-test-")
+OF_AN_AGENT = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
 
 TORCHRUN = "torchrun"
 ELASTICRUN = "elasticrun"
@@ -431,25 +432,33 @@ LOOK_AGAIN = 0.5
 
 
 def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
-    """Entries of /dev/shm that were not there `before` and that no living process has mapped.
-
-    Semaphores of Python's multiprocessing are left out: their names tell nothing about whose
-    they are, and other programs of this machine make and leave them; so are folders of fixtures
-    that run beside this test, and look after them. What else a test beside this one has there for a
-    while goes within `limit` seconds, and is not told."""
-    left = {name for name in shm_entries() if not name.startswith(OTHERS_IN_SHM)} - before
+    """Folders of agents in /dev/shm that were not there `before`, that no living agent holds and no
+    living process has mapped: what a job beside this test has there is held, and none of its
+    business. What is only on its way out goes within `limit` seconds."""
+    left = {name for name in shm_entries() - before if OF_AN_AGENT.fullmatch(name)}
     end = time.monotonic() + limit
     with INotify() as watcher:
         if left:
             watcher.add_watch(SHM, flags.DELETE | flags.MOVED_FROM)
         while left:
-            left &= shm_entries() - _shm_in_use()
+            left = {name for name in left & shm_entries() if not _has_agent(name)} - _shm_in_use()
             rest = end - time.monotonic()
             if not left or rest <= 0:
                 break
             # nothing tells when a folder is mapped again, by the next life of another test's job
             watcher.read(timeout=int(min(rest, LOOK_AGAIN) * 1000) + 1)
     return sorted(left)
+
+
+def _has_agent(name: str) -> bool:
+    """Whether a living agent holds this folder's lock (which is looked at, not tried: another
+    agent that wants it now would find it taken)."""
+    try:
+        number = os.stat(SHM / name / "lock").st_ino
+    except OSError:
+        return False
+    rows = Path("/proc/locks").read_text().splitlines()
+    return any(row.split()[-3].endswith(f":{number}") for row in rows)
 
 
 def _shm_in_use() -> set[str]:
