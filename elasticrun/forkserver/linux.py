@@ -84,6 +84,30 @@ def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
     start = fields[48] if len(arguments) <= room else _in_pages(arguments)
     end = start + len(arguments)
     env_start = _in_pages(variables)
+    if _lay_out(fields, (start, end), (env_start, env_start + len(variables))):
+        if start == fields[48]:
+            ctypes.memmove(start, arguments.ljust(room, b"\0"), room)
+        return True
+    _overwrite(fields[48], fields[49], b" ".join(argv))
+    return False
+
+
+def set_title(title: bytes) -> None:
+    """Show `title` as our command line, and our environment as before: for processes of ours, in
+    the place of what they were forked from. Where the old words leave no room, nothing changes."""
+    fields = _stat_fields()
+    start, room = fields[48], fields[49] - fields[48]
+    end = start + len(title) + 1
+    if not start or len(title) + 2 > room:
+        return
+    if _lay_out(fields, (start, end), (fields[50], fields[51])):
+        ctypes.memmove(start, title.ljust(room, b"\0"), room)
+    else:
+        _overwrite(start, fields[49], title)
+
+
+def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
+    """Tell the kernel where the two areas lie; False where it refuses."""
     layout = _MemoryMap(
         start_code=fields[26],
         end_code=fields[27],
@@ -92,19 +116,15 @@ def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
         start_brk=fields[47],
         brk=_libc.sbrk(0),
         start_stack=fields[28],
-        arg_start=start,
-        arg_end=end,
-        env_start=env_start,
-        env_end=env_start + len(variables),
+        arg_start=arguments[0],
+        arg_end=arguments[1],
+        env_start=environ[0],
+        env_end=environ[1],
         exe_fd=_NO_FILE,
     )
     size = ctypes.c_ulong(ctypes.sizeof(layout))
-    if _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0) == 0:
-        if start == fields[48]:
-            ctypes.memmove(start, arguments.ljust(room, b"\0"), room)
-        return True
-    _overwrite(fields[48], fields[49], b" ".join(argv))
-    return False
+    done: int = _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0)
+    return done == 0
 
 
 def _in_pages(content: bytes) -> int:

@@ -141,7 +141,7 @@ class Nursery:
 
     def _become_store(self, port: int, writing: int) -> NoReturn:
         try:
-            self._become_helper(b"elasticrun-stor")
+            self._become_helper(b"elasticrun-stor", b"elasticrun: store")
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 0)
             os.dup2(null, 1)
@@ -180,7 +180,7 @@ class Nursery:
 
     def _become_probe(self, order: SpawnProbe, telling: probes.Telling) -> NoReturn:
         try:
-            self._become_helper(b"elasticrun-prob")
+            self._become_helper(b"elasticrun-prob", b"elasticrun: probe")
             environ = child.environment(self._prepared.birth.baseline, order)
             if not self._prepared.can_fork_stores:
                 probes.exec_instead(order, telling.words, telling.prints, environ)
@@ -212,7 +212,7 @@ class Nursery:
 
     def _become_saver(self, order: SpawnSaver) -> NoReturn:
         try:
-            self._become_helper(savers.NAME)
+            self._become_helper(savers.NAME, savers.TITLE)
             environ = child.environment(self._prepared.birth.baseline, order)
             if not self._prepared.can_fork_stores:
                 savers.exec_instead(order, environ)
@@ -223,7 +223,7 @@ class Nursery:
         finally:
             os._exit(1)
 
-    def _become_helper(self, name: bytes) -> None:
+    def _become_helper(self, name: bytes, title: bytes) -> None:
         """In a fresh fork: a process of ours that is shielded, and ends with the server."""
         linux.die_with_parent(signal.SIGKILL)
         if os.getppid() != self._prepared.birth.server:
@@ -232,6 +232,7 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         linux.set_name(name)
+        linux.set_title(title)
 
     def _leave(self) -> None:
         """In a fresh fork: drop what is the server's or another child's."""

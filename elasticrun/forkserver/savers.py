@@ -23,6 +23,7 @@ from elasticrun.wire.spawner import SpawnSaver, ToSpawner
 MAIN_FILE: Final = Path(__file__).with_name("saver_main.py")
 
 NAME: Final = b"elasticrun-save"
+TITLE: Final = b"elasticrun: saver"
 
 ONE_THREAD: Final = {b"OMP_NUM_THREADS": b"1", b"MKL_NUM_THREADS": b"1"}
 """A saver's share of the node's cores; over what the order says, since ranks' words are in it."""
@@ -79,6 +80,7 @@ def enter(order_fd: int, parent: int) -> NoReturn:
     if os.getppid() != parent:
         os._exit(1)
     linux.set_name(NAME)
+    linux.set_title(TITLE)
     with open(order_fd, "rb") as file:
         (order,) = FrameBuffer(ToSpawner).feed(file.read())
     assert isinstance(order, SpawnSaver)

@@ -59,3 +59,26 @@ def test_an_old_kernel_shows_a_title(words: list[str]) -> None:
     assert " ".join(words).startswith(title)
     assert title.startswith("python")
     assert len(title) >= min(len(" ".join(words)), 200)
+
+
+TITLE = """
+import sys
+from elasticrun.forkserver import linux
+before = open("/proc/self/environ", "rb").read()
+linux._PR_SET_MM_MAP = int(sys.argv[1]) or linux._PR_SET_MM_MAP
+linux.set_title(b"elasticrun: store")
+assert open("/proc/self/environ", "rb").read() == before
+print(open("/proc/self/cmdline").read())
+"""
+
+
+@pytest.mark.parametrize("number", ["0", "99"], ids=["as it is", "an old kernel"])
+def test_what_was_forked_for_us_has_a_title(number: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TITLE, number, "--fd=4"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip("\0\n") == "elasticrun: store"

@@ -309,6 +309,7 @@ def test_it_ends_with_its_conversation(agent: Agent) -> None:
 
 def test_it_is_named_and_shielded(agent: Agent) -> None:
     assert Path(f"/proc/{agent.pid}/comm").read_text().strip() == "elasticrun-save"
+    assert Path(f"/proc/{agent.pid}/cmdline").read_text().strip("\0") == "elasticrun: saver"
     for signum in SHIELDED:
         os.kill(agent.pid, signum)
     agent.tell(CheckSnapshot(1, 0, 1))
