@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import plan, processes
+from elasticrun.testing import plan, processes, warm
 
 LIMIT = 240.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -319,7 +319,7 @@ class World:
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a launcher of this world is started with."""
-        return {
+        environ = {
             **clean_environment(),
             MARK: self.marker,
             SOCKET: self.hub.path,
@@ -327,6 +327,7 @@ class World:
             "XDG_RUNTIME_DIR": str(self.scratch / "run"),
             **(more or {}),
         }
+        return {**environ, **warm.named(environ)}
 
     def command(
         self,

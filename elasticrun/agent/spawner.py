@@ -19,6 +19,7 @@ from elasticrun.agent import processes
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.threads import Tasks
+from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.wire import frames
@@ -283,6 +284,10 @@ class Spawners:
         for spawner in self._all:
             spawner.quit()
         waits = [asyncio.create_task(spawner.ended.wait()) for spawner in self._all]
+        for spawner in self._all:
+            child = spawner.process.process
+            if isinstance(child, WarmChild) and child.over is not None:  # its guard goes, too
+                waits.append(asyncio.create_task(child.over.wait()))
         if waits:
             _, late = await asyncio.wait(waits, timeout=limit)
             for wait in late:
@@ -295,7 +300,9 @@ class Spawners:
     def _adopt(self, process: SpawnerProcess) -> Spawner:
         spawner = Spawner(process, self._heard, self._ended)
         self._all.append(spawner)
-        if process.process is not None:
+        if isinstance(process.process, WarmChild):
+            process.process.watch(lambda code: self._reaped(spawner, code))
+        elif process.process is not None:
             self._reaper.watch(process.process, lambda code: self._reaped(spawner, code))
         return spawner
 
@@ -422,6 +429,9 @@ class Spawners:
         if process is not None and process.returncode is None:  # it lives, but talks no sense
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+        if isinstance(process, WarmChild) and process.over is not None:  # its guard sweeps
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.over.wait(), SWEEP_LIMIT)
         others = {other.process.pid for other in self._all if other.process.pid is not None}
         stuck = await self._reaper.sweep(keep=self._spared() | others, limit=SWEEP_LIMIT)
         if stuck:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
 
+from elasticrun.agent.warm import WarmChild, fork_server
 from elasticrun.config import AgentConfig
 from elasticrun.wire import env, frames
 from elasticrun.wire.serverstart import start_server
@@ -22,7 +24,7 @@ class SpawnerProcess:
     """A spawner that was started, or a caller of elastic_launch that plays one (no process)."""
 
     channel: socket.socket
-    process: subprocess.Popen[bytes] | None
+    process: subprocess.Popen[bytes] | WarmChild | None
 
     @property
     def pid(self) -> int | None:
@@ -51,9 +53,17 @@ def start_spawner(
         environ[env.OMP_NUM_THREADS] = "1"
     if config.python_exec:
         environ[env.PYTHON_EXEC] = config.python_exec
-    process, channel = start_server(ignored=ignored, env=environ)
+    process: subprocess.Popen[bytes] | WarmChild
+    warm = fork_server(environ, ignored) if can_be_warm(config) else None
+    process, channel = warm or start_server(ignored=ignored, env=environ)
     try:
         channel.sendall(frames.encode(configure_message(config, learned)))
     except OSError:  # it died at once: the reading side will tell
         pass
     return SpawnerProcess(channel, process)
+
+
+def can_be_warm(config: AgentConfig) -> bool:
+    """Whether a fork of another process may serve: not where ranks are never forked, and not for
+    another interpreter than ours."""
+    return config.launch != "exec" and config.python_exec in (None, "", sys.executable)

@@ -185,6 +185,12 @@ def _replay(words: Sequence[str]) -> int:
     return _printed(lambda: print_replay(words))
 
 
+def _warm(words: Sequence[str]) -> int:
+    from elasticrun.cli.warm_verb import main as warm
+
+    return warm(words, say)
+
+
 def _render(words: Sequence[str]) -> int:
     from elasticrun.cli.render import main as print_manifest
 
@@ -208,5 +214,6 @@ VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
     "doctor": _doctor,
     "replay": _replay,
     "render": _render,
+    "warm": _warm,
 }
 """First words that are not a script."""

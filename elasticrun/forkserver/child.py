@@ -55,7 +55,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     environ = environment(birth.baseline, order)
     set_environ(environ)
     stdio.renew()
-    check = EnvironmentCheck(stash.reads, _text(birth.baseline.environ), _text(stash.environ))
+    check = EnvironmentCheck(stash.reads, stash.saw, _text(stash.environ))
     first_mask = birth.baseline.affinity
     rank = _Rank(order, page, check, first_mask)
     _renew_library_state(stash)
@@ -131,7 +131,9 @@ def _dispositions(birth: Birth, *, for_python: bool) -> None:
             action = _signal.default_int_handler
         if for_python and number in SELF_IGNORED:
             action = _signal.SIG_IGN
-        if _signal.getsignal(number) != action:
+        # None: a handler that is not Python's, which the interpreter has installed at its start
+        # as it would in a rank of its own (faulthandler, by PYTHONDEVMODE)
+        if _signal.getsignal(number) not in (action, None):
             _signal.signal(number, action)
 
 

@@ -11,17 +11,21 @@ from __future__ import annotations
 import ctypes
 import importlib.abc
 import importlib.machinery
+import opcode
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from elasticrun.forkserver.ending import prepare_end
 
 OURS = __name__.partition(".")[0]
 """Our own package. Ranks get none of the modules that the server runs on: see `Stash.own`."""
+
+_IMPORT, _LOAD_CONST = opcode.opmap["IMPORT_NAME"], opcode.opmap["LOAD_CONST"]
+_EXTENDED, _SMALL_INT = opcode.opmap["EXTENDED_ARG"], opcode.opmap.get("LOAD_SMALL_INT", -1)
 
 STAYS = ("threading", "_weakrefset")
 """Left in sys.modules: the interpreter looks there for the threads that it must wait for."""
@@ -72,8 +76,11 @@ class Stash:
         self.roots: list[Root] = []
         self.reads: dict[str, str] = {}
         """Environment variables that Python code read while it was imported, with the file."""
+        self.saw = {os.fsdecode(n): os.fsdecode(v) for n, v in baseline.environ.items()}
+        """The environment at that time."""
         self.own: dict[str, Any] = {}
         """Modules of our package that were imported for the ranks; nobody else has run on them."""
+        self._sealed: frozenset[str] = frozenset()
         self._modules: dict[str, Any] = {}
         self._needs: dict[str, frozenset[str]] = {}
         self._units: dict[str, list[str]] = {}
@@ -97,7 +104,24 @@ class Stash:
 
     def seal(self) -> None:
         """Everything is imported: note what there is. Called in the server, before the first
-        fork."""
+        fork, and before that in the warm process of which it may be one."""
+        imported = frozenset((*sys.modules, *self.own))
+        if imported != self._sealed:
+            self._sealed = imported
+            self._index()
+            prepare_end(self._modules.values())
+            # Never freed: a rank that ends would take apart, and so copy, what it never used.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+        self._filters = [f for f in warnings.filters if f not in self.baseline.filters]
+        self._meta_path = [f for f in sys.meta_path if f not in self.baseline.meta_path]
+        self._path_hooks = [f for f in sys.path_hooks if f not in self.baseline.path_hooks]
+        self.environ = {
+            name: value for name, value in os.environb.items() if name not in self.baseline.environ
+        }
+        self._affinity = os.sched_getaffinity(0)
+
+    def _index(self) -> None:
+        """Which modules there are, what comes back together, and what needs what."""
         skip = (*self.baseline.modules, *STAYS)
         self._modules = {
             name: module
@@ -107,19 +131,10 @@ class Stash:
         self._modules.update(self.own)
         for name in self.own:
             _unbind(name, self.own)
+        self._units = {}
         for name in self._modules:
             self._units.setdefault(_unit(name), []).append(name)
         self._needs = {unit: self._needed_by(unit) for unit in self._units}
-        self._filters = [f for f in warnings.filters if f not in self.baseline.filters]
-        self._meta_path = [f for f in sys.meta_path if f not in self.baseline.meta_path]
-        self._path_hooks = [f for f in sys.path_hooks if f not in self.baseline.path_hooks]
-        self.environ = {
-            name: value for name, value in os.environb.items() if name not in self.baseline.environ
-        }
-        self._affinity = os.sched_getaffinity(0)
-        prepare_end(self._modules.values())
-        # Never freed: a rank that ends would take apart, and so copy, what it never used.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
 
     def top_names(self) -> set[str]:
         """The packages and modules that a folder of the user's must not have, too: all but those
@@ -128,7 +143,16 @@ class Stash:
         return tops - self.baseline.modules
 
     def _needed_by(self, unit: str) -> frozenset[str]:
-        """Units whose modules, classes or functions this one's modules hold by name."""
+        """Units whose modules, classes or functions this one's modules hold by name; of the
+        standard library, what its code imports: there a package has the names of all below it that
+        anybody has imported, and `importlib` does not need `importlib.metadata`."""
+        if _is_standard(unit):
+            found = set(_imported_by(self._modules[unit]))
+        else:
+            found = self._held_by(unit)
+        return frozenset(found & self._units.keys() - {unit})
+
+    def _held_by(self, unit: str) -> set[str]:
         found = {unit.rpartition(".")[0]}
         for name in self._units[unit]:
             for value in list(getattr(self._modules[name], "__dict__", {}).values()):
@@ -137,9 +161,7 @@ class Stash:
                     found.add(_unit(value.__name__))
                 elif kind in (FunctionType, BuiltinFunctionType, type):
                     found.add(_unit(str(value.__module__)))
-        if _is_standard(unit):
-            found = {name for name in found if _is_standard(name)}
-        return frozenset(found & self._units.keys() - {unit})
+        return found
 
     def hide(self) -> None:
         """Take the preloaded modules away. Done once in the server, which needs none of them by
@@ -226,6 +248,42 @@ class Stash:
             os.sched_getaffinity(0) == self.baseline.affinity
         ):
             os.sched_setaffinity(0, self._affinity)  # libgomp binds the thread that loads it
+
+
+def _imported_by(module: Any) -> Iterator[str]:
+    """The modules that a module's own code imports outside of functions, with names that may be
+    modules or what is in one; nothing of a module that is not Python's."""
+    name = module.__name__
+    yield name.rpartition(".")[0]
+    try:
+        code = module.__spec__.loader.get_code(name)
+    except (AttributeError, ImportError, OSError):
+        return
+    package = name if hasattr(module, "__path__") else name.rpartition(".")[0]
+    for level, what, parts in _imports_in(code) if code is not None else ():
+        base = what
+        if level:
+            above = package.split(".")[: len(package.split(".")) - level + 1]
+            base = ".".join([*above, what] if what else above)
+        words = base.split(".")
+        yield from (".".join(words[: count + 1]) for count in range(len(words)))
+        yield from (f"{base}.{part}" for part in parts)
+
+
+def _imports_in(code: CodeType) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """Level, name and list of each import statement, as they stand before IMPORT_NAME."""
+    before: list[Any] = [0, None]
+    wide = 0
+    for index in range(0, len(code.co_code), 2):
+        operation, argument = code.co_code[index], code.co_code[index + 1] | wide
+        wide = argument << 8 if operation == _EXTENDED else 0
+        if operation == _LOAD_CONST:
+            before = [before[1], code.co_consts[argument]]
+        elif operation == _SMALL_INT:
+            before = [before[1], argument]
+        elif operation == _IMPORT:
+            level, parts = before
+            yield int(level or 0), code.co_names[argument], tuple(parts or ())
 
 
 def _unbind(name: str, modules: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from elasticrun.forkserver import linux
 from elasticrun.forkserver.child import Birth
@@ -21,6 +21,9 @@ from elasticrun.forkserver.protocol import Conversation, Lost
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import SHIELDED
 from elasticrun.wire.spawner import Configure, Notice, SpawnerReady, ToSpawner
+
+if TYPE_CHECKING:
+    from elasticrun.forkserver.warm.keeper import Stock
 
 MAX_BEGINNINGS = 8
 """How often the server begins anew without a module that spoiled it; after that it stops at the
@@ -66,6 +69,11 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     """Until the agent is gone; raises BecomeRank in forked children."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
+    stock = None
+    if words and words[0].startswith("--warm="):
+        from elasticrun.forkserver.warm.keeper import keep
+
+        words, stock = keep(words, modules)  # returns where an agent has asked for a fork server
     try:
         arguments = Arguments.parse(words)
         sock = socket.socket(fileno=arguments.fd)
@@ -80,11 +88,12 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     linux.become_subreaper()
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on
-    birth = Birth(os.getpid(), arguments.ignored, arguments.blocked, Baseline(modules))
+    baseline = Baseline(modules) if stock is None else stock.baseline
+    birth = Birth(os.getpid(), arguments.ignored, arguments.blocked, baseline)
     talk = Conversation(sock)
     try:
         configure, early = _first_message(talk, arguments.configure_fd)
-        prepared = _prepare(configure, birth, arguments, sock)
+        prepared = _prepare(configure, birth, arguments, sock, stock)
         _say_ready(talk, prepared)
     except Lost as lost:
         if str(lost):
@@ -109,14 +118,18 @@ def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[To
 
 
 def _prepare(
-    configure: Configure, birth: Birth, arguments: Arguments, sock: socket.socket
+    configure: Configure,
+    birth: Birth,
+    arguments: Arguments,
+    sock: socket.socket,
+    stock: Stock | None,
 ) -> Prepared:
     """Get ready; begin anew, by exec, without a module that has spoiled this process."""
     names = [word.partition(":")[0] for word in arguments.refused]
     if len(names) >= MAX_BEGINNINGS:
         names += _from(names[-1], configure.preload)
     try:
-        prepared = prepare(configure, birth, names)
+        prepared = prepare(configure, birth, names, stock)
     except Poisoned as poison:
         _begin_anew(configure, poison, sock, birth)
     for word in arguments.refused:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from elasticrun.forkserver import linux, trust
 from elasticrun.forkserver.child import Birth
@@ -15,6 +16,9 @@ from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.wire.env import PYTHON_EXEC
 from elasticrun.wire.spawner import Configure, EntryKind
+
+if TYPE_CHECKING:
+    from elasticrun.forkserver.warm.keeper import Stock
 
 FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
 """What a Checkpointer imports of torch, and torch's optimizers when they are made: more than a
@@ -45,14 +49,18 @@ class Prepared:
     remarks: list[str] = field(default_factory=list)
 
 
-def prepare(configure: Configure, birth: Birth, refused: list[str]) -> Prepared:
+def prepare(
+    configure: Configure, birth: Birth, refused: list[str], stock: Stock | None = None
+) -> Prepared:
     """Import what is to be shared and look at the result. Raises Poisoned where a preloaded
-    module has spoiled this process; then it must be begun anew with that module in `refused`."""
-    stash = Stash(birth.baseline)
+    module has spoiled this process; then it must be begun anew with that module in `refused`.
+    `stock`: what a warm process has imported, of which this one is a fork."""
+    stash = Stash(birth.baseline) if stock is None else stock.stash
+    preloader = Preloader(stash, configure.learn) if stock is None else stock.preloader
     prepared = Prepared(
         birth=birth,
         stash=stash,
-        preloader=Preloader(stash, configure.learn),
+        preloader=preloader,
         lessons=Lessons(configure.preload, installed_folders()),
         learn=configure.learn,
         python=os.environ.get(PYTHON_EXEC, ""),
@@ -97,7 +105,8 @@ def _about_torch(verdict: str) -> str:
 def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, alone: bool) -> str:
     """Import torch, and unless ranks will be exec'd, what --preload names."""
     try:
-        prepared.preloader.import_torch()
+        if not prepared.stash.roots:  # else it was imported in a warm process
+            prepared.preloader.import_torch()
     except Poisoned as poison:
         return _about_torch(poison.reason)
     except (Exception, SystemExit) as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.testing import processes
+from elasticrun.testing import processes, warm
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import RANK_VARIABLES
@@ -37,7 +37,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
     }
     for folder in ("tmp", "run"):
         (scratch / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {
+    environ = {
         **kept,
         "TMPDIR": str(scratch / "tmp"),
         "XDG_RUNTIME_DIR": str(scratch / "run"),
@@ -45,6 +45,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         **more,
         processes.MARK: mark,
     }
+    return {**environ, **warm.named(environ)}
 
 
 class Node:

@@ -11,17 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from elasticrun.testing import warm
+
 if TYPE_CHECKING:
     from elasticrun.testing.job import ElasticJob
 
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
+WARM = pytest.StashKey[str]()
 LIMIT = "elasticrun_timeout"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One limit for all waits of a project, which knows how busy its machines are."""
     parser.addini(LIMIT, "seconds that anything awaited of an elastic_job may take (default: 60)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The folder of the run's warm process is known before xdist's workers are started."""
+    config.stash[WARM] = warm.begin()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The warm process ends with the run."""
+    warm.end(config.stash.get(WARM, ""))
 
 
 def _limit(config: pytest.Config) -> dict[str, float]:

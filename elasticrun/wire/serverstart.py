@@ -47,18 +47,28 @@ def ignored_signals() -> tuple[int, ...]:
     )
 
 
-def server_command(fd: int, *, ignored: Iterable[int], blocked: Iterable[int]) -> list[str]:
-    """The server's argv. `fd`: its end of the socketpair; `ignored` and `blocked`: the signal
+def server_words(
+    fd: int, *, parent: int, ignored: Iterable[int], blocked: Iterable[int]
+) -> list[str]:
+    """The server's `sys.argv`. `fd`: its end of the socketpair; `ignored` and `blocked`: the signal
     dispositions and mask that ranks are to start with."""
     return [
-        sys.executable,
-        "-u",
         str(SERVER_FILE),
         f"--fd={fd}",
-        f"--parent={os.getpid()}",
+        f"--parent={parent}",
         f"--ignored-signals={','.join(map(str, ignored))}",
         f"--blocked-signals={','.join(str(int(s)) for s in blocked)}",
         " " * ARGV_PAD,
+    ]
+
+
+def warm_command(place: Path, *, idle: float, tells: int, modules: Iterable[str]) -> list[str]:
+    """The command line of a warm process, which is a fork server's before it has an agent: where it
+    listens, seconds until it ends if nobody asks, the descriptor where it says that it is ready,
+    modules to import beside torch."""
+    return [
+        *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
+        *(f"--tells={tells}", f"--modules={','.join(modules)}", " " * ARGV_PAD),
     ]
 
 
@@ -74,9 +84,10 @@ def start_server(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    words = server_words(theirs.fileno(), parent=os.getpid(), ignored=ignored, blocked=blocked)
     try:
         process = subprocess.Popen(
-            server_command(theirs.fileno(), ignored=ignored, blocked=blocked),
+            [sys.executable, "-u", *words],
             env=env,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,

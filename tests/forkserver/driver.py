@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from elasticrun.agent.warm import WarmChild, ask
+from elasticrun.cli.warm_verb import start as start_warm
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import start_server
 from elasticrun.wire.spawner import (
@@ -47,9 +49,17 @@ class Driver:
         numa: bool = False,
         ignored: Sequence[int] = (),
         configure: bool = True,
+        warm: Path | None = None,
     ) -> None:
+        """`warm`: the socket of a warm process that is to fork it."""
         environ = dict(os.environ) if env is None else dict(env)
-        self.process, self.socket = start_server(ignored=ignored, env=environ)
+        self.process: Any
+        if warm is None:
+            self.process, self.socket = start_server(ignored=ignored, env=environ)
+        else:
+            forked = ask(warm, environ, ignored)
+            assert forked is not None, "the warm process refused; LOGLEVEL=INFO says why"
+            self.process, self.socket = forked
         self.incoming = FrameBuffer(FromSpawner)
         self.heard: list[Any] = []
         self.log: list[Any] = []
@@ -140,12 +150,28 @@ class Driver:
         trace: TracebackType | None,
     ) -> None:
         self.socket.close()
+        if isinstance(self.process, WarmChild) and not self.process.watched:
+            return
         try:
             self.process.wait(LIMIT)
         except BaseException:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(LIMIT)
             raise
+
+
+@contextlib.contextmanager
+def warm_process(
+    place: Path, environ: Mapping[str, str], modules: Sequence[str] = ()
+) -> Iterator[Path]:
+    """A warm process with these variables, for the life of the block; its socket."""
+    said, pid = start_warm(place, 600.0, modules, environ)
+    assert said.startswith("ok"), said
+    try:
+        yield place
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        assert not gone([pid])
 
 
 def script(path: Path, text: str, *args: str) -> Entry:

@@ -1,8 +1,8 @@
 """A forked rank sees of itself what `python -u script.py` sees: one row each, compared to exec.
 
-The same probe is run twice in the same place, once by exec and once by fork, as a script, as a
-module, as a folder and as a zip. Rows that differ on purpose stand in ON_PURPOSE with the reason
-and with what must be true of the two instead.
+The same probe is run in the same place by exec, by fork, and by a fork server that a warm process
+has forked; as a script, as a module, as a folder and as a zip. Rows that differ on purpose stand in
+ON_PURPOSE with the reason and with what must be true of the two instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elasticrun.wire.spawner import Entry, EntryKind
-from tests.forkserver.driver import LIMIT, Driver, plain_environment
+from tests.forkserver.driver import LIMIT, Driver, plain_environment, warm_process
 
 ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("probe.py")
@@ -93,28 +93,35 @@ class Pictures:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self._taken: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._taken: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def pair(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        if kind not in self._taken:
-            self._taken[kind] = self._take(kind)
-        return self._taken[kind]
+    def pair(self, kind: str, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What an exec'd program saw, and one that was started that way."""
+        return self.taken(kind, "exec"), self.taken(kind, way)
 
-    def _take(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def taken(self, kind: str, way: str) -> dict[str, Any]:
+        if (kind, way) not in self._taken:
+            self._taken[kind, way] = self._take(kind, way)
+        return self._taken[kind, way]
+
+    def _take(self, kind: str, way: str) -> dict[str, Any]:
         entry = ENTRIES[kind](self.place)
         settings = SETTINGS if kind == "settings" else {}
-        seen = []
-        for way in ("exec", "fork"):
-            out = self.place / f"{kind}.{way}.json"
-            stdout, stderr = self.place / f"{way}.out", self.place / f"{way}.err"
-            order = Entry(entry.kind, entry.target, (str(out), "--lr", "0.1"))
-            if way == "exec":
-                self._exec(order, stdout, stderr, settings)
-            else:
-                self._fork(order, stdout, stderr, settings)
-            assert out.exists(), stderr.read_text()
-            seen.append(json.loads(out.read_text()))
-        return seen[0], seen[1]
+        # what it prints, and where, is part of the picture
+        out = self.place / f"{kind}.{'exec' if way == 'exec' else 'fork'}.json"
+        out.unlink(missing_ok=True)
+        stdout, stderr = self.place / f"{way}.out", self.place / f"{way}.err"
+        order = Entry(entry.kind, entry.target, (str(out), "--lr", "0.1"))
+        if way == "exec":
+            self._exec(order, stdout, stderr, settings)
+        elif way == "fork":
+            self._fork(order, stdout, stderr, settings, None)
+        else:
+            with warm_process(self.place / f"{kind}.sock", plain_environment(**settings)) as warm:
+                self._fork(order, stdout, stderr, settings, warm)
+        assert out.exists(), stderr.read_text()
+        seen: dict[str, Any] = json.loads(out.read_text())
+        return seen
 
     def _exec(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
         words = ["-m", entry.target] if entry.kind is EntryKind.MODULE else [entry.target]
@@ -122,7 +129,7 @@ class Pictures:
             subprocess.run(
                 [sys.executable, "-u", *words, *entry.args],
                 cwd=self.place,
-                env=plain_environment(WORD="ä\udcff", **settings),
+                env={**plain_environment(**settings), "WORD": "ä\udcff"},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -130,10 +137,17 @@ class Pictures:
                 check=True,
             )
 
-    def _fork(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
+    def _fork(
+        self,
+        entry: Entry,
+        stdout: Path,
+        stderr: Path,
+        settings: dict[str, str],
+        warm: Path | None,
+    ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.place)
-            with Driver(entry, env=plain_environment(**settings)) as driver:
+            with Driver(entry, env=plain_environment(**settings), warm=warm) as driver:
                 assert driver.ready().mode == "fork", driver.log
                 code = driver.run(
                     entry,
@@ -149,20 +163,10 @@ def pictures(place: Path) -> Pictures:
     return Pictures(place)
 
 
-def _rows() -> list[str]:
-    """The names of the probe's fields, from its text."""
-    rows = []
-    for line in PROBE.read_text().splitlines():
-        if line.startswith('seen["'):
-            rows.append(line.split('"')[1])
-    streams = [f"sys.{n}" for n in ("stdin", "stdout", "stderr")]
-    return list(dict.fromkeys([*rows, *streams]))
-
-
 @pytest.mark.slow
 def test_a_run_in_the_background_finds_the_same() -> None:
     """`nohup` has a process born ignoring SIGHUP; tests/conftest.py keeps that from the tests."""
-    one = f"{Path(__file__).relative_to(ROOT)}::test_row[script-signals]"
+    one = f"{Path(__file__).relative_to(ROOT)}::test_it_sees_what_an_exec_sees[script-fork]"
     done = subprocess.run(
         ["nohup", sys.executable, "-m", "pytest", "-q", one],
         cwd=ROOT,
@@ -176,19 +180,17 @@ def test_a_run_in_the_background_finds_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", _rows())
+@pytest.mark.parametrize("way", ["fork", "warm"])
 @pytest.mark.parametrize("kind", ENTRIES)
-def test_row(pictures: Pictures, kind: str, row: str) -> None:
-    by_exec, by_fork = pictures.pair(kind)
-    assert row in by_exec
-    if row in ON_PURPOSE:
-        reason, holds = ON_PURPOSE[row]
-        assert holds(by_exec[row], by_fork[row]), f"{reason}: {by_exec[row]} / {by_fork[row]}"
-    else:
-        assert by_fork[row] == by_exec[row]
-
-
-def test_the_row_names_are_complete(pictures: Pictures) -> None:
-    by_exec, by_fork = pictures.pair("script")
+def test_it_sees_what_an_exec_sees(pictures: Pictures, kind: str, way: str) -> None:
+    by_exec, by_fork = pictures.pair(kind, way)
     assert by_exec.keys() == by_fork.keys()
-    assert set(_rows()) >= by_exec.keys() - {"sys.__stdin__", "sys.__stdout__", "sys.__stderr__"}
+    wrong = []
+    for row, value in by_exec.items():
+        if row in ON_PURPOSE:
+            reason, holds = ON_PURPOSE[row]
+            if not holds(value, by_fork[row]):
+                wrong.append(f"{row} ({reason}): {value} / {by_fork[row]}")
+        elif by_fork[row] != value:
+            wrong.append(f"{row}: {value} / {by_fork[row]}")
+    assert not wrong, "\n".join(wrong)

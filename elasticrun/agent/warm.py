@@ -1,0 +1,185 @@
+"""Asks a warm process for a fork server: in milliseconds instead of the time that torch takes.
+
+Where there is none, or it must not be used, the caller starts a fork server as ever; why one that
+is there is not used is one line (law: no silent fallback). Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.operator_log import logger
+from elasticrun.wire import frames, warm
+
+if TYPE_CHECKING:
+    import asyncio
+
+ANSWER_LIMIT: Final = 2.0
+"""Seconds for a warm process to fork; it takes some hundredths."""
+
+TEACH_LIMIT: Final = 0.5
+"""Seconds for it to be told what ranks imported; it hears of it the next time if it is busy."""
+
+
+class WarmChild:
+    """A fork server that a warm process has forked for us: what is known of a child by its parent.
+
+    Its guard is its parent. `returncode` is None until all below the guard is gone, then as in
+    `subprocess`; it is -SIGKILL where the guard itself was lost."""
+
+    def __init__(self, pid: int, guard: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+        self._guard = guard
+        self._said = frames.FrameBuffer(warm.FromWarm)
+        self.over: asyncio.Event | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether its guard is still heard."""
+        return self._guard.fileno() >= 0
+
+    def watch(self, ended: Callable[[int], None]) -> None:
+        """Call `ended(code)` once, in the running loop, when it and all below it are gone."""
+        import asyncio  # while a fork server is asked for, it is not there yet
+
+        self.over = asyncio.Event()
+        self._guard.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._guard, self._hear, ended)
+
+    def wait(self, limit: float) -> int:
+        """Its code when it and all below it are gone. TimeoutError after `limit` seconds."""
+        self._guard.settimeout(limit)
+        said = hear(self._guard)
+        if not isinstance(said, warm.Over):
+            raise frames.FrameError("its guard says what is no end")
+        self._settle(said.code)
+        return said.code
+
+    def abandon(self) -> None:
+        """Have nothing more to do with it, as if we were killed: it ends."""
+        self._guard.close()
+
+    def kill(self) -> None:
+        """SIGKILL to the fork server alone; its guard ends the rest."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _hear(self, ended: Callable[[int], None]) -> None:
+        import asyncio
+
+        try:
+            data = self._guard.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        code = -int(signal.SIGKILL)
+        if data:
+            words = list(self._said.feed(data))
+            if not words:
+                return
+            if isinstance(words[0], warm.Over):
+                code = words[0].code
+        else:  # the guard was killed: nobody sweeps below the fork server
+            self.kill()
+        asyncio.get_running_loop().remove_reader(self._guard)
+        self._settle(code)
+        assert self.over is not None
+        self.over.set()
+        ended(code)
+
+    def _settle(self, code: int) -> None:
+        self._guard.close()
+        os.close(self._pidfd)
+        self.returncode = code
+
+
+def fork_server(
+    environ: Mapping[str, str], ignored: Iterable[int]
+) -> tuple[WarmChild, socket.socket] | None:
+    """A fork server with these variables, and our end of the conversation; None if it has to be
+    started instead."""
+    try:
+        path, reason = warm.find(environ)
+    except OSError:
+        return None
+    if path is None:
+        _not_used(reason)
+        return None
+    return ask(path, environ, ignored)
+
+
+def ask(
+    path: Path, environ: Mapping[str, str], ignored: Iterable[int]
+) -> tuple[WarmChild, socket.socket] | None:
+    """The same of the warm process that listens at `path`."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    request = warm.Ask(dict(environ), tuple(ignored), tuple(sorted(int(s) for s in blocked)))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        guard = warm.connect(path, ANSWER_LIMIT)
+        try:
+            answer = _ask(guard, request, theirs)
+            if isinstance(answer, warm.Forked):
+                return WarmChild(answer.pid, guard), ours
+            _not_used(answer.reason)
+        except BaseException:
+            guard.close()
+            raise
+        guard.close()
+    except (FileNotFoundError, ConnectionRefusedError):  # it has ended since
+        pass
+    except (OSError, frames.FrameError) as error:
+        _not_used(str(error) or type(error).__name__)
+    finally:
+        theirs.close()
+    ours.close()
+    return None
+
+
+def _ask(
+    guard: socket.socket, request: warm.Ask, theirs: socket.socket
+) -> warm.Forked | warm.Refused:
+    guard.sendall(frames.encode(request))
+    answer = hear(guard)
+    if isinstance(answer, warm.Granted):
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            socket.send_fds(guard, [b"."], [theirs.fileno(), 0, 1, 2, folder])
+        finally:
+            os.close(folder)
+        answer = hear(guard)
+    if not isinstance(answer, warm.Forked | warm.Refused):
+        raise frames.FrameError("its answer is none to what was asked")
+    return answer
+
+
+def hear(conn: socket.socket) -> warm.FromWarm:
+    """The next word. OSError where none comes, FrameError where it is not understood."""
+    buffer = frames.FrameBuffer(warm.FromWarm)
+    while data := conn.recv(4096):
+        for message in buffer.feed(data):
+            return message  # type: ignore[no-any-return]
+    raise ConnectionResetError("it ended")
+
+
+def teach(modules: tuple[str, ...]) -> None:
+    """Tell the warm process of this place, if there is one, what the ranks have imported."""
+    with contextlib.suppress(OSError, frames.FrameError):
+        path, _ = warm.find(os.environ)
+        if path is not None and modules:
+            with warm.connect(path, TEACH_LIMIT) as conn:
+                conn.sendall(frames.encode(warm.Teach(modules)))
+
+
+def _not_used(reason: str) -> None:
+    if reason:
+        logger.info("the warm fork server is not used: %s", reason)

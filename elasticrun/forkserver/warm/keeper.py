@@ -1,0 +1,495 @@
+"""The warm process: imports torch once, then answers on its socket until nobody has for a while.
+
+A fork server that is forked from it takes over what it imported (`Stock`) and lives on exactly as
+an exec'd one. What ranks of earlier jobs imported beside torch is imported in a fork, which then
+takes this process' place: an import that spoils the fork costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
+
+from elasticrun.forkserver import linux, trust
+from elasticrun.forkserver.child import set_environ
+from elasticrun.forkserver.lazy import OURS, Baseline, Stash
+from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.warm import surroundings
+from elasticrun.forkserver.warm.guard import become_guard
+from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.serverstart import SHIELDED, server_words
+from elasticrun.wire.warm import (
+    DESCRIPTORS,
+    Ask,
+    Describe,
+    Description,
+    FromWarm,
+    Granted,
+    Leave,
+    Refused,
+    Teach,
+    ToWarm,
+    peer,
+)
+
+REQUEST_LIMIT: Final = 10.0
+"""Seconds until somebody who has come and says nothing is hung up on."""
+
+READ_BYTES: Final = 256 * 1024
+
+BACKLOG: Final = 64
+"""Launchers that may be answered at once; one more starts cold."""
+
+MAX_TAUGHT: Final = 3000
+"""Most modules beside torch, as many as one job's ranks are listened to for."""
+
+MAX_TRIES: Final = 8
+"""How often modules are tried anew without one that spoiled the fork."""
+
+
+@dataclass
+class Stock:
+    """What was imported, for fork servers to take over."""
+
+    baseline: Baseline
+    stash: Stash
+    preloader: Preloader
+    torch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line that `wire.serverstart` writes for a warm process."""
+
+    place: Path
+    idle: float
+    tells: int
+    modules: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Arguments:
+        given = dict(
+            word.strip().removeprefix("--").split("=", 1) for word in words if word.strip()
+        )
+        modules = tuple(name for name in given.get("modules", "").split(",") if name)
+        return cls(Path(given["warm"]), float(given["idle"]), int(given["tells"]), modules)
+
+
+def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:
+    """Be a warm process. Returns in forked fork servers alone: the words of their command line, and
+    what is imported. `modules`: the names that a plain interpreter has imported."""
+    arguments = Arguments.parse(words)
+    linux.set_name(b"elasticrun-warm")
+    _shield(signal.SIG_DFL)  # whoever kills us is obeyed; a terminal's signals do not come here
+    os.chdir("/")
+    gc.disable()
+    try:
+        stock = _stock_up(Baseline(modules))
+        listener = _listen(arguments.place)
+    except (_Unfit, OSError) as error:
+        os.write(arguments.tells, f"no {error}".encode())
+        sys.exit(1)
+    gc.collect()
+    gc.freeze()
+    os.write(arguments.tells, f"ok {stock.torch}".encode())
+    os.close(arguments.tells)
+    _silence()
+    return Keeper(stock, listener, arguments).run()
+
+
+def _shield(action: signal.Handlers) -> None:
+    for number in SHIELDED:
+        signal.signal(number, action)
+
+
+class _Unfit(Exception):
+    """No fork of this process could be trusted; the sentence says why."""
+
+
+def _stock_up(baseline: Baseline) -> Stock:
+    stash = Stash(baseline)
+    preloader = Preloader(stash, learned=True)
+    if reason := trust.untested_backend(os.environ):
+        raise _Unfit(reason)
+    try:
+        preloader.import_torch()
+    except Poisoned as poison:
+        raise _Unfit(poison.reason) from None
+    except (Exception, SystemExit) as error:
+        raise _Unfit(f"torch cannot be imported here ({type(error).__name__}: {error})") from None
+    if reason := trust.build_reason() or trust.trial():
+        raise _Unfit(f"torch cannot be shared: {reason}")
+    stash.seal()
+    torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
+    return Stock(baseline, stash, preloader, torch)
+
+
+def _listen(place: Path) -> socket.socket:
+    """Listen where launchers look; somebody who was there before us is no longer found."""
+    draft = place.with_name(f"{place.name}.{os.getpid()}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{draft.name}")
+        draft.chmod(0o600)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        draft.rename(place)
+    finally:
+        os.close(folder)
+    return listener
+
+
+def _silence() -> None:
+    """Whoever started us must not wait for the end of our output."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    if null > 2:
+        os.close(null)
+
+
+@dataclass
+class _Visitor:
+    """Somebody who has connected."""
+
+    conn: socket.socket
+    until: float
+    granted: Ask | None = None
+    """What it has asked for, once that was granted."""
+    descriptors: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._said = FrameBuffer(ToWarm)
+
+    def read(self) -> ToWarm | None:
+        """Its next word; None if that is not complete. A granted one's word is its descriptors.
+        OSError or FrameError if it has gone, or makes no sense; BlockingIOError: not yet."""
+        room = DESCRIPTORS if self.granted else 0
+        data, received, _, _ = socket.recv_fds(self.conn, READ_BYTES, room)
+        self.descriptors += received
+        if not data:
+            raise ConnectionResetError
+        if self.granted:
+            return self.granted
+        return next(iter(self._said.feed(data)), None)
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+        self.conn.close()
+
+
+@dataclass
+class _Learning:
+    """A fork that imports more, and takes our place when it has."""
+
+    process: int
+    pipe: int
+    modules: tuple[str, ...]
+
+
+@dataclass
+class Keeper:
+    """Answers launchers; forks; learns."""
+
+    stock: Stock
+    listener: socket.socket
+    arguments: Arguments
+    served: int = 0
+    refused: list[str] = field(default_factory=list)
+    """Modules that are not to be imported: a fork that did was spoiled."""
+
+    def __post_init__(self) -> None:
+        self._mine = surroundings.look("self")
+        self._inode = self.arguments.place.stat().st_ino
+        self._until = time.monotonic() + self.arguments.idle
+        self._guards: dict[int, int] = {}
+        """pidfd of each guard, to reap it by: its process id."""
+        self._visitors: dict[int, _Visitor] = {}
+        """By descriptor: who has come and has not been answered to the end."""
+        self._learning: _Learning | None = None
+        self._wanted: tuple[str, ...] = self.arguments.modules
+        self._tries = 0
+        self._stock_packages()
+
+    def _stock_packages(self) -> None:
+        """What makes us stale beside torch: our own package, and any installation at all."""
+        files = self.stock.preloader.files
+        ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
+        paths = [getattr(module, "__file__", None) for module in ours]
+        for path in [*filter(None, paths), *installed_folders(), sys.executable]:
+            with contextlib.suppress(OSError):
+                files.setdefault(path, os.stat(path).st_mtime_ns)
+
+    def run(self) -> tuple[list[str], Stock]:
+        """Until nobody has asked for `idle` seconds; returns in forked fork servers alone."""
+        while True:
+            if self._learning is None and self._wanted:
+                self._learn()
+            for descriptor in self._wait():
+                order = self._hear(self._visitors[descriptor])
+                if order is not None:
+                    return order, self.stock
+            if time.monotonic() >= self._until or not self._is_found():
+                self._leave()
+
+    def _is_found(self) -> bool:
+        try:
+            return self.arguments.place.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def _leave(self) -> NoReturn:
+        if self._is_found():
+            with contextlib.suppress(OSError):
+                self.arguments.place.unlink()
+        os._exit(0)
+
+    def _wait(self) -> list[int]:
+        """Until something is to be done; the visitors who have said something."""
+        now = time.monotonic()
+        until = min([self._until, *(each.until for each in self._visitors.values())])
+        with selectors.PollSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            for descriptor in (*self._guards, *self._visitors):
+                selector.register(descriptor, selectors.EVENT_READ)
+            if self._learning is not None:
+                selector.register(self._learning.pipe, selectors.EVENT_READ)
+            ready = {key.fd for key, _ in selector.select(max(0, until - now))}
+        for descriptor in ready & self._guards.keys():
+            os.waitpid(self._guards.pop(descriptor), 0)
+            os.close(descriptor)
+        if self._learning is not None and self._learning.pipe in ready:
+            self._learned(self._learning)
+        now = time.monotonic()
+        for descriptor, visitor in list(self._visitors.items()):
+            if descriptor not in ready and now >= visitor.until:
+                self._hang_up(visitor)
+        if self.listener.fileno() in ready:
+            self._welcome()
+        return [descriptor for descriptor in ready if descriptor in self._visitors]
+
+    # ------------------------------------------------------------ one request
+
+    def _welcome(self) -> None:
+        """Take in who has come; who does not say what it wants is hung up on in a while."""
+        try:
+            conn, _ = self.listener.accept()
+        except OSError:
+            return
+        if len(self._visitors) >= BACKLOG or peer(conn)[1] != os.geteuid():
+            conn.close()
+            return
+        conn.setblocking(False)
+        self._visitors[conn.fileno()] = _Visitor(conn, time.monotonic() + REQUEST_LIMIT)
+
+    def _hang_up(self, visitor: _Visitor) -> None:
+        del self._visitors[visitor.conn.fileno()]
+        visitor.close()
+
+    def _hear(self, visitor: _Visitor) -> list[str] | None:
+        """Take in what this visitor says and answer it; the words of a fork server in a fork that
+        is to be one."""
+        over = True
+        try:
+            request = visitor.read()
+            if request is None:
+                over = False
+                return None
+            if isinstance(request, Ask) and not visitor.granted:
+                over = not self._grant(visitor, request)
+                return None
+            return self._answer(visitor, request)
+        except BlockingIOError:
+            over = False
+            return None
+        except (OSError, FrameError):  # who cannot be understood starts cold
+            return None
+        finally:
+            if over and visitor.conn.fileno() in self._visitors:
+                self._hang_up(visitor)
+
+    def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
+        """Look at who asks; whether it is served as soon as it has sent its descriptors."""
+        if stale := self.stock.preloader.stale():
+            self._say(visitor.conn, Refused(f"{stale} has changed since it was imported"))
+            self._leave()
+        if reason := self._against(visitor.conn, ask):
+            self._say(visitor.conn, Refused(reason))
+            return False
+        visitor.granted = ask
+        self._say(visitor.conn, Granted())
+        return True
+
+    def _answer(self, visitor: _Visitor, request: ToWarm) -> list[str] | None:
+        match request:
+            case Ask():
+                return self._fork_for(visitor)
+            case Teach():
+                known = {*sys.modules, *self.refused}
+                new = [name for name in request.modules if name not in known]
+                self._wanted = tuple(dict.fromkeys([*self._wanted, *new]))[:MAX_TAUGHT]
+            case Describe():
+                self._say(visitor.conn, self._description())
+            case Leave():
+                self._leave()
+        return None
+
+    def _description(self) -> Description:
+        return Description(
+            pid=os.getpid(),
+            torch=self.stock.torch,
+            modules=len(sys.modules) - len(self.stock.baseline.modules),
+            served=self.served,
+            left=max(0.0, self._until - time.monotonic()),
+            learning=self._learning is not None,
+        )
+
+    def _fork_for(self, visitor: _Visitor) -> list[str] | None:
+        assert visitor.granted is not None
+        if len(visitor.descriptors) != DESCRIPTORS:
+            self._say(visitor.conn, Refused("its descriptors got lost"))
+            return None
+        try:
+            words = self._fork(visitor, visitor.granted)
+        except OSError as error:
+            self._say(visitor.conn, Refused(f"no process could be started ({error.strerror})"))
+            return None
+        if words is None:
+            self.served += 1
+            self._until = time.monotonic() + self.arguments.idle
+        return words
+
+    def _against(self, conn: socket.socket, ask: Ask) -> str:
+        """Why a fork of ours would not be what this launcher would have exec'd; or empty."""
+        try:
+            theirs = surroundings.look(peer(conn)[0])
+        except OSError as error:
+            return f"its process cannot be looked at ({error.strerror})"
+        return surroundings.difference(self._mine, theirs) or surroundings.variable_that_differs(
+            self.stock.stash.saw, ask.env, self.stock.stash.reads
+        )
+
+    @staticmethod
+    def _say(conn: socket.socket, word: FromWarm) -> None:
+        with contextlib.suppress(OSError):
+            conn.sendall(encode(word))
+
+    # ------------------------------------------------------------ forks
+
+    def _fork(self, visitor: _Visitor, ask: Ask) -> list[str] | None:
+        pid = os.fork()
+        if pid:
+            self._guards[os.pidfd_open(pid)] = pid
+            return None
+        self._let_go(visitor)
+        words: list[str] = []
+        channel, *streams, folder = visitor.descriptors
+        visitor.descriptors = []
+        environ = {os.fsencode(n): os.fsencode(v) for n, v in ask.env.items()}
+        shown = [name + b"=" + value for name, value in environ.items()]
+
+        def become_server(guard: int) -> None:
+            os.setsid()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            os.fchdir(folder)
+            for descriptor in (*streams, folder):
+                os.close(descriptor)
+            command = server_words(channel, parent=guard, ignored=ask.ignored, blocked=ask.blocked)
+            sys.orig_argv[2:] = command
+            sys.argv[:] = command
+            self._adopt(environ)
+            linux.set_command_line([os.fsencode(word) for word in sys.orig_argv], shown)
+            words.extend(command[1:])
+
+        become_guard(visitor.conn, [channel, *streams, folder], shown, become_server)
+        return words
+
+    def _adopt(self, environ: dict[bytes, bytes]) -> None:
+        """Have the launcher's variables, and what our imports have set beside our own."""
+        saw = self.stock.stash.saw
+        made = {name: value for name, value in os.environ.items() if name not in saw}
+        set_environ(environ)
+        self.stock.baseline.environ = dict(environ)
+        for name, value in made.items():
+            os.environ.setdefault(name, value)
+
+    def _let_go(self, spared: _Visitor) -> None:
+        """In a fresh fork: what is the warm process' own, and other visitors'."""
+        self.listener.close()
+        for visitor in self._visitors.values():
+            if visitor is not spared:
+                visitor.close()
+        self._visitors.clear()
+        for descriptor in self._guards:
+            os.close(descriptor)
+        self._guards.clear()
+        if self._learning is not None:
+            os.close(self._learning.pipe)
+            self._learning = None
+
+    # ------------------------------------------------------------ learning
+
+    def _learn(self) -> None:
+        """Fork a process that imports what is wanted; it takes our place if that goes well."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            self._wanted = ()
+            return
+        modules, self._wanted = self._wanted, ()
+        if pid:
+            os.close(writing)
+            self._learning = _Learning(pid, reading, modules)
+            return
+        os.close(reading)
+        linux.die_with_parent(signal.SIGKILL)
+        try:
+            self.stock.preloader.import_modules(modules, self.refused)
+        except Poisoned as poison:
+            os.write(writing, poison.module.encode())
+            os._exit(1)
+        except BaseException:
+            os._exit(1)
+        self.stock.stash.seal()
+        linux.die_with_parent(0)
+        gc.collect()
+        gc.freeze()
+        for descriptor in self._guards:
+            os.close(descriptor)
+        self._guards.clear()
+        for visitor in self._visitors.values():
+            visitor.close()
+        self._visitors.clear()
+        os.write(writing, b"ok")
+        os.close(writing)
+
+    def _learned(self, learning: _Learning) -> None:
+        self._learning = None
+        word = os.read(learning.pipe, 4096).decode()
+        os.close(learning.pipe)
+        if word == "ok":
+            os._exit(0)  # it listens on the same socket
+        os.waitpid(learning.process, 0)
+        self._tries += 1
+        if word and self._tries < MAX_TRIES:
+            self.refused.append(word)
+            self._wanted = (*learning.modules, *self._wanted)
+        else:
+            self.refused += learning.modules

@@ -1,0 +1,273 @@
+"""A warm process: what is forked from it, who is refused and why, and that nobody depends on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.forkserver.warm import surroundings
+from elasticrun.wire import frames, warm
+from elasticrun.wire.spawner import Entry, EntryKind
+from tests.forkserver.driver import (
+    LIMIT,
+    Driver,
+    alive,
+    fifo,
+    gone,
+    plain_environment,
+    read_line,
+    script,
+    warm_process,
+)
+
+pytestmark = pytest.mark.slow
+
+NONE = Entry(EntryKind.SCRIPT, "none.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("warm") / "warm.sock"
+    with warm_process(path, plain_environment()) as there:
+        yield there
+
+
+def described(place: Path) -> warm.Description:
+    with warm.connect(place, LIMIT) as conn:
+        conn.sendall(frames.encode(warm.Describe()))
+        (answer,) = frames.FrameBuffer(warm.FromWarm).feed(conn.recv(4096))
+    assert isinstance(answer, warm.Description)
+    return answer
+
+
+def guard_of(driver: Driver) -> int:
+    stat = Path(f"/proc/{driver.process.pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def sleeper(folder: Path, pipe: Path) -> Entry:
+    """A rank with a process below it in a session of its own; it writes both process ids."""
+    return script(
+        folder / "sleeper.py",
+        "import os, subprocess, sys, time\n"
+        "below = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"with open({str(pipe)!r}, 'w') as out:\n"
+        "    print(os.getpid(), below.pid, file=out)\n"
+        "time.sleep(600)\n",
+    )
+
+
+def running(driver: Driver, folder: Path) -> list[int]:
+    """Start a sleeper: its process id, and the one below it."""
+    with fifo(folder / "pids") as pipe:
+        driver.start(sleeper(folder, pipe))
+        return [int(word) for word in read_line(pipe).split()]
+
+
+# ---------------------------------------------------------------- who ends with whom
+
+
+def test_ranks_have_torch_and_the_launchers_place(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    entry = script(
+        tmp_path / "s.py",
+        "import os, torch\n"
+        "print(os.getcwd(), os.environ['WORD'], 'NEVER' in os.environ, torch.ones(2).sum().item(),"
+        " torch.get_num_threads())\n",
+    )
+    env = plain_environment(WORD="w", OMP_NUM_THREADS="2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        with Driver(entry, env=env, warm=place) as driver:
+            assert driver.ready().mode == "fork"
+            assert driver.run(entry, stdout=str(out)).code == 0
+    assert out.read_text().split() == [str(tmp_path), "w", "False", "2.0", "2"]
+
+
+def test_all_ends_with_the_agent(place: Path, tmp_path: Path) -> None:
+    with Driver(NONE, env=plain_environment(), warm=place) as driver:
+        driver.ready()
+        below = running(driver, tmp_path)
+        everything = [driver.process.pid, guard_of(driver), *below]
+        driver.process.abandon()
+        driver.socket.close()
+        assert not gone(everything)
+
+
+def test_all_ends_with_the_agent_though_the_fork_server_stands_still(
+    place: Path, tmp_path: Path
+) -> None:
+    with Driver(NONE, env=plain_environment(), warm=place) as driver:
+        driver.ready()
+        below = running(driver, tmp_path)
+        everything = [driver.process.pid, guard_of(driver), *below]
+        os.kill(driver.process.pid, signal.SIGSTOP)
+        driver.process.abandon()
+        driver.socket.close()
+        assert not gone(everything)
+
+
+def test_the_guard_ends_what_a_killed_fork_server_leaves(place: Path, tmp_path: Path) -> None:
+    with Driver(NONE, env=plain_environment(), warm=place) as driver:
+        driver.ready()
+        below = running(driver, tmp_path)
+        guard = guard_of(driver)
+        driver.process.kill()
+        assert driver.process.wait(LIMIT) == -signal.SIGKILL
+        assert not [pid for pid in below if alive(pid)]
+        assert not gone([guard])
+
+
+def test_jobs_do_not_need_the_warm_process(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "import torch\n")
+    with warm_process(tmp_path / "w.sock", plain_environment()) as own:
+        pid = described(own).pid
+        with Driver(entry, env=plain_environment(), warm=own) as driver:
+            driver.ready()
+            os.kill(pid, signal.SIGKILL)
+            assert not gone([pid])
+            assert driver.run(entry).code == 0
+
+
+# ---------------------------------------------------------------- who is refused
+
+REFUSED = {
+    "umask": ("umask 077", {}, "its umask differs (0077; there 0022)"),
+    "limit": ("ulimit -S -c 7", {}, "its limit of core file size differs"),
+    "nice": ("exec nice -n 3", {}, "its nice value differs (3; there 0)"),
+    "cores": ("exec taskset -c 0", {}, "its cores differs"),
+    "out of memory": ("echo 123 > /proc/self/oom_score_adj", {}, "its OOM score differs (123;"),
+    "privileges": ("exec setpriv --no-new-privs", {}, "its no_new_privs differs (1; there 0)"),
+    "network": ("exec unshare --net", {}, "its net namespace differs"),
+    "loader": ("", {"LD_BIND_NOW": "1"}, "LD_BIND_NOW differs (1; there not set)"),
+    "interpreter": ("", {"PYTHONHASHSEED": "5"}, "PYTHONHASHSEED differs (5; there not set)"),
+    "a C library": ("", {"MKL_CBWR": "AVX2"}, "MKL_CBWR differs"),
+    "read by an import": ("", {"PYTORCH_JIT": "0"}, "PYTORCH_JIT differs"),
+    "heap": ("", {"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX differs"),
+    "read again": ("", {"OMP_NUM_THREADS": "7"}, ""),
+    "nobody reads it": ("", {"WANDB_MODE": "offline"}, ""),
+}
+"""Shell that makes the asking process differ, variables that do, and what is said of it."""
+
+ASK = (
+    "import logging, os, pathlib, sys\n"
+    "logging.basicConfig(level='INFO', stream=sys.stdout, format='%(message)s', force=True)\n"
+    "from elasticrun.agent import warm\n"
+    "from elasticrun.operator_log import logger\n"
+    "logger.setLevel('INFO'); logger.propagate = True\n"
+    "print('served' if warm.ask(pathlib.Path(sys.argv[1]), os.environ, ()) else 'refused')\n"
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_differs_is_told_in_what(place: Path, case: str) -> None:
+    shell, more, sentence = REFUSED[case]
+    tail = f"{shell} " if shell.startswith("exec") else f"{shell or ':'}; exec "
+    done = subprocess.run(
+        ["sh", "-c", f'{tail}"$@"', "sh", sys.executable, "-c", ASK, str(place)],
+        env=plain_environment(**more), capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    if sentence and "Operation not permitted" in done.stderr:
+        pytest.skip(f"not allowed here: {shell}")
+    assert done.returncode == 0, done.stderr
+    if sentence:
+        assert f"the warm fork server is not used: {sentence}" in done.stdout
+    assert done.stdout.split()[-1] == ("refused" if sentence else "served")
+
+
+def test_every_process_looks_like_itself() -> None:
+    mine = surroundings.look("self")
+    assert surroundings.difference(mine, surroundings.look(os.getpid())) == ""
+    assert len(mine) > 30
+
+
+def test_a_warm_process_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
+    with warm_process(tmp_path / "w.sock", plain_environment()) as own:
+        pid = described(own).pid
+        os.kill(pid, signal.SIGSTOP)
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, str(own)],
+            env=plain_environment(), capture_output=True, text=True, timeout=LIMIT,
+        )  # fmt: skip
+        os.kill(pid, signal.SIGCONT)
+    assert done.stdout.splitlines() == ["the warm fork server is not used: timed out", "refused"]
+
+
+def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
+    for data in (b"", b"\0\0\0\4null", b"\xff" * 64, frames.encode(warm.Forked(1))):
+        with warm.connect(place, LIMIT) as conn:
+            conn.sendall(data)
+            conn.shutdown(socket.SHUT_WR)
+            assert conn.recv(1) == b""
+    with warm.connect(place, LIMIT) as conn:  # without its descriptors
+        conn.sendall(frames.encode(warm.Ask(plain_environment(), (), ())))
+        heard = frames.FrameBuffer(warm.FromWarm)
+        assert [*heard.feed(conn.recv(4096))] == [warm.Granted()]
+        conn.sendall(b".")
+        assert [*heard.feed(conn.recv(4096))] == [warm.Refused("its descriptors got lost")]
+    assert described(place).torch
+
+
+# ---------------------------------------------------------------- what it learns, and its end
+
+
+def test_it_imports_what_jobs_imported(tmp_path: Path) -> None:
+    with warm_process(tmp_path / "w.sock", plain_environment()) as own:
+        before = described(own)
+        with warm.connect(own, LIMIT) as conn:
+            conn.sendall(frames.encode(warm.Teach(("wave", "no.such.module", "torch.fx"))))
+        assert not gone([before.pid]), "its place was not taken by one that has learnt"
+        after = described(own)
+        try:
+            assert after.pid != before.pid
+            assert after.modules > before.modules
+            entry = script(
+                tmp_path / "s.py", "import sys, torch, wave\nassert 'torch.fx' in sys.modules\n"
+            )
+            with Driver(entry, env=plain_environment(), warm=own) as driver:
+                assert driver.ready().mode == "fork"
+                assert driver.run(entry).code == 0
+        finally:
+            os.kill(after.pid, signal.SIGKILL)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
+    env.pop("ELASTICRUN_WARM_SERVER", None)
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticrun", "warm", *words],
+            env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    assert run("--list") == "no warm process\n"
+    assert "is warm, with torch" in run("--idle", "20")
+    assert "is warm already" in run()
+    row = run("--list").splitlines()[1].split()
+    assert row[0].isdigit()
+    assert row[-1] == "here"
+    assert alive(int(row[0]))
+    assert "1 ended" in run("--stop")
+    assert not gone([int(row[0])])
+    assert run("--list") == "no warm process\n"
+    assert not list((tmp_path / "elasticrun").glob("*.sock*"))
+
+
+def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:
+    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticrun", "warm", "--idle", "0.001"],
+        env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
+    )  # fmt: skip
+    pid = int(done.stderr.split("process ")[1].split()[0])
+    assert not gone([pid])
+    assert not list((tmp_path / "elasticrun").glob("*.sock*"))
