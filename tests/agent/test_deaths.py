@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import (
     ELASTICRUN,
     PATIENT,
@@ -136,6 +136,7 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
     assert "s: restart 1 of 1 (rank 0: the fork server ended: it was killed" in job.stderr
 
 
+@further("test_kill_9_of_the_fork_server_restarts_the_job")
 def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -> None:
     job, ranks = puppets(world)
     helper(job, "forkserver").kill()
@@ -159,6 +160,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     finish(world, job, again)
 
 
+@further("test_kill_9_of_the_master_is_not_felt_by_the_ranks")
 def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
     job, ranks = puppets(world, patient=False)
     master = helper(job, "elasticrun.master")
@@ -169,6 +171,7 @@ def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
     assert job.wait() == 0
 
 
+@further("e2e/test_kills::test_descendants_of_a_dead_rank")
 def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) -> None:
     job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
     children = with_children(world, ranks[1])
@@ -208,6 +211,7 @@ def test_a_signal_to_every_process_at_once_lets_the_script_save(
     assert "Traceback" not in job.stderr
 
 
+@further("compat/test_signals::test_sigusr1_does_not_kill_the_launcher")
 def test_sigusr1_is_forwarded_and_the_agent_lives_on(world: World) -> None:
     job, ranks = puppets(world)
     for rank in ranks:
@@ -229,6 +233,7 @@ def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
     assert "restarting the ranks with 1 node, world size 2 (no restart used)" in job.stderr
 
 
+@further("compat/test_signals::test_ranks_that_ignore_are_killed_after_the_timeout")
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
     job, ranks = puppets(world, "--shutdown-timeout=1", LOGLEVEL="INFO")
     for rank in ranks:
@@ -242,6 +247,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -
         assert line in job.stderr
 
 
+@further("compat/test_signals::test_a_signal_before_the_first_start")
 def test_sigterm_while_nodes_are_awaited_ends_in_order(world: World) -> None:
     job = one_of_two(world)
     job.signal(signal.SIGTERM)
@@ -334,6 +340,7 @@ def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
     assert [job.wait() for job in jobs] == [0, 0]
 
 
+@further("compat/test_environment::test_every_variable_is_torchruns")
 def test_a_static_job_has_the_port_that_was_named(world: World) -> None:
     port = free_port()
     common = ("--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--max-restarts=1")

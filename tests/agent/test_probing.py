@@ -24,6 +24,7 @@ from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
 from elasticrun.wire.spawner import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening
 from tests.agent.configs import agent_config
+from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World
 
 
@@ -221,6 +222,7 @@ def test_a_failure_is_told_with_its_phase_its_figure_and_its_limit() -> None:
     play(body, "", "probe-fail")
 
 
+@further("test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
 @pytest.mark.slow
 def test_one_bad_local_rank_of_two_makes_it_the_node_s_own_failure() -> None:
     async def body(nodes: list[NodeOfProbes]) -> None:
@@ -254,6 +256,7 @@ def test_a_hung_probe_is_ended_by_its_limit() -> None:
     play(body, "", "probe-hang")
 
 
+@further("test_a_hung_probe_is_ended_by_its_limit")
 @pytest.mark.slow
 def test_who_hangs_in_its_own_part_has_failed_by_itself() -> None:
     async def body(nodes: list[NodeOfProbes]) -> None:
@@ -270,6 +273,7 @@ def test_who_hangs_in_its_own_part_has_failed_by_itself() -> None:
     play(body, "probe-hang=compute")
 
 
+@further("test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told")
 @pytest.mark.slow
 def test_a_probe_that_is_called_off_is_killed_and_not_told_of() -> None:
     async def body(nodes: list[NodeOfProbes]) -> None:
@@ -323,6 +327,7 @@ def test_a_probe_sees_what_the_rank_in_its_place_sees() -> None:
     assert made == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "5", "X": "1"}
 
 
+@further("forkserver/test_probe::test_a_device_that_is_not_there_is_the_node_s_own_fault")
 @pytest.mark.slow
 def test_a_rank_without_a_device_of_its_own_is_a_failure_to_start(
     monkeypatch: pytest.MonkeyPatch,
@@ -356,6 +361,7 @@ def probing_agent(world: World, fault: str) -> Launched:
     )
 
 
+@further("health/test_network_check::test_planted_faults_are_loud")
 @pytest.mark.slow
 def test_faults_are_loud_and_a_killed_agent_leaves_no_probe(world: World) -> None:
     job = probing_agent(world, "probe-hang=compute@n0,slow=2x@n1")

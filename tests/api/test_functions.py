@@ -34,7 +34,7 @@ def config(nproc: int = 2, **more: Any) -> LaunchConfig:
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
+    "method", ["fork", "spawn",
                pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_ranks_meet_and_return(method: str) -> None:
@@ -42,7 +42,7 @@ def test_ranks_meet_and_return(method: str) -> None:
     assert results == {0: (0, 21.0), 1: (1, 21.0)}
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_what_a_rank_sees(method: str) -> None:
     results = elastic_launch(
         config(start_method=method, role="trainer", max_restarts=3), functions.places
@@ -61,7 +61,7 @@ def test_what_a_rank_sees(method: str) -> None:
     assert results[0]["MASTER_PORT"] == results[1]["MASTER_PORT"]
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_no_rank_ends_before_all_have_returned(method: str, tmp_path: Path) -> None:
     results = elastic_launch(config(start_method=method), functions.return_before_the_other)(
         str(tmp_path)
@@ -126,7 +126,7 @@ def launch_failing(entry: Callable[..., Any], *args: Any, **more: Any) -> Any:
     return caught.value
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_an_exception_in_a_rank(method: str) -> None:
     error = launch_failing(functions.fail_on_rank, "1", start_method=method)
     assert list(error.failures) == [1]
@@ -231,7 +231,7 @@ def start_caller(folder: Path, method: str) -> tuple[subprocess.Popen[str], list
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak),
                pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_sigterm_to_the_caller(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow),
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.soak),
                pytest.param("forkserver", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_kill_9_of_the_caller(method: str, tmp_path: Path) -> None:

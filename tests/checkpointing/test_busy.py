@@ -154,6 +154,7 @@ if wait != "end":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", ["close", "end", "neither"])
 def test_the_last_save_of_torch_is_there_or_it_is_said_that_it_is_not(
     tmp_path: Path, wait: str

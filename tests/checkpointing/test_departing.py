@@ -357,6 +357,7 @@ with playing() as agent:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITH_AN_AGENT],

@@ -104,6 +104,7 @@ def test_at_three_ranks(tmp_path: Path) -> None:
     assert done.stdout == "[0, 0, 0]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     folder, out = Folder(str(tmp_path / "run")), tmp_path / "out.pt"
     save(folder, two_ranks())
