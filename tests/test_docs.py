@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from elasticrun.cli.flags import OURS
 from elasticrun.cli.table import FLAGS
 
@@ -26,15 +24,19 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if link.startswith("https://"):
-            continue
-        name, _, heading = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), f"there is no {link}"
-        assert not heading or heading in headings(target), f"{name or page.name} has no #{heading}"
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if link.startswith("https://"):
+                continue
+            name, _, heading = link.partition("#")
+            target = page.parent / name if name else page
+            if not target.exists():
+                wrong.append(f"{page.relative_to(ROOT)}: there is no {link}")
+            elif heading and heading not in headings(target):
+                wrong.append(f"{page.relative_to(ROOT)}: {name or page.name} has no #{heading}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_tests_of_what_survives_what_exist() -> None:
