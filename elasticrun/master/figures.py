@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import JobStatus, Probed, RanksFailed, Report, Steps
+from elasticrun.wire.messages import Holdings, JobStatus, Probed, RanksFailed, Report, Steps
 
 
 class Figures:
@@ -27,11 +27,14 @@ class Figures:
         """Ranks that failed, each once per round, however often its node says so."""
         self.rounds = 0
         """Rounds this master has started."""
+        self.nodes = 0
+        """In the last of them."""
         self.probes = 0
         """Answers to probes, one a node and pass of the network check."""
 
-    def started(self, name: RoundName) -> None:
-        """A Start of this round goes out."""
+    def started(self, name: RoundName, nodes: int = 0) -> None:
+        """A Start of this round, which has so many nodes, goes out."""
+        self.nodes = nodes
         if name != self._round:
             self._round, self._since = name, self._clock()
             self.rounds += 1
@@ -40,11 +43,11 @@ class Figures:
         """A report reached the brain."""
         if isinstance(report, Probed):
             self.probes += 1
-        elif isinstance(report, Steps) and self._round in (None, report.round):
-            again = report.round != self._stepped_in  # a later life may begin further back
-            if again or report.step > self._step:
-                self._step, self._stepped = report.step, self._clock()
-                self._stepped_in = report.round
+        elif isinstance(report, Steps):
+            self._came_to(report.round, report.step)
+        elif isinstance(report, Holdings):
+            for held in report.held:
+                self._came_to(held.round, held.step)
         if not isinstance(report, RanksFailed):
             return
         if report.round != self._failed_in:
@@ -53,6 +56,12 @@ class Figures:
         new = {failure.rank for failure in report.failures} - self._failed
         self._failed |= new
         self.failures += len(new)
+
+    def _came_to(self, name: RoundName, step: int) -> None:
+        """Ranks of this round have told of a step, or hold it; a later life may begin further
+        back."""
+        if self._round in (None, name) and (name != self._stepped_in or step > self._step):
+            self._step, self._stepped, self._stepped_in = step, self._clock(), name
 
     def shown(self, picture: JobStatus) -> JobStatus:
         """The brain's picture, with the step and the ages of this moment."""

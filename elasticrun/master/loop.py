@@ -301,7 +301,7 @@ class Loop:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
             order = replace(order, status_url=self.status_url, clock_us=clock_us)
         elif isinstance(order, Start):
-            self.figures.started(order.round)
+            self.figures.started(order.round, order.group_world_size)
         try:
             data = codec.order_to_wire(order)
         except codec.WireError as wrong:

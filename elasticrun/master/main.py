@@ -332,7 +332,7 @@ class Listing:
     def over(self, page: JobStatus, state: str, reason: str) -> None:
         """The job has ended: it stays listed as such, unless it never had a round."""
         if page.round is not None:
-            self._ended = ended.of(page, self._entry.endpoint, state, reason)
+            self._ended = ended.of(page, self._entry.endpoint, state, reason, self._figures.nodes)
 
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""

@@ -42,14 +42,15 @@ class Ended:
     ended: float  # seconds since 1970
 
 
-def of(page: JobStatus, endpoint: Endpoint, state: str, reason: str) -> Ended:
-    """What is to be kept of a job, at its end."""
+def of(page: JobStatus, endpoint: Endpoint, state: str, reason: str, nodes: int = 0) -> Ended:
+    """What is to be kept of a job, at its end. `nodes`: in its last round, if that is known; on the
+    page those that have left are missing."""
     return Ended(
         job_id=page.job_id,
         endpoint=str(endpoint),
         state=state,
         reason=(page.outcome or reason)[:MAX_REASON],
-        nodes=sum(node.group_rank >= 0 for node in page.nodes),
+        nodes=nodes or sum(node.group_rank >= 0 for node in page.nodes),
         max_nodes=page.max_nodes,
         step=page.step,
         restart_count=page.restart_count,

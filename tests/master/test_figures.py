@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticrun.master.figures import Figures
-from elasticrun.wire.messages import Steps
+from elasticrun.wire.messages import Holding, Holdings, Steps
 from tests.master.people import ROUND, status
 
 
@@ -26,3 +26,13 @@ def test_the_step_its_age_and_the_jobs() -> None:
     figures.heard(replace(report, round=again, step=30))  # it has gone back to a snapshot
     page = figures.shown(status())
     assert (page.step, page.step_age) == (30, 0.0)
+
+
+def test_a_snapshot_in_memory_tells_the_step_too() -> None:
+    figures = Figures(lambda: 0.0)
+    figures.started(ROUND, nodes=2)
+    assert figures.nodes == 2
+    old = Holding(replace(ROUND, number=9), 90, 0, 2, (1, 1), wanted=False)
+    held = tuple(replace(old, round=ROUND, step=step) for step in (20, 30))
+    figures.heard(Holdings(None, (old, *held)))
+    assert figures.shown(status()).step == 30
