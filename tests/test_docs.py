@@ -63,3 +63,14 @@ def test_the_page_of_flags_has_each_of_ours_with_its_default() -> None:
     numbers = {name: re.findall(r"[\d.]+", default) for name, default in told.items()}
     for name in (name for name in numbers if isinstance(flags[name].default, int | float)):
         assert [float(word) for word in numbers[name]] in ([flags[name].default], []), name
+
+
+def test_the_readme_is_short_and_begins_with_the_first_line_of_use() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 160
+    install, first = BLOCK.findall(text)[0].splitlines()[1:3]
+    assert install.startswith("pip install ")
+    assert first.startswith("elasticrun --nnodes=1:10 train.py")
+    assert text.index("## Status") < len(text) / 3
+    for word in ("rendezvous", "heartbeat", "node failure", "preemption", "hang"):
+        assert word in text.lower(), f"nobody who searches for {word!r} finds this page"

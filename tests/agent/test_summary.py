@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,17 @@ def test_killed_survivors_are_no_failures() -> None:
     assert "Signal 15" not in text
     assert "<NO_OTHER_FAILURES>" in text
     assert "Signal 15" in format_failures("a.py", [stopped], stopped)
+
+
+def test_ranks_that_failed_alike_are_one_line() -> None:
+    """Also where one was being told to stop when it had failed already."""
+    root = failure(0, message="ValueError: boom", traceback="ValueError: boom")
+    alike = [replace(root, rank=rank, local_rank=rank) for rank in (5, 1)]
+    alike.append(replace(root, rank=2, local_rank=2, kind=FailureKind.STOPPED))
+    text = format_failures("a.py", [*alike, root], root)
+    assert "Failures:\n  the same on ranks 1, 2 and 5\n---" in text
+    assert text.count("ValueError: boom") == 1
+    other = failure(3, message="OSError: another", traceback="OSError: another")
+    mixed = format_failures("a.py", [other, alike[1], root], root)
+    assert "OSError: another" in mixed
+    assert "  the same on rank 1\n" in mixed
