@@ -29,6 +29,8 @@ from tests.harness import LIMIT
 from tests.master.people import SPEC, serving
 from tests.wire.test_channel import held_port
 
+pytestmark = pytest.mark.slow
+
 CONFIG = agent_config()
 
 

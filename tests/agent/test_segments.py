@@ -29,6 +29,8 @@ from elasticrun.wire.layout import PAGE
 from tests import needs
 from tests.agent.played import LIMIT, layout_of
 
+pytestmark = pytest.mark.slow
+
 ROUND = RoundName(7, 1, "n1")
 LIFE = Life(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
 LAYOUT = layout_of()

@@ -19,6 +19,8 @@ from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, S
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 
+pytestmark = pytest.mark.slow
+
 HANGS_AT_FIRST = """
 import pathlib, signal, sys
 here = pathlib.Path(__file__).parent.parent

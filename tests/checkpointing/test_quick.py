@@ -85,6 +85,7 @@ def test_names_are_torchs_own(make: Callable[[], nn.Module], group: None) -> Non
         assert mine[name].dtype == value.dtype
 
 
+@pytest.mark.slow
 def test_names_cost_no_import_of_the_compiler() -> None:
     """That takes half a second, of every life of every rank."""
     text = (

@@ -44,6 +44,8 @@ from tests.doctor.child import finding, one
 from tests.harness import clean_environment, free_port
 from tests.master.people import LIMIT, serving, status
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = (sys.executable, "-m", "elasticrun", "doctor")
 TOKEN = "what the nodes of the job know"
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.test_main import command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("words", "plainly", "for_a_scheduler"),
@@ -31,7 +33,6 @@ def test_before_anything_is_started(
     assert plain.stderr == told.stderr
 
 
-@pytest.mark.slow
 def test_a_script_that_cannot_be_imported(tmp_path: Path) -> None:
     """Also where a restart was tried before: the scheduler must not start it for ever."""
     (tmp_path / "train.py").write_text("import no_such_module_anywhere\n")

@@ -86,6 +86,7 @@ def stories(draw: Any) -> list[tuple[str, list[Holding]]]:
     return story
 
 
+@pytest.mark.slow
 @given(stories())
 @settings(max_examples=200, deadline=None)
 def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]]]) -> None:

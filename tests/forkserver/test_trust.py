@@ -12,6 +12,8 @@ import pytest
 from elasticrun.wire.spawner import Entry, EntryKind, SpawnerReady
 from tests.forkserver.driver import Driver, plain_environment, script
 
+pytestmark = pytest.mark.slow
+
 
 def ready_of(entry: Entry, **environ: str) -> SpawnerReady:
     with Driver(entry, env=plain_environment(**environ)) as driver:

@@ -9,6 +9,7 @@ import random
 import socket
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.core.job import Job
@@ -19,6 +20,8 @@ from tests.harness import await_true
 from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving
 from tests.master.test_process import Process, home, started
 from tests.wire import strategies as draw
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["home"]
 

@@ -275,6 +275,7 @@ def test_a_huge_message_is_refused() -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 def test_a_flood_is_dropped_and_others_are_served() -> None:
     async def run() -> None:
         async with serving(flood_limit=0.5) as served, served.agent("bystander") as bystander:

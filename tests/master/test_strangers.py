@@ -213,6 +213,7 @@ def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.MonkeyPatc
     aio.run(serve())
 
 
+@pytest.mark.slow
 def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
     """While they come and wait, an agent is let in and its beats are echoed."""
 

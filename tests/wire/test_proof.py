@@ -218,6 +218,7 @@ def test_another_job_is_named_where_there_is_no_secret_and_only_there() -> None:
     assert str(told.value) == p.OTHER_JOB
 
 
+@pytest.mark.slow
 @given(st.lists(draw.reports, max_size=6), st.sampled_from(["", TOKEN]))
 @settings(max_examples=300, deadline=None)
 def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: str) -> None:
