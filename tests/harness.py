@@ -279,9 +279,11 @@ class Launched:
 
     def below(self) -> list[psutil.Process]:
         """Its descendants now."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return list(psutil.Process(self.pid).children(recursive=True))
-        return []
+        return processes_of(processes.below(self.pid))
+
+    def children(self) -> list[psutil.Process]:
+        """Those of them that it has started itself, or that were forked for it."""
+        return processes_of(processes.children(self.pid))
 
     def until_text(self, text: str, limit: float = LIMIT, stream: str = "stderr") -> str:
         """Wait until the console shows `text`; everything that it shows then."""
@@ -414,6 +416,15 @@ class World:
         finally:
             self.kill_all()
             self.hub.close()
+
+
+def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
+    """Those of them that still live."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def describe(process: psutil.Process) -> str:

@@ -68,6 +68,32 @@ def is_master(pid: int) -> bool:
     )
 
 
+def children(pid: int) -> list[int]:
+    """The children of a process; of an agent also fork servers that a warm process forked for it,
+    which are their guard's children."""
+    parents = {each: _parent(each) for each in living()}
+    guard = f"elasticrun: guard of agent {pid}"
+    guards = {each for each, parent in parents.items() if parent != pid and command(each) == guard}
+    return [each for each, parent in parents.items() if parent == pid or parent in guards]
+
+
+def below(pid: int) -> list[int]:
+    """All descendants in that sense, parents before children."""
+    found, waiting = [], [pid]
+    while waiting:
+        below_it = children(waiting.pop())
+        found += below_it
+        waiting += below_it
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def command(pid: int) -> str:
     """Its command line in one line, "" where it has gone."""
     try:

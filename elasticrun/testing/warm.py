@@ -24,6 +24,9 @@ FOLDER: Final = "ELASTICRUN_TESTING_WARM"
 IDLE: Final = 900.0
 """Seconds without a job after which it ends by itself, where the run was killed."""
 
+OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
+"""Variables that belong to one test, by which its processes are found or kept apart."""
+
 _SOCKET: Final = "warm.sock"
 
 
@@ -62,7 +65,7 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
             tried = Path(folder, "tried")
             if not tried.exists():
                 tried.touch()
-                start(place, environ)
+                start(place, {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)})
     except OSError:
         return {}
     return {env.WARM_SERVER: str(place)} if place.is_socket() else {}

@@ -31,7 +31,7 @@ PUPPET = str(SCRIPTS / "puppet.py")
 
 def helper(job: Launched, word: str) -> psutil.Process:
     """The agent's own child whose command line has `word`."""
-    for process in psutil.Process(job.pid).children():
+    for process in job.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
             if any(word in part for part in process.cmdline()):
                 return process

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.testing.processes import command, is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.further import cases, further
@@ -30,8 +31,7 @@ pytestmark = pytest.mark.slow
 
 def agent_of(peer: Peer, jobs: list[Launched]) -> Launched:
     """The agent above a rank."""
-    above = {p.pid for p in psutil.Process(peer.pid).parents()}
-    return next(j for j in jobs if j.pid in above)
+    return next(j for j in jobs if peer.pid in processes.below(j.pid))
 
 
 def master_of(world: World) -> psutil.Process:
@@ -94,8 +94,7 @@ def test_the_fork_server_when_idle_ends_no_job(world: World) -> None:
 
 def fork_servers(launched: Launched) -> list[psutil.Process]:
     """Those of an agent, told by their command lines; what a server forks has the same one."""
-    children = psutil.Process(launched.pid).children()
-    return [process for process in children if "forkserver" in command(process.pid)]
+    return [process for process in launched.children() if "forkserver" in command(process.pid)]
 
 
 @further("agent/test_deaths::test_kill_9_of_the_master_is_not_felt_by_the_ranks")

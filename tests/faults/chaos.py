@@ -180,7 +180,9 @@ class Chaos:
 
 def is_fork_server(process: psutil.Process, node: Node) -> bool:
     """A child of the agent that runs our fork server; ranks are its children."""
-    return process.ppid() == node.agent.pid and "forkserver" in " ".join(process.cmdline())
+    if "forkserver" not in " ".join(process.cmdline()):
+        return False
+    return process.pid in {child.pid for child in node.agent.children()}
 
 
 def count_descriptors(node: Node) -> int:

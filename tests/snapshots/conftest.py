@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob
 from elasticrun.wire.segment import Segment
-from tests.harness import await_true, until_file
+from tests.harness import await_true, processes_of, until_file
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS = 12
@@ -184,7 +185,7 @@ class Training:
 
 def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
     """Of this node; its children bear its command line too."""
-    below = psutil.Process(job.nodes[node].pid).children()
+    below = processes_of(processes.children(job.nodes[node].pid))
     (found,) = (p for p in below if "forkserver" in " ".join(p.cmdline()))
     return found
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.wire.segment import Segment
 from tests import needs
 from tests.further import further
+from tests.harness import processes_of
 from tests.snapshots.conftest import (
     SILENCE,
     STEPS,
@@ -124,7 +126,7 @@ def test_a_full_disk(training: Training) -> None:
 
 def end(job: subprocess.Popen[bytes]) -> None:
     """What is below an agent goes with it."""
-    below = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+    below = processes_of(processes.below(job.pid)) if job.poll() is None else []
     job.kill()
     job.wait()
     assert not psutil.wait_procs(below, timeout=240)[1]

@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from elasticrun.config import EXIT_SAVED
+from elasticrun.testing import processes
 from elasticrun.testing.worlds import World
 from tests.further import further
+from tests.harness import processes_of
 from tests.snapshots.conftest import Training, asked, ends, told, watermark
 
 pytestmark = pytest.mark.slow
@@ -152,7 +154,7 @@ def test_every_process_is_signalled(training: Training) -> None:
     from there, to the same bits."""
     begin(training)
     agent = psutil.Process(training.job.nodes[0].pid)
-    for process in [agent, *agent.children(recursive=True)]:
+    for process in [agent, *processes_of(processes.below(agent.pid))]:
         with suppress(psutil.NoSuchProcess):  # a store that was made ready, and is not needed
             process.terminate()
     step = saves(training)
