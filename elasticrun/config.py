@@ -7,7 +7,7 @@ the agent and the master are started with. Nothing here reads the environment.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.spawner import Entry
@@ -97,6 +97,12 @@ over much sooner (core/burst.py). Raise it for events whose losses come further 
 
 STORM_LONGEST: Final = 300.0
 """An event that does not end holds a round back for this long in all."""
+
+# ---------------------------------------------------------------- what ranks import
+
+Learning = Literal["at once", "aside", "never"]
+"""When a second fork server imports what the ranks of the first life did: as soon as it is known,
+later and only with cores that nobody else wants, or not at all."""
 
 # ---------------------------------------------------------------- node health
 
@@ -326,7 +332,8 @@ class AgentConfig:
     launch: str = "auto"  # auto, fork, exec
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
-    preload_learn: bool = False
+    preload_learn: Learning = "aside"
+    warm: bool = False  # leave a warm process behind
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1
     numa_binding: str | None = None

@@ -327,6 +327,7 @@ class World:
             SOCKET: self.hub.path,
             "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.scratch / "run"),
+            "ELASTICRUN_PRELOAD": "off",  # a second fork server is a test's own subject
             **(more or {}),
         }
         return {**environ, **warm.named(environ)}

@@ -1,7 +1,8 @@
 """The conversation with the spawners: orders to them, reports from them, and their deaths.
 
-There is one spawner, or two while `--preload=learn` makes a better one ready in the background and
-the older still has processes. Processes are named by keys; the agent never uses a key twice.
+There is one spawner, or two while a better one, which has imported what the ranks did, is made
+ready in the background and the older still has processes. Processes are named by keys; the agent
+never uses a key twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from elasticrun.agent import processes
+from elasticrun.agent import processes, warm
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.threads import Tasks
@@ -60,6 +61,10 @@ replaced then, with its ranks: raise it where memory is so short that a fork ser
 STALLED: Final = 1.0
 """A limit that is noticed so many seconds late says that we stood still ourselves (Ctrl-Z, a frozen
 machine), and with us, perhaps, the spawner."""
+
+ASIDE_AFTER: Final = 10.0
+"""Seconds since the ranks' last news of imports until a second spawner is made ready by itself: a
+job that is over by then has no use for one."""
 
 MAX_EARLY_DEATHS: Final = 3
 """Spawners in a row that died before they were ready; then something is wrong that a fourth will
@@ -228,6 +233,7 @@ class Spawners:
         self._early_deaths = 0
         self._learned: tuple[str, ...] = ()
         self._told: set[str] = set()
+        self._aside: asyncio.TimerHandle | None = None
         self._closing = False
         self._petting: asyncio.TimerHandle | None = None
         self._tasks = Tasks(fatal)
@@ -278,6 +284,11 @@ class Spawners:
     async def close(self, limit: float) -> None:
         """Tell all to quit and wait for it, `limit` seconds at most."""
         self._closing = True
+        self._forget_aside()
+        if self._config.warm:
+            warm.leave_behind(self._learned)
+        else:
+            warm.teach(self._learned)
         if self._petting is not None:
             self._petting.cancel()
         self._tasks.close()
@@ -376,8 +387,12 @@ class Spawners:
         if not new or spawner is not self._current or self._next is not None:
             return
         self._learned = (*self._learned, *new)
-        logger.info("a second fork server imports %d modules that the ranks used", len(new))
-        self._prepare_next(spawner)
+        self._forget_aside()
+        if self._config.preload_learn == "at once":
+            self._prepare_next(spawner)
+        else:
+            loop = asyncio.get_running_loop()
+            self._aside = loop.call_later(ASIDE_AFTER, self._prepare_next, spawner)
 
     def _prepare_next(self, spawner: Spawner) -> None:
         """Start a second spawner in the place of `spawner`; it serves from the life after it is
@@ -386,10 +401,21 @@ class Spawners:
             return
         if spawner is not self._current or self._next is not None:
             return
+        aside = self._config.preload_learn == "aside"
+        logger.info(
+            "a second fork server imports %d modules that the ranks used", len(self._learned)
+        )
         try:
-            self._next = self._adopt(start_spawner(self._config, self._ignored, self._learned))
+            self._next = self._adopt(
+                start_spawner(self._config, self._ignored, self._learned, aside=aside)
+            )
         except OSError as error:
             self._tell(f"no second fork server: {error}")
+
+    def _forget_aside(self) -> None:
+        if self._aside is not None:
+            self._aside.cancel()
+            self._aside = None
 
     def _switch(self) -> None:
         fresh = self._next

@@ -31,20 +31,28 @@ class SpawnerProcess:
         return None if self.process is None else self.process.pid
 
 
-def configure_message(config: AgentConfig, learned: tuple[str, ...] = ()) -> Configure:
-    """How the spawner is to get ready; `learned` modules come beside what the user named."""
+def configure_message(
+    config: AgentConfig, learned: tuple[str, ...] = (), *, aside: bool = False
+) -> Configure:
+    """How the spawner is to get ready; `learned` modules come beside what the user named. `aside`:
+    with cores that nobody else wants."""
     return Configure(
         launch=config.launch,
         preload=tuple(dict.fromkeys(config.preload + learned)),
-        learn=config.preload_learn,
+        learn=config.preload_learn != "never",
         entry=config.entry,
         start_method=config.start_method,
         numa=config.numa_binding is not None or config.numa_affinity,
+        aside=aside,
     )
 
 
 def start_spawner(
-    config: AgentConfig, ignored: tuple[int, ...], learned: tuple[str, ...] = ()
+    config: AgentConfig,
+    ignored: tuple[int, ...],
+    learned: tuple[str, ...] = (),
+    *,
+    aside: bool = False,
 ) -> SpawnerProcess:
     """Start a spawner; `ignored` are the signals that this process was born ignoring. OSError."""
     environ = dict(os.environ)
@@ -57,7 +65,7 @@ def start_spawner(
     warm = fork_server(environ, ignored) if can_be_warm(config) else None
     process, channel = warm or start_server(ignored=ignored, env=environ)
     try:
-        channel.sendall(frames.encode(configure_message(config, learned)))
+        channel.sendall(frames.encode(configure_message(config, learned, aside=aside)))
     except OSError:  # it died at once: the reading side will tell
         pass
     return SpawnerProcess(channel, process)

@@ -10,15 +10,23 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import logger
-from elasticrun.wire import frames, warm
+from elasticrun.wire import env, frames, warm
+from elasticrun.wire.serverstart import warm_command
 
 if TYPE_CHECKING:
     import asyncio
+
+IDLE: Final = 1800.0
+"""Seconds without a job after which a warm process ends."""
+
+HELD_UP: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
+"""Where one of these is set, a step or a pod is over when its last process is."""
 
 ANSWER_LIMIT: Final = 2.0
 """Seconds for a warm process to fork; it takes some hundredths."""
@@ -171,13 +179,62 @@ def hear(conn: socket.socket) -> warm.FromWarm:
     raise ConnectionResetError("it ended")
 
 
-def teach(modules: tuple[str, ...]) -> None:
+def teach(modules: Sequence[str]) -> None:
     """Tell the warm process of this place, if there is one, what the ranks have imported."""
     with contextlib.suppress(OSError, frames.FrameError):
-        path, _ = warm.find(os.environ)
-        if path is not None and modules:
+        path = warm.find(os.environ)[0] if modules else None
+        if path is not None:
             with warm.connect(path, TEACH_LIMIT) as conn:
-                conn.sendall(frames.encode(warm.Teach(modules)))
+                conn.sendall(frames.encode(warm.Teach(tuple(modules))))
+
+
+def leave_behind(modules: Sequence[str]) -> None:
+    """See that there is a warm process in this place, which has what the ranks have imported; one
+    that is started now gets ready by itself."""
+    held = next((name for name in HELD_UP if os.environ.get(name)), "")
+    if held or os.getpid() == 1:
+        why = f"{held} is set" if held else "this is the first process of a container"
+        logger.warning("no warm process is left behind: %s, and what is left would hold it up", why)
+        return
+    try:
+        path = warm.socket_path(os.environ)
+        if path.is_socket():
+            teach(modules)
+        else:
+            start(path, IDLE, modules, os.environ, wait=False)
+    except OSError as error:
+        logger.warning("no warm process is left behind: %s", error)
+
+
+def start(
+    path: Path,
+    idle: float,
+    modules: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    wait: bool = True,
+) -> tuple[str, int]:
+    """Start a warm process that listens at `path`; what it says of itself ("ok 2.13.0", "no ..." or
+    nothing), and its process id. It is in a session of its own and outlives us."""
+    environ = {env.OMP_NUM_THREADS: "1", **environ}
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    silent = None if wait else subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(
+            warm_command(path, idle=idle, tells=writing, modules=modules),
+            env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
+            pass_fds=(writing,), start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    answer = ""
+    with open(reading, encoding="utf-8", errors="replace") as told:
+        if wait:
+            answer = told.read()
+    if wait and not answer.startswith("ok"):
+        process.wait()
+    process.returncode = 0  # Popen is not to wait for it
+    return answer.strip(), process.pid
 
 
 def _not_used(reason: str) -> None:

@@ -40,7 +40,7 @@ def describe(
         ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
         ("node health", _health(config)),
         ("after a failure", _saves(config)),
-        ("launch", config.launch + (", learning what to preload" if config.preload_learn else "")),
+        ("launch", config.launch + _learning(config)),
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
     lines += ["", *(f"note: {note}" for note in config.notes), ""] if config.notes else [""]
@@ -161,3 +161,8 @@ def _health(config: AgentConfig) -> str:
     if config.precheck:
         words.append("a failed check of this machine ends the agent")
     return ", ".join(words)
+
+
+def _learning(config: AgentConfig) -> str:
+    when = {"at once": ", learning what to preload", "never": ", learning nothing"}
+    return when.get(config.preload_learn, "")

@@ -108,6 +108,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         start_method=asked.text("start_method"),
         preload=preload,
         preload_learn=learn,
+        warm=asked.switch("warm"),
         python_exec=environ.get("PYTHON_EXEC", ""),
         set_omp_threads=set_omp,
         numa_binding=asked.value("numa_binding"),

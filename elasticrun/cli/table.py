@@ -57,6 +57,7 @@ subcommands, each with its own --help:
   elasticrun render TARGET          what Kubernetes or Slurm is to be given
   elasticrun master                 a job master on a host without ranks
   elasticrun replay TRACE           a master's decisions again, with reasons
+  elasticrun warm                   keep torch imported between jobs
 """
 """What --help prints: one screen. `--help-all` prints all there is."""
 
@@ -67,6 +68,7 @@ verbs, as the first word and where no file of that name exists (each has its own
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       run the decisions of a master's trace again, each with its reason
   elasticrun render TARGET      print the manifest for Kubernetes, or the script for Slurm
+  elasticrun warm               keep a process that has torch imported, for later jobs
 
 Every flag may be written with underscores; torchrun's may be abbreviated, as far as torchrun knows
 what is meant. What stands behind the script is the script's. A flag beats the variable in its
@@ -208,8 +210,13 @@ FLAGS: Final[tuple[Flag, ...]] = (
         choices=("auto", "fork", "exec"), origin=OURS,
     ),
     Flag(
-        "--preload", "Modules to have ready beside torch, or 'learn': what the first life of the "
-        "ranks imported.", "program", kind=str, default="", metavar="MODULE,...|learn", origin=OURS,
+        "--preload", "Modules to have ready beside torch. What the first life of the ranks has "
+        "imported is made ready by itself, in the background; 'learn': at once; 'off': never.",
+        "program", kind=str, default="", metavar="MODULE,...|learn|off", origin=OURS,
+    ),
+    Flag(
+        "--warm", "Leave a process behind that has torch imported, for later jobs to begin from "
+        "(elasticrun warm).", "program", origin=OURS,
     ),
     # ------------------------------------------------------------ restarting and stopping
     Flag(

@@ -194,11 +194,16 @@ def signals(text: str) -> tuple[str, ...]:
     return names
 
 
-def modules(text: str) -> tuple[tuple[str, ...], bool]:
-    """--preload: names of modules, and whether `learn` is among the words."""
+def modules(text: str) -> tuple[tuple[str, ...], config.Learning]:
+    """--preload: names of modules, and when what ranks import is made ready: `learn` means at once,
+    `off` never."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if not _MODULE.match(word):
             raise UsageError(f"--preload: {word!r} is not the name of a module", config.EXIT_USAGE)
+    if "off" in words:
+        if len(words) > 1:
+            raise UsageError("--preload: off stands alone", config.EXIT_USAGE)
+        return (), "never"
     names = dict.fromkeys(word for word in words if word != "learn")
-    return tuple(names), "learn" in words
+    return tuple(names), "at once" if "learn" in words else "aside"

@@ -6,23 +6,17 @@ import contextlib
 import os
 import re
 import select
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from elasticrun.agent.warm import IDLE, start
 from elasticrun.cli import values
 from elasticrun.cli.flags import PROG, Parser, help_formatter
 from elasticrun.cli.values import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from elasticrun.wire import env, frames, warm
+from elasticrun.wire import frames, warm
 from elasticrun.wire.published import run_folder
-from elasticrun.wire.serverstart import warm_command
-
-IDLE_MINUTES: Final = 30.0
-
-START_LIMIT: Final = 600.0
-"""Seconds for torch to be imported, from a slow file system too."""
 
 ANSWER_LIMIT: Final = 5.0
 """Seconds for a warm process to say what it is."""
@@ -39,9 +33,9 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return _list(folder)
     if asked.stop:
         return _stop(folder, say)
-    modules, learn = values.modules(asked.preload)
-    if learn:
-        raise UsageError("--preload=learn: a warm process learns by itself", EXIT_USAGE)
+    modules, learning = values.modules(asked.preload)
+    if learning != "aside":
+        raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
     if not 0 < asked.idle <= 7 * 24 * 60:
         raise UsageError("--idle: minutes, more than 0 and a week at most", EXIT_USAGE)
     return _start(warm.socket_path(os.environ), asked.idle * 60, modules, say)
@@ -57,8 +51,8 @@ def _parser() -> Parser:
         formatter_class=help_formatter(),
     )
     made.add_argument(
-        "--idle", type=float, default=IDLE_MINUTES, metavar="MINUTES",
-        help=f"End when no job has come for so long. [default {IDLE_MINUTES:g}]",
+        "--idle", type=float, default=IDLE / 60, metavar="MINUTES",
+        help=f"End when no job has come for so long. [default {IDLE / 60:g}]",
     )  # fmt: skip
     made.add_argument(
         "--preload", default="", metavar="MODULES", help="Modules to import beside torch: a,b,c."
@@ -84,28 +78,6 @@ def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str],
     say(f"process {pid} is warm, with torch {rest}; it ends when no job has come for "
         f"{idle / 60:g} minutes")  # fmt: skip
     return EXIT_OK
-
-
-def start(
-    path: Path, idle: float, modules: Sequence[str], environ: Mapping[str, str]
-) -> tuple[str, int]:
-    """Start a warm process that listens at `path`; what it says of itself ("ok 2.13.0", "no ..." or
-    nothing), and its process id."""
-    environ = {env.OMP_NUM_THREADS: "1", **environ}
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    try:
-        process = subprocess.Popen(
-            warm_command(path, idle=idle, tells=writing, modules=modules),
-            env=environ, stdin=subprocess.DEVNULL, pass_fds=(writing,), start_new_session=True,
-        )  # fmt: skip
-    finally:
-        os.close(writing)
-    with open(reading, encoding="utf-8", errors="replace") as told:
-        answer = told.read()
-    if not answer.startswith("ok"):
-        process.wait(START_LIMIT)
-    process.returncode = 0  # it outlives us; Popen is not to wait for it
-    return answer.strip(), process.pid
 
 
 def _sockets(folder: Path) -> Iterator[Path]:

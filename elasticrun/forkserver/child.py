@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from elasticrun.forkserver import linux, stdio
 from elasticrun.forkserver.lazy import Baseline, Stash
-from elasticrun.forkserver.learn import watch_imports
+from elasticrun.forkserver.learn import Watcher
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.reread import EnvironmentCheck
@@ -61,7 +61,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     _renew_library_state(stash)
     stash.tell(rank.packages_returned)
     if learn:
-        watch_imports(page)
+        stash.watch(Watcher(page))
     program = Program(order.entry, order.error_file, birth.mask)
     program.prepare()
     words = command(order.entry)

@@ -92,6 +92,8 @@ class Stash:
         self.environ: dict[bytes, bytes] = {}
         self._affinity: set[int] = set()
         self._returned: Callable[[set[str]], None] = lambda tops: None
+        self.looked_for: Callable[[str], None] = lambda name: None
+        """Called with the name of each module that is looked for, stashed or not."""
 
     # ------------------------------------------------------------ in the server
 
@@ -182,6 +184,10 @@ class Stash:
         an import of the script's has just brought back."""
         self._returned = returned
         _set_filters(self.baseline.filters)
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """Tell `watcher` from now on."""
+        self.looked_for = watcher
 
     def module(self, name: str) -> Any:
         """A stashed module, or None; it stays hidden."""
@@ -319,6 +325,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        self._stash.looked_for(name)
         if not self._stash.holds(name):
             return None
         own = self._stash.spec_of(name)

@@ -1,13 +1,11 @@
-"""--preload=learn: which modules a rank asks for, told to the server while it runs."""
+"""Which modules a rank asks for, told to the server while it runs."""
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 
 from elasticrun.forkserver.page import IMPORTING, MODULE, Page
 
@@ -18,26 +16,21 @@ MAX_LEARNED = 3000
 """Most modules told; a frame holds more, but no script has been seen to need half of them."""
 
 
-def watch_imports(page: Page) -> None:
-    """Note every module that this process looks for from now on."""
-    sys.meta_path.insert(0, _Watcher(page))
+class Watcher:
+    """In a rank: notes every module that it looks for (`lazy.Stash.watch`)."""
 
-
-class _Watcher(importlib.abc.MetaPathFinder):
     def __init__(self, page: Page) -> None:
         self._page = page
         self._seen: set[str] = set()
         self._looked_for: list[str] = []
         self._poked = 0.0
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def __call__(self, name: str) -> None:
+        """`name` is looked for."""
         if name not in self._seen and len(self._seen) < MAX_LEARNED:
             self._seen.add(name)
             self._tell_found()
             self._looked_for.append(name)
-        return None
 
     def _tell_found(self) -> None:
         """Tell the names that have become modules since; optional ones that are not installed

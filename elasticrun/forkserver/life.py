@@ -15,7 +15,7 @@ from elasticrun.forkserver import linux
 from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.lazy import Baseline
 from elasticrun.forkserver.loop import EXIT_CONFUSED, Server, complain
-from elasticrun.forkserver.preload import Poisoned
+from elasticrun.forkserver.preload import ONE_BY_ONE, Poisoned
 from elasticrun.forkserver.prepare import Prepared, prepare
 from elasticrun.forkserver.protocol import Conversation, Lost
 from elasticrun.wire.frames import FrameBuffer, encode
@@ -134,6 +134,8 @@ def _prepare(
         _begin_anew(configure, poison, sock, birth)
     for word in arguments.refused:
         name, _, reason = word.partition(":")
+        if name == ONE_BY_ONE:
+            continue
         prepared.remarks.append(f"{name} is not preloaded: {reason}")
     if len(arguments.refused) >= MAX_BEGINNINGS:
         prepared.remarks.append("what comes after it is not preloaded: too many were refused")

@@ -214,6 +214,11 @@ class _Family:
         return self._below.get(pid, [])
 
 
+def has_thread(thread: int) -> bool:
+    """Whether this process has such a thread, by its id in the kernel."""
+    return os.path.exists(f"/proc/self/task/{thread}")
+
+
 def thread_count() -> int:
     """Threads of this process, also those that Python knows nothing of."""
     return len(os.listdir("/proc/self/task"))

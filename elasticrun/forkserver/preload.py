@@ -15,11 +15,15 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.envwatch import EnvironmentWatch
 from elasticrun.forkserver.lazy import Stash, is_ours
 from elasticrun.wire.env import RANK_VARIABLES
+
+ONE_BY_ONE: Final = "*"
+"""In the place of a module that is refused: nobody knows which one it is."""
 
 
 class Poisoned(Exception):
@@ -50,6 +54,8 @@ class Preloader:
         self._folders = installed_folders()
         self.files: dict[str, int] = {}
         """mtime in ns of every file that a change of makes this process stale."""
+        self.tried = True
+        """Whether a trial fork has been made since the last import."""
 
     def import_torch(self) -> None:
         """Raises whatever the import raises."""
@@ -61,15 +67,29 @@ class Preloader:
 
     def import_modules(self, names: Iterable[str], refused: Sequence[str]) -> list[str]:
         """Import each; the sentences about those left out. Raises Poisoned at the first that
-        cannot be taken back. `refused` ones, and modules below them, are not tried again."""
+        cannot be taken back. `refused` ones, and modules below them, are not tried again.
+
+        What a module does to the whole process (threads, devices) is looked at once, in the end;
+        one by one where ONE_BY_ONE is among the refused, since something did that."""
         remarks = []
+        before = len(sys.modules)
+        one_by_one = ONE_BY_ONE in refused
         for name in names:
             if name in sys.modules or any((name + ".").startswith(r + ".") for r in refused):
                 continue
-            remark = self._not_installed(name) or self._try(name)
+            remark = self._not_installed(name) or self._try(name, trial=one_by_one)
             if remark:
                 remarks.append(f"{name} is not preloaded: {remark}")
+        if len(sys.modules) > before and not one_by_one:  # `look_at_all` is to come
+            self.tried = False
         return remarks
+
+    def look_at_all(self) -> None:
+        """Raise Poisoned if what was imported since the last trial has spoiled this process."""
+        if not self.tried:
+            self.tried = True
+            if verdict := trust.trial():
+                raise Poisoned(ONE_BY_ONE, verdict)
 
     def import_own(self, name: str) -> None:
         """A module of our own package, anew with all that it brings of it. Where that fails, ranks
@@ -98,7 +118,7 @@ class Preloader:
 
     # ------------------------------------------------------------
 
-    def _try(self, name: str) -> str:
+    def _try(self, name: str, *, trial: bool) -> str:
         reads = set(self._stash.reads)
         path = list(sys.path)
         before = set(sys.modules)
@@ -111,9 +131,8 @@ class Preloader:
         reason = self._rank_readers(reads)
         if not reason and sys.path != path:
             reason = "its import changed sys.path"
-        if not reason and len(sys.modules) > len(before):
-            verdict = trust.trial()
-            reason = verdict
+        if not reason and trial and len(sys.modules) > len(before):
+            reason = trust.trial()
         if reason:
             top = name.partition(".")[0]
             raise Poisoned(name if top in before else top, reason)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,12 @@ from elasticrun.forkserver import linux, trust
 from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.lazy import Stash
 from elasticrun.forkserver.learn import Lessons
-from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.preload import (
+    ONE_BY_ONE,
+    Poisoned,
+    Preloader,
+    installed_folders,
+)
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.wire.env import PYTHON_EXEC
 from elasticrun.wire.spawner import Configure, EntryKind
@@ -86,7 +93,12 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     backend = trust.untested_backend(os.environ)
     if backend:
         os.environ[trust.AUTOLOAD] = "0"
-    failure = _imports(prepared, configure, refused, alone=bool(reason or backend))
+    alone = bool(reason or backend)
+    if configure.aside and ONE_BY_ONE not in refused:
+        failure = aside(lambda: _imports(prepared, configure, refused, alone=alone))
+    else:
+        failure = _imports(prepared, configure, refused, alone=alone)
+    prepared.preloader.look_at_all()
     verdict = failure or trust.build_reason() or _about_torch(trust.trial())
     prepared.can_fork_stores = not (failure or verdict)
     reason = reason or backend or verdict
@@ -96,6 +108,29 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     if not reason and not hides_frames():
         prepared.remarks.append("this interpreter shows a frame of ours below the script's")
     return reason
+
+
+def aside(work: Callable[[], str]) -> str:
+    """Do it with cores that nobody else wants: in a thread that the kernel runs only then, for what
+    a whole process has given away it may not take back, and forks would inherit it."""
+    found: list[str] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
+            found.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    while linux.has_thread(thread.native_id or 0):  # its end is told before it is one
+        os.sched_yield()
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def _about_torch(verdict: str) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 from elasticrun.testing import processes, warm
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
-from elasticrun.wire.env import RANK_VARIABLES
+from elasticrun.wire.env import PRELOAD, RANK_VARIABLES
 
 KILL_LIMIT: Final = 60.0
 """Seconds for a process to be gone after SIGKILL; one in uninterruptible sleep is told about."""
@@ -42,6 +42,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         "TMPDIR": str(scratch / "tmp"),
         "XDG_RUNTIME_DIR": str(scratch / "run"),
         "LOGLEVEL": "INFO",
+        PRELOAD: "off",  # a second fork server would only cost a test time
         **more,
         processes.MARK: mark,
     }

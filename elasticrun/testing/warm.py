@@ -73,6 +73,6 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
 
 def start(place: Path, environ: Mapping[str, str]) -> None:
     """Start a warm process with these variables; where it cannot be, jobs start cold."""
-    from elasticrun.cli.warm_verb import start as start_warm
+    from elasticrun.agent.warm import start as start_warm
 
     start_warm(place, IDLE, (), environ)

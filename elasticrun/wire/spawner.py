@@ -45,6 +45,7 @@ class Configure:
     entry: Entry  # read once, to see whether its text forbids forking
     start_method: str  # spawn, fork, forkserver: for function and run-path entries
     numa: bool  # ranks will be bound to cores
+    aside: bool = False  # import with cores that nobody else wants
 
 
 @dataclass(frozen=True, slots=True)

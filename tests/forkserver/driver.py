@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from elasticrun.agent.warm import WarmChild, ask
-from elasticrun.cli.warm_verb import start as start_warm
+from elasticrun.agent.warm import WarmChild, ask, start as start_warm
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import start_server
 from elasticrun.wire.spawner import (

@@ -462,6 +462,7 @@ class Keeper:
         linux.die_with_parent(signal.SIGKILL)
         try:
             self.stock.preloader.import_modules(modules, self.refused)
+            self.stock.preloader.look_at_all()
         except Poisoned as poison:
             os.write(writing, poison.module.encode())
             os._exit(1)
