@@ -96,9 +96,14 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
     """The rows measured in seconds and megabytes: row, rounds, how."""
     some, few = (2, 1) if quick else (7, 3)
     plan = [
-        (Row("command → first all_reduce", "s", Bar(ratio=0.6)), some, rows.cold_start),
+        (Row("command → first all_reduce", "s", Bar(ratio=0.5)), some, rows.cold_start),
         (
-            Row("a rank dies → next life's first all_reduce", "s", Bar(0.15, 0.12)),
+            Row("the same, a warm process is there", "s", Bar(ratio=0.2)),
+            some,
+            rows.warm_start,
+        ),
+        (
+            Row("a rank dies → next life's first all_reduce", "s", Bar(0.15, 0.05)),
             some - 1,
             rows.restart,
         ),
@@ -111,12 +116,13 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
         (Row("whole job, PSS", "MB", Bar(ratio=0.85)), few, rows.proportional),
     ]
     for name, module, script in (
+        ("DDP with nn.Transformer", "torch", "ddp_transformer.py"),
         ("HF Trainer", "transformers", "hf_trainer.py"),
         ("Lightning", "lightning", "lightning_fit.py"),
     ):
         if importlib.util.find_spec(module):
-            take = partial(rows.framework_restart, script=script)
-            row = Row(f"the same, {name}, --preload=learn", "s", Bar(ratio=0.4))
+            take = partial(rows.script_restart, script=script)
+            row = Row(f"the same, {name}", "s", Bar(ratio=0.2))
             plan.insert(-3, (row, few, take))
         else:
             print(f"{module} is not installed: its row is left out", file=sys.stderr)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from stage import ELASTICRUN, Fact, Job, TookTooLong, free_port, job
+from stage import ELASTICRUN, TORCHRUN, Fact, Job, TookTooLong, free_port, job
+
+from elasticrun.agent import warm
+from elasticrun.wire.env import WARM_SERVER
 
 START_LIMIT = 60.0
 """Seconds in which a job of two ranks must have done its first all_reduce."""
@@ -40,6 +44,23 @@ def cold_start(launcher: str) -> list[float]:
         run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0"))
         run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
         return [last(run.of("allreduce")) - run.began]
+
+
+def warm_start(launcher: str) -> list[float]:
+    """The same where a warm process is there; torchrun has none."""
+    if launcher == TORCHRUN:
+        return cold_start(launcher)
+    with job(launcher) as run:
+        place = run.folder / "warm.sock"
+        said, pid = warm.start(place, 600.0, (), run.environment())
+        assert said.startswith("ok"), said
+        try:
+            words = {"more": {WARM_SERVER: str(place)}, "arguments": ("0", "0")}
+            run.start("--nproc-per-node=2", script="steps.py", **words)
+            run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
+            return [last(run.of("allreduce")) - run.began]
+        finally:
+            os.kill(pid, signal.SIGKILL)
 
 
 def came_to(run: Job, life: int, ranks: int) -> bool:
@@ -72,18 +93,18 @@ def restart(launcher: str) -> list[float]:
         return recoveries(run, 3, 2, RESTART_LIMIT)
 
 
-LEARNING = 30.0
-"""Seconds of training after which a second fork server has what a framework imports, with room."""
+LEARNING = 90.0
+"""Seconds of training after which a second fork server has what a script imports, with room."""
 
 
-def framework_restart(launcher: str, script: str) -> list[float]:
-    """The same for a framework's script, with --preload=learn: after LEARNING seconds of training.
+def script_restart(launcher: str, script: str) -> list[float]:
+    """The same for a script that imports much, without a flag: after LEARNING seconds of training.
     torchrun learns nothing, so its script need not train for long."""
     seconds = LEARNING if launcher == ELASTICRUN else 2.0
     with job(launcher) as run:
-        flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, "--preload=learn"))
+        flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, *NO_BACKOFF))
         run.start(*flags, script=script, arguments=(str(seconds),))
-        return recoveries(run, 1, 2, START_LIMIT)
+        return recoveries(run, 1, 2, seconds + START_LIMIT)
 
 
 def two_nodes(launcher: str) -> list[float]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,16 +63,11 @@ class Job:
         self.temporary.mkdir()
         self.began = 0.0
 
-    def start(
-        self, *flags: str, script: str, arguments: tuple[str, ...], own_store: bool = True
-    ) -> None:
-        """Start one agent; the clock of the job runs from the first one.
-
-        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with the
-        store shared, about half of its restarts hang or fail, and there is no time to measure."""
-        command = (*COMMANDS[self.launcher], *flags, str(SCRIPTS / script), *arguments)
-        environment = {
+    def environment(self) -> dict[str, str]:
+        """What every process of the job is started with."""
+        return {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))},
+            "ELASTICRUN_WARM_SERVER": "off",
             "OMP_NUM_THREADS": "1",
             "BENCH_SOCKET": str(self.folder / "facts"),
             MARK: self.marker,
@@ -80,6 +75,21 @@ class Job:
             "BENCH_STEPS": str(self.folder),
             "TMPDIR": str(self.temporary),
         }
+
+    def start(
+        self,
+        *flags: str,
+        script: str,
+        arguments: tuple[str, ...],
+        own_store: bool = True,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start one agent; the clock of the job runs from the first one.
+
+        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with the
+        store shared, about half of its restarts hang or fail, and there is no time to measure."""
+        command = (*COMMANDS[self.launcher], *flags, str(SCRIPTS / script), *arguments)
+        environment = {**self.environment(), **(more or {})}
         if own_store and self.launcher == TORCHRUN:
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         console = (self.folder / f"console-{len(self.agents)}").open("wb")

@@ -51,6 +51,9 @@ COMMANDS = {
 PATIENT = {"ELASTICRUN_RDZV_CONF": "heartbeat_timeout=60"}
 """The environment of a job whose lives are counted: no agent is dead for standing still a while."""
 
+COLD = {"ELASTICRUN_WARM_SERVER": "off"}
+"""The environment of a job whose fork server is not forked from the run's warm process."""
+
 _FOREIGN = (
     "PET_",
     "TORCHELASTIC_",

@@ -87,8 +87,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     notes += [_ONE_THREAD] if set_omp else []
     preload, learn = values.modules(asked.text("preload"))
     _choices(asked)
-    notes += health.notes(asked, spec.checks)
-    notes += [*_nothing_yet(asked), *_unread(environ)]
+    notes += [*health.notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
         values.name(meeting.job_id, "--rdzv-id")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.compat.live import PUPPET, allreduce, finish
-from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_exit, until_file
+from tests.harness import COLD, ELASTICRUN, PATIENT, SCRIPTS, World, await_exit, until_file
 
 pytestmark = pytest.mark.slow
 
@@ -42,18 +43,19 @@ def test_a_bug_mended_between_two_lives(world: World) -> None:
     assert launched.wait() == 0
 
 
-def test_the_second_life_has_what_the_first_one_imported(world: World) -> None:
-    """`--preload=learn`: the next ranks come from a second server that has it; the first server
-    ends when it has no rank left."""
+@pytest.mark.parametrize("preload", ["", pytest.param("learn", marks=pytest.mark.soak)])
+def test_the_second_life_has_what_the_first_one_imported(world: World, preload: str) -> None:
+    """The next ranks come from a second server that has it, and which was made ready with cores
+    that nobody else wants, or at once; the first server ends when it has no rank left."""
     script = world.scratch / "train.py"
     script.write_text(
         f"import sys\nsys.path.append({str(SCRIPTS)!r})\nimport psutil\n"
         "from puppet import Puppet\nPuppet().run()\n"
     )
     launched = world.launch(
-        *(ELASTICRUN, "--nproc-per-node=2", "--max-restarts=2", "--preload=learn"),
+        *(ELASTICRUN, "--nproc-per-node=2", "--max-restarts=2"),
         *("--restart-backoff=0", str(script)),
-        env={"LOGLEVEL": "INFO", **PATIENT},
+        env={"LOGLEVEL": "INFO", "ELASTICRUN_PRELOAD": preload, **COLD, **PATIENT},
     )
     first = world.hub.ranks(2, restart=0)
     assert not has_psutil(first[0].ppid)
@@ -65,6 +67,8 @@ def test_the_second_life_has_what_the_first_one_imported(world: World) -> None:
     again = world.hub.ranks(2, restart=1)
     assert again[0].ppid == again[1].ppid != first[0].ppid
     assert has_psutil(again[0].ppid)
+    # nothing of that is left in what ranks inherit
+    assert os.sched_getscheduler(again[0].pid) == os.SCHED_OTHER
     assert allreduce(world, again) == [2, 2]
     again[1].order("die")  # this round's store was made ready by the first server, the next is not
     last = world.hub.ranks(2, restart=2)
