@@ -48,19 +48,19 @@ def train(steps: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    net = DistributedDataParallel(network())
+    opt = torch.optim.Adam(net.parameters(), lr=1e-3)
     print(f"start rank={rank} life={life} pid={os.getpid()}\n", end="", flush=True)
     for step in range(steps):
         inputs, wanted = batch(step, rank, world_size)
-        loss = nn.functional.mse_loss(model(inputs), wanted)
-        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(inputs), wanted)
+        opt.zero_grad()
         loss.backward()
-        optimizer.step()
+        opt.step()
         if rank == 0 and (step + 1) % 50 == 0:
             print(f"step={step + 1} life={life} loss={loss.item():.4f}\n", end="", flush=True)
     if rank == 0:
-        print(f"done life={life} weights={digest(model)}", flush=True)
+        print(f"done life={life} weights={digest(net)}", flush=True)
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ del sys.argv[:3]
 done = Checkpointer.step
 
 
-def hold(checkpointer: Checkpointer, number: int, healthy: bool = True) -> None:
+def hold(checkpointer: Checkpointer, number: int, *, healthy: bool = True) -> None:
     """In the place of `Checkpointer.step`."""
-    done(checkpointer, number, healthy)
+    done(checkpointer, number, healthy=healthy)
     if number == STEP:
         Stage()
         while True:

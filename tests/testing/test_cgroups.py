@@ -129,7 +129,8 @@ def test_a_node_that_is_given_less_time_as_it_runs(elastic_job: Any, tmp_path: P
 HUNGRY = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-print(os.getpid(), "is hungry in life", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+os.write(1, f"{os.getpid()} is hungry in life {life}\n".encode())  # in one piece
 signal.sigwait([signal.SIGUSR1])
 held = [b"x" * (1 << 24) for _ in range(128)]
 signal.pause()
@@ -150,7 +151,7 @@ def test_a_node_that_is_given_less_memory_as_it_runs(elastic_job: Any, tmp_path:
     job.limit_memory(0, 300 << 20)
     os.kill(first, signal.SIGKILL)
     second = rank(1)
-    job.wait_for_output(0, "by signal 9")
+    job.wait_for_output(0, "killed by SIGKILL")
     assert "out of memory" not in job.output(0)
     os.kill(second, signal.SIGUSR1)
     assert job.result().exit_codes == (1,)

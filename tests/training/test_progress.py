@@ -63,11 +63,24 @@ def test_a_planted_slowness_makes_the_own_part_three_times_as_long(world: World)
     assert other.own >= 0.055
 
 
-def test_without_an_agent_nothing_is_done_and_nothing_imported() -> None:
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("1", []),
+        (
+            "'x'",  # once; there is nobody else who could tell the script
+            [
+                "<string>:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
+                "the number of the step, and tells the job nothing until it gets one"
+            ],
+        ),
+    ],
+)
+def test_without_an_agent_nothing_is_done_and_nothing_imported(step: str, told: list[str]) -> None:
     code = (
         "import os, sys; before = dict(os.environ)\n"
         "from elasticrun.training import progress\n"
-        "progress(1); progress('x')\n"
+        f"progress({step}); progress({step})\n"
         "assert dict(os.environ) == before\n"
         "assert not {'torch', 'grpc', 'asyncio', 'threading'} & (set(sys.modules) - early)\n"
     )
@@ -75,7 +88,7 @@ def test_without_an_agent_nothing_is_done_and_nothing_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.splitlines()) == (0, told)
 
 
 def test_what_is_no_agents_place_is_no_trouble() -> None:
