@@ -212,7 +212,6 @@ class Keeper:
     """Modules that are not to be imported: a fork that did was spoiled."""
 
     def __post_init__(self) -> None:
-        self._mine = surroundings.look("self")
         self._inode = self.arguments.place.stat().st_ino
         self._until = time.monotonic() + self.arguments.idle
         self._guards: dict[int, int] = {}
@@ -375,10 +374,10 @@ class Keeper:
     def _against(self, conn: socket.socket, ask: Ask) -> str:
         """Why a fork of ours would not be what this launcher would have exec'd; or empty."""
         try:
-            theirs = surroundings.look(peer(conn)[0])
+            mine, theirs = surroundings.look("self"), surroundings.look(peer(conn)[0])
         except OSError as error:
             return f"its process cannot be looked at ({error.strerror})"
-        return surroundings.difference(self._mine, theirs) or surroundings.variable_that_differs(
+        return surroundings.difference(mine, theirs) or surroundings.variable_that_differs(
             self.stock.stash.saw, ask.env, self.stock.stash.reads
         )
 
@@ -415,7 +414,10 @@ class Keeper:
             linux.set_command_line([os.fsencode(word) for word in sys.orig_argv], shown)
             words.extend(command[1:])
 
-        become_guard(visitor.conn, [channel, *streams, folder], shown, become_server)
+        try:
+            become_guard(visitor.conn, [channel, *streams, folder], shown, become_server)
+        except BaseException:  # no process could be started for the fork server, say
+            os._exit(1)
         return words
 
     def _adopt(self, environ: dict[bytes, bytes]) -> None:
