@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile
 QUICK = not slow and not soak
-# two targets beside each other; the lint's words come when it is done
+# two targets beside each other, the words of each in one piece
 BESIDE = $(MAKE) --no-print-directory -j2 -O
 
 .PHONY: help demo test check lint unit tests bench soak matrix proto wheel-test clean
@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(QUICK)"
+	$(BIN)/python -m pytest -q $(TOGETHER) -m "$(QUICK)"
 
 check: $(VENV)/.dev
 	$(BESIDE) lint unit
@@ -56,7 +56,7 @@ tests: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 
 test: $(VENV)/.frameworks
-	$(BESIDE) lint tests
+	$(MAKE) --no-print-directory -j2 lint tests
 	$(MAKE) --no-print-directory wheel-test
 
 wheel-test: $(VENV)/.dev

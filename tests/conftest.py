@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ settings.register_profile(
 )
 settings.load_profile("a machine that stands still now and then")
 
+QUICK = "not slow and not soak"
+SLOW_AS_A_WHOLE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.M)
+
 STARTERS = frozenset({"world", "torchrun_world", "lab", "elastic_job", "inner"})
 """Fixtures, also of other fixtures, with which a test starts processes: it is `slow` by itself."""
 
@@ -33,6 +37,14 @@ def pytest_configure() -> None:
     nothing we ignore them no less, but what is exec'd has the default again."""
     for number in ignored_signals():
         signal.signal(number, lambda *_: None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are slow as a whole are not even imported for `make check`."""
+    if config.option.markexpr != QUICK or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8") if collection_path.is_file() else ""
+    return True if SLOW_AS_A_WHOLE.search(text) else None
 
 
 @pytest.hookimpl(tryfirst=True)

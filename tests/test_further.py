@@ -27,6 +27,8 @@ def _marks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[
 
 def _whole(file: Path) -> list[ast.Call]:
     """The marks of a file as a whole: `pytestmark = further(...)`."""
+    if f"pytestmark = {FURTHER}" not in file.read_text(encoding="utf-8"):
+        return []
     return [
         call
         for node in _tree(file).body
@@ -55,7 +57,9 @@ def _tests(file: Path) -> dict[str, bool]:
 
 
 def _nodes(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Tests and classes of tests."""
+    """Tests and classes of tests of a file in which something is soaked."""
+    if FURTHER not in (text := file.read_text(encoding="utf-8")) and "mark.soak" not in text:
+        return []
     outer = _tree(file).body
     inner = [one for node in outer if isinstance(node, ast.ClassDef) for one in node.body]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

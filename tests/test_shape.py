@@ -97,7 +97,7 @@ def test_no_test_sleeps() -> None:
         if "scripts" in path.parts or path.name == "functions.py":
             continue
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(text)) if "sleep" in text else ():
             if _is_sleep(node):
                 line = text.splitlines()[node.lineno - 1]
                 if "# the moment is what is tested" not in line:

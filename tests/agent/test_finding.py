@@ -102,6 +102,7 @@ def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_t
     assert (second.spec.job_id, second.token) == ("mine", first.token)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_renewed_is_not_taken_over(
     tmp_path: Path, there: dict[str, bool], found: list[Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_file_that_nobody_named_is_done_without_where_it_cannot_be(
     assert "has no hard links" in refused.wrong
 
 
+@pytest.mark.slow
 def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> None:
     inbox = SignalInbox(["SIGTERM"])
     inbox.install()

@@ -405,6 +405,7 @@ def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
     assert text.split() == [b"%d" % n for n in range(30_000)]
 
 
+@pytest.mark.slow
 def test_a_reader_that_waits_for_its_console_is_not_taken_for_a_hung_disk(
     tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -433,6 +434,7 @@ class SlowReader(threading.Thread):
             self.hurry.wait(self._rest)  # the pace of a slow reader; no rest once it hurries
 
 
+@pytest.mark.slow
 def test_all_is_shown_as_long_as_somebody_reads(
     tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -458,6 +460,7 @@ def test_all_is_shown_as_long_as_somebody_reads(
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_when_the_time_is_up_stderr_comes_first(
     tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -248,6 +248,7 @@ def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Mapping[str, Tls]) 
     aio.run(run())
 
 
+@pytest.mark.slow
 def test_a_renewed_certificate_is_used_from_the_next_connection_on(
     files: Mapping[str, Tls], tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_verb_is_the_first_word_and_no_file(
     assert verb_of(["master"]) == ""
 
 
+@pytest.mark.slow
 def test_help_is_one_screen_that_points_to_all_of_it(tmp_path: Path) -> None:
     for word in ("--help", "-h", "--hel"):
         short = command(word, cwd=tmp_path)

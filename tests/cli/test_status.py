@@ -275,6 +275,7 @@ def test_over_tls(home: Path, tmp_path: Path) -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 def test_nobody_there_is_one_sentence(home: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -152,6 +152,7 @@ def test_it_ends_and_repeats_no_group(count: int, planted: list[tuple[str, int, 
         assert outcome.failed <= guilty(faults)
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_cost_little() -> None:
     seconds, passes = cost(10_000)
     assert passes == 3
@@ -721,6 +722,7 @@ def test_a_job_that_trains_already_has_no_perf_test() -> None:
     assert not netcheck.wants(names(4))
 
 
+@pytest.mark.slow
 def test_a_check_costs_each_answer_no_more_in_a_larger_crowd() -> None:
     """An answer that ends no pass is O(1)."""
 

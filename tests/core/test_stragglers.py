@@ -284,6 +284,7 @@ def test_reports_that_come_spread_over_a_long_beat_are_all_compared() -> None:
     assert training.names == ["n7"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_cost_little() -> None:
     training = Training(f"n{number}" for number in range(10_000))
     began = time.process_time()

@@ -149,6 +149,7 @@ def test_a_request_without_end_is_refused() -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 @given(noise=st.binary(min_size=1, max_size=400))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise_is_answered_or_cut(noise: bytes) -> None:

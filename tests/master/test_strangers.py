@@ -256,6 +256,7 @@ OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
 LATE, BAD = "no Knock came in time", "no report of elasticrun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -289,6 +290,7 @@ def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
     """The challenge would wait for ever in its closed window."""
     shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)

@@ -284,6 +284,7 @@ def test_a_message_over_the_bound_is_refused() -> None:
     aio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [(), ("grpc.max_concurrent_streams",)], ids=["bound", "default"])
 def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
     async def run() -> None:
@@ -462,6 +463,7 @@ def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> 
     aio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "greet"),
     [("grpc.server_handshake_timeout_ms", False), ("grpc.max_connection_idle_ms", True)],

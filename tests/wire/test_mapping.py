@@ -32,6 +32,7 @@ def test_it_lies_where_large_pages_can_and_is_shared(fd: int) -> None:
     assert other[5000] == os.pread(fd, 1, 5000)[0] == 7
 
 
+@pytest.mark.slow
 def test_it_goes_with_the_last_view_and_not_before(fd: int) -> None:
     array = map_shared(fd, 3 * 4096)
     view = memoryview(array).cast("B")[4096:]

@@ -194,6 +194,7 @@ def test_impossible_sizes_are_no_segment(sizes: dict[str, int]) -> None:
         begin(memoryview(bytearray(8 * PAGE)), **sizes)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_step_before() -> None:
     """A writer that is killed at some moment, twenty times, and on until one was in mid-copy: a
     whole step is there each time, and it is what was written."""
