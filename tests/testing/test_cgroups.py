@@ -130,7 +130,7 @@ HUNGRY = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-os.write(1, f"{os.getpid()} is hungry in life {life}\n".encode())  # in one piece
+os.write(1, f"{os.getpid()} is hungry in life {life}\\n".encode())  # in one piece
 signal.sigwait([signal.SIGUSR1])
 held = [b"x" * (1 << 24) for _ in range(128)]
 signal.pause()
