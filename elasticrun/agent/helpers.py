@@ -7,7 +7,6 @@ when the agent's end of a pipe is closed, by whatever death.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.agent.processes import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
@@ -27,6 +26,9 @@ from elasticrun.wire import record_folder
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.record_folder import LaunchFolder
 from elasticrun.wire.serverstart import SHIELDED
+
+if TYPE_CHECKING:
+    import asyncio
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
 
@@ -241,6 +243,8 @@ class MasterHost:
         self._failed = failed
         self._record = record
         self._in_etcd = in_etcd
+        import asyncio  # the first master is started before it
+
         self._loop = asyncio.get_running_loop()
         self._master: MasterProcess | None = None
         self._closing = False
@@ -287,6 +291,8 @@ class MasterHost:
     async def close(self, limit: float) -> None:
         """Let the master go, and wait `limit` seconds for its end. One that nobody else can need
         is killed then; another may have nodes yet and lives on for them."""
+        import asyncio
+
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
@@ -311,6 +317,8 @@ class MasterHost:
 
     def _forget(self) -> asyncio.Event | None:
         """Remove the record, in a thread; the event is set when that is done."""
+        import asyncio
+
         record, self._record = self._record, None
         if record is None:
             return None

@@ -7,13 +7,15 @@ agent a fair process 1 of a container.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import asyncio
 
 PR_SET_CHILD_SUBREAPER: Final = 36  # <linux/prctl.h>
 
@@ -137,6 +139,8 @@ class Reaper:
         """SIGKILL and reap every descendant but `keep` (and what is below those).
 
         Returns the pids that are still there after `limit` seconds: the kernel keeps them."""
+        import asyncio  # an agent starts its fork server before it has that
+
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
         spared = self._foreign | set(keep)
