@@ -10,10 +10,12 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 TOGETHER = -n $(WORKERS) --dist loadfile
 QUICK = not slow and not soak
-# two targets beside each other, the words of each in one piece
-BESIDE = $(MAKE) --no-print-directory -j2 -O
+# rooms whose quick tests import torch as they are collected: one process does, and not every one
+WITH_TORCH = $(addprefix tests/,accelerators api checkpointing compat dcp forkserver)
+# targets beside each other, the words of each in one piece
+BESIDE = $(MAKE) --no-print-directory -j3 -O
 
-.PHONY: help demo test check lint unit tests bench soak matrix proto wheel-test clean
+.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test clean
 help:
 	@echo "make demo    two agents, a real model, one rank killed on purpose (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
@@ -47,10 +49,13 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -q $(TOGETHER) -m "$(QUICK)"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(QUICK)" $(addprefix --ignore=,$(WITH_TORCH))
+
+unit-torch: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "$(QUICK)" $(WITH_TORCH)
 
 check: $(VENV)/.dev
-	$(BESIDE) lint unit
+	$(BESIDE) lint unit unit-torch
 
 tests: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"

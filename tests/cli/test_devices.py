@@ -14,6 +14,8 @@ from elasticrun.cli.devices import count_accelerators
 from elasticrun.cli.values import UsageError
 from tests.accelerators.standins import gpu, nvml
 
+pytestmark = pytest.mark.slow  # it imports torch
+
 
 def silent(sentence: str) -> None:
     raise AssertionError(f"nothing takes long here: {sentence}")
@@ -44,7 +46,6 @@ def test_a_containers_share_of_the_cores(
     assert len(said) == (quota < 4)
 
 
-@pytest.mark.slow
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the child says is what torch says here; one sentence announces the wait."""
     said: list[str] = []
@@ -74,7 +75,6 @@ def test_cuda_devices_are_counted_by_nvml(tmp_path: Path, monkeypatch: pytest.Mo
     assert count_accelerators("gpu", environ | {"CUDA_VISIBLE_DEVICES": ""}, silent) == 0
 
 
-@pytest.mark.slow
 def test_only_cuda_itself_counts_mig_instances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,6 @@ def test_only_cuda_itself_counts_mig_instances(
     assert len(said) == 1
 
 
-@pytest.mark.slow
 def test_a_folder_named_torch_does_not_mislead_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
