@@ -78,6 +78,7 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/sim_scale.py --png docs/sim-scale.png
 	$(BIN)/python benchmarks/netcheck_faults.py
 
+soak: export ELASTICRUN_TORCHRUN = live
 soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 	$(BIN)/python -m pytest -m soak --timeout 3600

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.compat import recording
 from tests.harness import (
     ELASTICRUN,
     SCRIPTS,
@@ -80,6 +82,12 @@ def fill(words: tuple[str, ...], world: World, port: int) -> list[str]:
     return [w.replace("{port}", str(port)).replace("{scratch}", str(world.scratch)) for w in words]
 
 
+def variables(case: Case, world: World, port: int) -> dict[str, str]:
+    """What a case puts into the environment of its agents."""
+    own = {name: fill((value,), world, port)[0] for name, value in case.env.items()}
+    return {"DUMP_DIR": str(world.scratch / "dumps"), **own}
+
+
 def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
     """Start all agents of a case; torchrun's others when the first one has its c10d store: two that
     start at one moment spoil each other's."""
@@ -87,7 +95,7 @@ def begin(launcher: str, case: Case, world: World, port: int) -> list[Launched]:
     dumps.mkdir()
     name, *args = fill(case.program, world, port)
     script = str(SCRIPTS / name) if (SCRIPTS / name).exists() and not case.cwd else name
-    env = {"DUMP_DIR": str(dumps), **{k: fill((v,), world, port)[0] for k, v in case.env.items()}}
+    env = variables(case, world, port)
     cwd = Path(__file__).parent.parent / case.cwd if case.cwd else world.scratch
     flags = fill(case.flags, world, port)
     jobs = []
@@ -135,11 +143,73 @@ def read_tree(folder: Path) -> dict[str, str]:
     return files
 
 
+BESIDE = ("launcher-error.json",)
+"""Files of the scratch folder that a test reads."""
+
+
+def name_of(case: Case) -> str:
+    """A case's name in the recording."""
+    text = json.dumps({k: v for k, v in vars(case).items() if v and v != -1}, default=dict)
+    return text.replace(sys.executable, "«PYTHON»")
+
+
+def record(case: Case, theirs: Outcome, world: World) -> dict[str, Any]:
+    """What `recalled` needs."""
+    base = world.environment(variables(case, world, theirs.port))
+    dumps = {
+        f"{rank}.{life}": recording.without_base(dump, base, umask=case.umask != -1)
+        for (rank, life), dump in sorted(theirs.dumps.items())
+    }
+    logs = theirs.scratch / case.log_dir
+    made = {
+        "codes": theirs.codes,
+        "stdout": theirs.stdout,
+        "stderr": theirs.stderr,
+        "dumps": dumps,
+        "tree": theirs.tree,
+        "folders": sorted(p.name for p in logs.iterdir() if p.is_dir()) if case.log_dir else [],
+        "files": {
+            name: (theirs.scratch / name).read_text()
+            for name in BESIDE
+            if (theirs.scratch / name).exists()
+        },
+    }
+    made = recording.plain(made, theirs.scratch, theirs.port)
+    return dict(made)
+
+
+def recalled(case: Case, kept: Mapping[str, Any], world: World) -> Outcome:
+    """torchrun's outcome as if it had been run now, in this world."""
+    port = free_port()
+    told = recording.here(kept, world.scratch, port)
+    base = world.environment(variables(case, world, port))
+    dumps = {}
+    for name, dump in told["dumps"].items():
+        rank, life = name.split(".")
+        dumps[int(rank), int(life)] = recording.with_base(dump, base)
+    for folder in told["folders"]:
+        (world.scratch / case.log_dir / folder).mkdir(parents=True, exist_ok=True)
+    for name, text in told["files"].items():
+        (world.scratch / name).write_text(text)
+    return Outcome(
+        launcher=TORCHRUN,
+        codes=told["codes"],
+        stdout=told["stdout"],
+        stderr=told["stderr"],
+        dumps=dumps,
+        tree=told["tree"],
+        scratch=world.scratch,
+        port=port,
+    )
+
+
 class Pairs:
-    """Runs each case once a session, both launchers at the same time."""
+    """Runs each case once a session, both launchers at the same time; torchrun's side is recalled
+    where it has been recorded."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
+        self._recorded = recording.known()
         self._known: dict[Case, tuple[Outcome, Outcome]] = {}
         self._runs = 0
 
@@ -152,22 +222,40 @@ class Pairs:
     def _run(self, case: Case) -> tuple[Outcome, Outcome]:
         self._runs += 1
         folder = self._base / f"pair-{self._runs}"
+        if recording.HOW == "record":
+            return self._record(case, World(folder / "t"))
+        kept = self._recorded.get(name_of(case))
         theirs = World(folder / "t")
         try:
             with world_in(folder / "e") as ours:
                 ports = free_port(), free_port()
-                running = [
-                    (TORCHRUN, theirs, begin(TORCHRUN, case, theirs, ports[0]), ports[0]),
-                    (ELASTICRUN, ours, begin(ELASTICRUN, case, ours, ports[1]), ports[1]),
-                ]
-                first, second = (collect(n, case, w, jobs, p) for n, w, jobs, p in running)
+                running = [(ELASTICRUN, ours, begin(ELASTICRUN, case, ours, ports[1]), ports[1])]
+                if kept is None:
+                    jobs = begin(TORCHRUN, case, theirs, ports[0])
+                    running.insert(0, (TORCHRUN, theirs, jobs, ports[0]))
+                found = [collect(n, case, w, jobs, p) for n, w, jobs, p in running]
+            first = found[0] if kept is None else recalled(case, kept, theirs)
         finally:
             theirs.close(strict=False)
+        return self._until_met(case, first, folder), found[-1]
+
+    def _until_met(self, case: Case, first: Outcome, folder: Path) -> Outcome:
         for number in range(1, TRIES):
             if not any(NOT_MET in text for text in first.stderr):
                 break
             first = self._torchrun_again(case, World(folder / f"t{number}"))
-        return first, second
+        return first
+
+    def _record(self, case: Case, world: World) -> tuple[Outcome, Outcome]:
+        port = free_port()
+        try:
+            theirs = collect(TORCHRUN, case, world, begin(TORCHRUN, case, world, port), port)
+            if any(NOT_MET in text for text in theirs.stderr):
+                raise AssertionError("torchrun's agents have not met: record it again")
+            recording.keep(name_of(case), record(case, theirs, world))
+        finally:
+            world.close(strict=False)
+        return theirs, theirs
 
     @staticmethod
     def _torchrun_again(case: Case, world: World) -> Outcome:

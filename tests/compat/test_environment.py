@@ -93,7 +93,10 @@ MORE = (
     *("variables for flags", "a umask", "run id, elastic", "one rank", "a word for nproc"),
 )
 
-HARNESS = {"ELASTICRUN_TEST_MARK", "ELASTICRUN_TEST_SOCKET", "TMPDIR", "XDG_RUNTIME_DIR"}
+HARNESS = {
+    *("ELASTICRUN_TEST_MARK", "ELASTICRUN_TEST_SOCKET", "TMPDIR", "XDG_RUNTIME_DIR"),
+    *("ELASTICRUN_WARM_SERVER", "ELASTICRUN_PRELOAD"),
+}
 
 DIFFERENCES: dict[str, tuple[str, str, str]] = {
     # variable: torchrun's value, ours, the reason
