@@ -102,6 +102,7 @@ class Snapshots:
         self._speakers = Speakers()
         self._giving: set[Peer] = set()  # ranks that are being given a segment
         self._steps: dict[int, int] = {}  # the last one that each local rank has committed
+        self._skipped: dict[int, int] = {}  # how many each has skipped in this life
         self._marks = Marks()
         self.departing = Departing(config, self._current, lambda: self._segments.held, self._say)
         self._hashing = Hashing(self.savers)
@@ -146,6 +147,7 @@ class Snapshots:
         self._current.clear()
         self._awaiting.clear()
         self._steps.clear()
+        self._skipped.clear()
         self._remarks.clear()
         self.departing.begin(start)
         self._inventory.begin(start, self._segments.held)
@@ -301,6 +303,9 @@ class Snapshots:
             self.departing.puts_off(local_rank, message.signals)
         elif isinstance(message, s.Missed):
             self.departing.missed(message)
+        elif isinstance(message, s.Skipped):
+            self._skipped[local_rank] = message.count
+            self._report.changed()
         elif isinstance(message, s.Remark):
             self._remarks(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
@@ -398,7 +403,8 @@ class Snapshots:
         held = self._inventory.holdings(self._segments.held, living=self._living)
         saver = Endpoint(self._address(), self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), self._went_on()
-        return m.Holdings(saver, held, self._replicas.wanted, last, went_on)
+        skipped = max(self._skipped.values(), default=0)
+        return m.Holdings(saver, held, self._replicas.wanted, last, went_on, skipped)
 
     def _went_on(self) -> m.WentOn | None:
         """How far ranks of a life that is over have trained on from memory; None: not at all."""

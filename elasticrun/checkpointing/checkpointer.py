@@ -315,6 +315,7 @@ class Checkpointer:
         if not took[0]:
             self.stats.skipped += 1
             self._left_out += 1
+            self._guard(lambda: way.skipped(self.stats.skipped))
             if due.persist:
                 self._tell(
                     f"step {due.step} was not written out: no slot was free for {wait:.0f} s"
@@ -330,7 +331,7 @@ class Checkpointer:
         return True
 
     def _tell_left_out(self, step: int) -> None:
-        """Once in a life of the ranks; `stats.skipped` has the count of them all."""
+        """Once in a life of the ranks; `stats.skipped` and the job's status count them all."""
         count, self._left_out = self._left_out, 0
         if count == self.stats.skipped and count and self._way is not None:
             self._way.remark(

@@ -30,7 +30,7 @@ from elasticrun.storage.errors import StorageError
 from elasticrun.storage.timeline import chain
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.segment import NONE, VERSION
-from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume
+from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume, Skipped
 
 END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be ended, once it has said that it cannot go on."""
@@ -62,6 +62,9 @@ class Way(Protocol):
 
     def answer(self, step: int, *, saved: bool) -> None:
         """What was asked for was saved, or could not be. This process may end here."""
+
+    def skipped(self, count: int) -> None:
+        """So many saves were skipped in this life."""
 
     def remark(self, text: str) -> None:
         """One sentence for the operator."""
@@ -157,6 +160,9 @@ class AgentWay:
                 self._taker.until_whole(step, answered, WHOLE_LIMIT)
             if self._taker.asked in (NONE, answered):  # else they could not: another is to be saved
                 self._departure.end()
+
+    def skipped(self, count: int) -> None:
+        self._line.say(Skipped(count))
 
     def remark(self, text: str) -> None:
         try:
@@ -297,6 +303,9 @@ class TorchWay:
 
     def answer(self, step: int, *, saved: bool) -> None:
         """Nobody has asked."""
+
+    def skipped(self, count: int) -> None:
+        """Nobody counts, and none is ever skipped."""
 
     def remark(self, text: str) -> None:
         if self._setting.rank == 0:

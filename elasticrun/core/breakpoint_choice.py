@@ -181,6 +181,12 @@ class BreakpointChoice:
         """The step for which a node that is to go stays; None: for none of this round."""
         return None
 
+    def _skipped(self) -> int:
+        """Snapshots that a rank of the present round has skipped, of the rank with the most."""
+        name = self._ledgers[0].name if self._ledgers else None
+        reports = (one for one in self._raw.values() if one.last and one.last.round == name)
+        return max((one.skipped for one in reports), default=0)
+
     def _ledger(self, name: RoundName) -> Ledger | None:
         return next((one for one in self._ledgers if one.name == name), None)
 

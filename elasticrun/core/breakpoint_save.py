@@ -290,6 +290,8 @@ class BreakpointSave(BreakpointChoice):
         elif self._plan is not None:
             why = "no saver is ready" if self._no_saver else "the last attempt failed"
             parts.append(f"step {self._plan.key[1]} waits to be saved: {why}")
+        if skipped := self._skipped():
+            parts.append(f"{some(skipped, 'snapshot')} skipped in this round: no slot was free")
         return "; ".join(parts)
 
     # ------------------------------------------------------------ what is wanted

@@ -162,7 +162,8 @@ def snapshot_words(message: m.Report | m.Order) -> str:
     """A message about snapshots as one line; another one's name."""
     match message:
         case m.Holdings():
-            return f"Holdings: {', '.join(map(_holding, message.held)) or 'none'}"
+            skipped = f"; {message.skipped} skipped" if message.skipped else ""
+            return f"Holdings: {', '.join(map(_holding, message.held)) or 'none'}{skipped}"
         case m.WhereIs():
             return f"WhereIs rank {message.rank} at step {message.step}"
         case m.ShardBad():

@@ -328,6 +328,7 @@ _FIELDS: Final[Mapping[type[Any], Mapping[str, _Field]]] = {
         "replicas": Flag(),
         "last": _Part(m.LastRound, optional=True),
         "went_on": _Part(m.WentOn, optional=True),
+        "skipped": _COUNT,
     },
     m.WentOn: {**_SNAPSHOT},
     m.LastRound: {"round": _ROUND, "world_size": _WORLD, **_RESTORE},

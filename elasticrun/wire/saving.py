@@ -81,13 +81,15 @@ class Holdings:
     """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
     where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
     the state in the memory of two nodes. `last`: None if no rank ever lived here. `went_on`: None
-    if no rank of the newest round has trained on here from what it put back."""
+    if no rank of the newest round has trained on here from what it put back. `skipped`: snapshots
+    of that round for which a rank of this node had no free slot, of the rank with the most."""
 
     saver: Endpoint | None
     held: tuple[Holding, ...]
     replicas: bool = False
     last: LastRound | None = None
     went_on: WentOn | None = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

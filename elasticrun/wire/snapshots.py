@@ -130,6 +130,13 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """So many snapshots were due in this life and not taken, since no slot was free. No answer."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remark:
     """One sentence for the operator. No answer."""
 
@@ -147,6 +154,7 @@ FromRank = (
     | CannotRestore
     | PutsOff
     | Missed
+    | Skipped
     | Remark
 )
 

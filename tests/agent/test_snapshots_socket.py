@@ -115,6 +115,20 @@ def test_a_step_counts_when_every_local_rank_has_committed_it() -> None:
     play(body)
 
 
+def test_what_ranks_have_skipped_is_told_to_the_master_and_begins_anew_with_each_life() -> None:
+    async def body(node: Node) -> None:
+        ranks = await life(node, 1)
+        ranks[0].say(s.Skipped(2))
+        ranks[1].say(s.Skipped(3))
+        said = await node.master.until(lambda said: said.skipped == 3, m.Holdings)
+        assert said.last == m.LastRound(ONE, 2)
+        node.master.reports.clear()
+        goes_on(node)
+        await node.master.until(lambda said: said.skipped == 0, m.Holdings)
+
+    play(body)
+
+
 def test_of_several_nodes_only_the_master_says_what_is_whole() -> None:
     async def body(node: Node) -> None:
         start = node.begin(1)

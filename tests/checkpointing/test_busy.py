@@ -25,6 +25,7 @@ from elasticrun.wire.snapshots import (
     RankHere,
     Remark,
     Resume,
+    Skipped,
 )
 from tests.agent.test_snapshots_socket import at_most
 from tests.checkpointing.played import PlayedAgent, playing
@@ -116,6 +117,7 @@ def test_what_was_skipped_is_told_once(agent: PlayedAgent, tmp_path: Path) -> No
     ckpt.step(5)
     assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
     assert "2 snapshots were skipped before step 5" in agent.until(Remark)[0].text
+    assert [one.count for one in agent.until(Skipped, 2)] == [1, 2]
     ckpt.close()
 
 

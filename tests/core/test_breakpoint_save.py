@@ -548,6 +548,20 @@ def test_the_page_says_what_there_is() -> None:
     assert saves.status() == f"{whole}; step 100 is the newest checkpoint"
 
 
+def test_the_page_counts_the_snapshots_that_this_round_has_skipped() -> None:
+    saves = Saves()
+    saves.both(100)
+    saves.taken()
+    for node, skipped in (("a", 3), ("b", 1)):
+        report = replace(saves._raw[node], last=m.LastRound(R1, 2), skipped=skipped)
+        saves.heard(node, report, 0.0)
+    assert not saves.taken(), "it is for people: nothing follows from it"
+    whole = "step 100 is whole in memory"
+    assert saves.status() == f"{whole}; 3 snapshots skipped in this round: no slot was free"
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert saves.status() == whole, "what nodes have said was of the round before"
+
+
 # ---------------------------------------------------------------- in the master
 
 SAVING = replace(SPEC, max_restarts=0, saves=m.SaveSpec(at_breakpoint=True, limit=20.0))

@@ -772,7 +772,9 @@ class Holdings(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     WENT_ON_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     replicas: _builtins.bool
+    skipped: _builtins.int
     @_builtins.property
     def saver(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -789,10 +791,11 @@ class Holdings(_message.Message):
         replicas: _builtins.bool = ...,
         last: Global___LastRound | None = ...,
         went_on: Global___WentOn | None = ...,
+        skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "skipped", b"skipped", "went_on", b"went_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
