@@ -56,8 +56,9 @@ unless something happens before; only a running round that lacks nothing waits w
 
 What the caller owes: `decide` after every event that is not a beat and at the time it named; to
 choose at most `Decision.nodes` of `ready` and tell `formed`; to tell every loss of contact, leave,
-death and rebirth; not to tell `join` for a node whose ranks may live. Sentences for agents count
-nodes coarsely, so that a thousand joins are not a million messages; the numbers are in `detail`.
+death and rebirth; not to tell `join` for a node whose ranks may live. Sentences for agents that
+count nodes change seldom in a large job (Count), so that a thousand joins are not a million
+messages; the numbers are in `detail`.
 """
 
 from __future__ import annotations
@@ -70,9 +71,17 @@ from elasticrun.core.crew import Phase, Stage
 from elasticrun.core.pace import beat_interval
 from elasticrun.core.succession import Succession
 from elasticrun.core.wording import names, some
+from elasticrun.wire.messages import JobSpec
 
-COUNTED = 32
-"""So many counts of the nodes that have joined are told at most while a round gathers."""
+COUNT_ALL = 64
+"""Nodes of a job in which each is told of every one that joins."""
+
+COUNT_SOON = 2.0
+"""Seconds that a count stands at least in a larger job, the first time; then twice as long each
+time."""
+
+COUNT_LATE = 60.0
+"""And at most; agents say what they wait for once a minute."""
 
 FENCE_SLACK = 5.0
 """Seconds of doubt about how soon an agent notices that its master has gone."""
@@ -99,9 +108,42 @@ class Decision:
     nodes: int = 0  # FORM: how many at most
 
 
+class Count:
+    """How many nodes are here, as sentences say it. A sentence that changes with every join is n
+    messages to each of n nodes: in a large job the count stands for some seconds, whoever joins,
+    and what a node is told goes by how long it waits and not by how many nodes there are."""
+
+    def __init__(self) -> None:
+        self.told = 0
+        self._told_at: float | None = None
+        self._pause = COUNT_SOON
+
+    def begin(self) -> None:
+        """The sentence is a new one."""
+        self._told_at = None
+
+    def look(self, here: int, needed: int, now: float) -> float | None:
+        """`here` nodes of `needed` are here. When to look again, if the count is to be renewed."""
+        if self._told_at is None:
+            self._pause = COUNT_SOON
+        elif here == self.told:
+            return None
+        elif needed > COUNT_ALL and self.told > 0:  # nobody who is here is told that nobody is
+            due = self._told_at + self._pause
+            if now < due:
+                return due
+            self._pause = min(2.0 * self._pause, COUNT_LATE)
+        self.told, self._told_at = here, now
+        return None
+
+
 class Rendezvous(Succession):
     """The rounds of one job; see the module's head. The books are kept by `Crew`, those of a round
     that another master formed by `Succession`."""
+
+    def __init__(self, spec: JobSpec, now: float) -> None:
+        super().__init__(spec, now)
+        self._count = Count()
 
     def decide(self, now: float) -> Decision:
         """What is to be done at `now`."""
@@ -122,7 +164,7 @@ class Rendezvous(Succession):
         if decision is None:
             running = self.phase is Phase.RUNNING
             decision = self._running(now) if running else self._gathering(now)
-        wakes = [self._barred.next(), None if settled else self._grace_until]
+        wakes = [decision.wake, self._barred.next(), None if settled else self._grace_until]
         wake = min((when for when in wakes if when is not None), default=None)
         if decision.verb is Verb.WAIT and wake is not None:
             return replace(decision, wake=wake)
@@ -291,6 +333,7 @@ class Rendezvous(Succession):
         self._call.cancel()
         if self._starved_since is None:
             self._starved_since = now
+            self._count.begin()
         until = max(self._starved_since + self._spec.join_timeout, self._grace_until)
         needed = self._needed()
         why = self.loss or self._shortage or next(iter(self._kept.values()), "")
@@ -299,21 +342,14 @@ class Rendezvous(Succession):
             reason = f"only {len(self.ready)} of {some(needed, 'node')} for {limit}"
             reason += f" ({why})" if why else ""
             return Decision(Verb.GIVE_UP, reason)
-        reason = f"waiting for nodes: {self._some_of(len(self.ready), needed)}"
+        wake = self._count.look(len(self.ready), needed, now)
+        reason = f"waiting for nodes: {self._count.told} of {some(needed, 'node')}"
         reason += f" ({why})" if why else ""
-        return Decision(Verb.WAIT, reason, until)
+        return Decision(Verb.WAIT, reason, until, wake)
 
     def _usable(self, nodes: int) -> int:
         """How many of so many nodes can be in a round."""
         return min(nodes // self._spec.node_unit * self._spec.node_unit, self._largest)
-
-    @staticmethod
-    def _some_of(ready: int, needed: int) -> str:
-        """How many are here. In a large job not each number is told: a sentence that changes with
-        every join would be n messages to each of n nodes."""
-        coarse = max(1, needed // COUNTED)
-        told = ready // coarse * coarse
-        return f"{told}{'' if coarse == 1 else ' or more'} of {some(needed, 'node')}"
 
     def _needed(self) -> int:
         unit = self._spec.node_unit

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticrun.core.effects import Tick
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.sim.world import World
-from elasticrun.wire.messages import JobSpec, JobStatus
+from elasticrun.wire.messages import JobSpec, JobStatus, Wait
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=1, max_nodes=3, grow_cooldown=300.0)
 
@@ -96,3 +98,25 @@ def test_the_end_of_somebody_elses_bar_is_not_the_end_of_this_wait() -> None:
     ]
     assert "more" not in seen.reason
     assert "let in again in" in reason_of(world, "b", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("needed", "counts"), [(64, list(range(1, 64))), (65, [1, 2, 6, 14, 30, 62, 64])]
+)
+def test_who_joins_is_counted_at_once_in_a_small_job_and_now_and_then_in_a_large_one(
+    needed: int, counts: list[int]
+) -> None:
+    """Law 7. Where a node comes every second, the first one of a large job hears of it after 2 s,
+    after 4 more, and so on; of the last one too, within a minute."""
+    spec = replace(SPEC, min_nodes=needed, max_nodes=needed)
+    told: list[str] = []
+    world = World(beats=True)
+    world.on_order = lambda node, order: (
+        told.append(order.reason) if node.name == "n0" and isinstance(order, Wait) else None
+    )
+    world.start_master(spec)
+    for index in range(needed - 1):  # the last one stays away
+        world.run_until(100.0 + index)
+        world.start_node(NodeSetup(f"n{index}", spec))
+    world.run_until(100.0 + needed + 60.0)
+    assert told == [f"waiting for nodes: {count} of {needed} nodes" for count in counts]
