@@ -117,7 +117,8 @@ def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> N
         assert time.monotonic() < end, counting.words()
         number = job.nodes.index(job.add_node())
         # it has joined, and is told what it waits for or that it has a place
-        job.wait_for_output(number, re.compile("last call|at the door|ranks start"))
+        place = "this node joined|the job starts"
+        job.wait_for_output(number, re.compile(f"last call|at the door|{place}"))
         job.kill_node(number)
     # the last newcomer may have had a place in a world that is over by now, or soon will be
     newest = max(world.last for world in job.worlds())
