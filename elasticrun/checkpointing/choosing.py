@@ -11,7 +11,7 @@ of the ranks: nothing has been loaded, so there is nothing to undo.
 
 from __future__ import annotations
 
-import threading
+import _thread
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -161,9 +161,13 @@ class Choice:
             except Exception as error:  # of a library that knows the storage
                 answer.put(error)
 
-        threading.Thread(target=look, name="elasticrun-look", daemon=True).start()
         try:
+            # not by `threading`, whose start() waits for ever for a thread that dies for want of
+            # memory before it is one
+            _thread.start_new_thread(look, ())
             found = answer.get(timeout=LOOK_LIMIT)
+        except RuntimeError as error:
+            found = StorageError(str(error))
         except Empty:
             found = StorageError(f"{folder.url} has not answered for {LOOK_LIMIT:.0f} s")
         if isinstance(found, int):

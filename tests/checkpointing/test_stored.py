@@ -246,9 +246,6 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
     assert len(said) == 1
     assert said[0].startswith("step 3 is taken from memory, storage was not looked at: ")
     assert why in said[0]
-    for thread in threading.enumerate():
-        if thread.name == "elasticrun-look":
-            thread.join(240)
 
 
 def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(
