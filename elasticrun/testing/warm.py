@@ -24,6 +24,9 @@ FOLDER: Final = "ELASTICRUN_TESTING_WARM"
 IDLE: Final = 900.0
 """Seconds without a job after which it ends by itself, where the run was killed."""
 
+MAX_STARTS: Final = 16
+"""It ends by itself when a test installs a package, and is started again; not for ever."""
+
 OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
 """Variables that belong to one test, by which its processes are found or kept apart."""
 
@@ -60,11 +63,11 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     place = Path(folder, _SOCKET)
     try:
-        with open(Path(folder, "lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            tried = Path(folder, "tried")
-            if not tried.exists():
-                tried.touch()
+        with open(Path(folder, "starts"), "ab") as starts:
+            fcntl.flock(starts, fcntl.LOCK_EX)
+            if not place.is_socket() and starts.tell() < MAX_STARTS:
+                starts.write(b".")
+                starts.flush()
                 start(place, {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)})
     except OSError:
         return {}
