@@ -23,12 +23,23 @@ def further(*covered_by: str, why: str = "") -> pytest.MarkDecorator:
     return pytest.mark.soak(*covered_by)
 
 
-def cases(of: Iterable[Any], *, soaked: Sequence[Any] = (), kept: Sequence[Any] = ()) -> list[Any]:
+def cases(
+    of: Iterable[Any],
+    *,
+    soaked: Sequence[Any] = (),
+    kept: Sequence[Any] = (),
+    several: bool = False,
+) -> list[Any]:
     """The values for `parametrize`, those of `soaked` (or all but those that are `kept`) marked: a
-    case that differs from its neighbours in one word of the same rule."""
+    case that differs from its neighbours in one word of the same rule. `several`: each is a tuple
+    of the values of several names."""
     values = list(of)
     missing = [value for value in (*soaked, *kept) if value not in values]
     assert not missing, f"no cases of this table: {missing}"
     left = [v for v in values if (v in kept if kept else v not in soaked)]
     assert left, "no case of this table is left to `make test`"
-    return [v if v in left else pytest.param(v, marks=pytest.mark.soak) for v in values]
+
+    def further_case(value: Any) -> Any:
+        return pytest.param(*(value if several else (value,)), marks=pytest.mark.soak)
+
+    return [value if value in left else further_case(value) for value in values]

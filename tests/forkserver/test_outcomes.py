@@ -14,6 +14,7 @@ import pytest
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.outcomes import OUTCOMES, RECURSION, TORCH_OUTCOMES
+from tests.further import cases
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +63,7 @@ def test_recursion_limit_differs_on_purpose(server: Driver, tmp_path: Path) -> N
     assert by_python - 2 <= forked <= by_python
 
 
-@pytest.mark.parametrize("name", TORCH_OUTCOMES)
+@pytest.mark.parametrize("name", cases(TORCH_OUTCOMES, kept=["record", "torch after main"]))
 def test_outcome_with_torch(server: Driver, tmp_path: Path, name: str) -> None:
     _compare(server, tmp_path, TORCH_OUTCOMES[name])
 

@@ -13,6 +13,7 @@ import pytest
 import elasticrun
 from elasticrun.wire.spawner import Learned, Notice, Stale
 from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
+from tests.further import further
 
 pytestmark = pytest.mark.slow
 
@@ -213,6 +214,7 @@ def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: P
     assert not [name for name in learned if name.startswith(("sqlite3", "torch", "json"))]
 
 
+@further("test_what_must_not_be_shared_is_refused")
 def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = tmp_path / "out"
@@ -231,6 +233,7 @@ def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
     assert out.read_text() == "1"
 
 
+@further("test_what_must_not_be_shared_is_refused")
 def test_the_environment_of_a_preloaded_library_is_compared(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     entry = script(

@@ -29,6 +29,7 @@ from elasticrun.wire.spawner import (
 )
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.forkserver.test_server import held_port
+from tests.further import further
 
 pytestmark = pytest.mark.slow
 
@@ -269,6 +270,7 @@ def test_a_probe_that_crashes_has_a_result(group: Group) -> None:
     assert (said.ok, said.own, said.reason) == (False, True, "it was killed by SIGSEGV")
 
 
+@further("test_an_executed_probe_that_cannot_import_torch_says_what_it_printed")
 def test_where_forks_are_not_trusted_probes_are_executed() -> None:
     with Driver(launch="exec", env=plain_environment()) as driver:
         driver.ready()

@@ -47,7 +47,7 @@ from tests.forkserver.driver import (
     read_line,
     script,
 )
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -368,6 +368,7 @@ def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
         assert "Threads:\t1\n" in status or "Threads:\t2\n" in status
 
 
+@further("test_fifty_lives_leave_no_descriptor_and_no_process")
 def test_many_ranks_at_once(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import sys\nsys.exit(int(sys.argv[1]))\n")
     with Driver(entry, env=plain_environment()) as driver:

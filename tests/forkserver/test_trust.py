@@ -11,6 +11,7 @@ import pytest
 
 from elasticrun.wire.spawner import Entry, EntryKind, SpawnerReady
 from tests.forkserver.driver import Driver, plain_environment, script
+from tests.further import further
 
 pytestmark = pytest.mark.slow
 
@@ -221,6 +222,7 @@ def test_names_that_no_file_can_take(tmp_path: Path) -> None:
         assert driver.run(entry).code == 0
 
 
+@further("test_a_file_beside_the_script_with_the_name_of_a_loaded_module")
 def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the working directory it counts for `-m` alone; in PYTHONPATH for all, the server's own
     imports included; in an archive for the archive."""
