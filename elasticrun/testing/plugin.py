@@ -6,18 +6,21 @@ Nothing else of elasticrun is imported before a test uses the fixture. See docs/
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
+import tempfile
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from elasticrun.testing import warm
 
 if TYPE_CHECKING:
     from elasticrun.testing.job import ElasticJob
 
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
+WARM_FOLDER = "ELASTICRUN_TEST_WARM"
+"""Variable that names the folder to all processes of the run; `off`: there is none."""
 WARM = pytest.StashKey[str]()
 LIMIT = "elasticrun_timeout"
 
@@ -28,13 +31,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The folder of the run's warm process is known before xdist's workers are started."""
-    config.stash[WARM] = warm.begin()
+    """The folder of the run's warm process (`testing.warm`) is named before xdist's workers are
+    started; it is made by the first job."""
+    if WARM_FOLDER not in os.environ:
+        name = f"elasticrun-warm-{os.getpid()}-{secrets.token_hex(4)}"
+        os.environ[WARM_FOLDER] = os.path.join(tempfile.gettempdir(), name)
+        config.stash[WARM] = os.environ[WARM_FOLDER]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The warm process ends with the run."""
-    warm.end(config.stash.get(WARM, ""))
+    folder = config.stash.get(WARM, "")
+    if folder:
+        os.environ.pop(WARM_FOLDER, None)
+    if folder and os.path.isdir(folder):
+        from elasticrun.testing.warm import end
+
+        end(folder)
 
 
 def _limit(config: pytest.Config) -> dict[str, float]:

@@ -11,15 +11,12 @@ import contextlib
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from elasticrun.testing.plugin import WARM_FOLDER
 from elasticrun.wire import env
-
-FOLDER: Final = "ELASTICRUN_TESTING_WARM"
-"""Variable that names the run's folder to the processes that share it; its value may be `off`."""
 
 IDLE: Final = 900.0
 """Seconds without a job after which it ends by itself, where the run was killed."""
@@ -33,36 +30,25 @@ OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
 _SOCKET: Final = "warm.sock"
 
 
-def begin() -> str:
-    """Make the run's folder, unless another process of this run has: its path, or "" then."""
-    if os.environ.get(FOLDER):
-        return ""
-    folder = tempfile.mkdtemp(prefix="elasticrun-warm-")
-    os.environ[FOLDER] = folder
-    return folder
-
-
 def end(folder: str) -> None:
-    """End the run's warm process and remove its folder; "": that is another process' to do."""
+    """End the run's warm process and remove its folder."""
     from elasticrun.wire import frames, warm
 
-    if not folder:
-        return
     with contextlib.suppress(OSError), warm.connect(Path(folder, _SOCKET), 5.0) as conn:
         conn.sendall(frames.encode(warm.Leave()))
         conn.recv(1)  # its end
     shutil.rmtree(folder, ignore_errors=True)
-    os.environ.pop(FOLDER, None)
 
 
 def named(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable by which a launcher with these variables finds the run's warm process, which is
     started with them if there is none yet; nothing where the run has none."""
-    folder = os.environ.get(FOLDER, "")
+    folder = os.environ.get(WARM_FOLDER, "")
     if folder in ("", "off") or env.WARM_SERVER in environ:
         return {}
     place = Path(folder, _SOCKET)
     try:
+        place.parent.mkdir(mode=0o700, exist_ok=True)
         with open(Path(folder, "starts"), "ab") as starts:
             fcntl.flock(starts, fcntl.LOCK_EX)
             if not place.is_socket() and starts.tell() < MAX_STARTS:
