@@ -13,7 +13,7 @@ QUICK = not slow and not soak
 # rooms whose quick tests import torch as they are collected: one process does, and not every one
 WITH_TORCH = $(addprefix tests/,accelerators api checkpointing compat dcp forkserver)
 # targets beside each other, the words of each in one piece
-BESIDE = $(MAKE) --no-print-directory -j3 -O
+BESIDE = $(MAKE) --no-print-directory -j3 -Oline
 
 .PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test clean
 help:
