@@ -159,14 +159,16 @@ class FileMeeting(MeetingBase):
         path = None if self._found.given else await self._token_file(record)
         if path is not None:
             flags += f" --token-file={spec.job_id}.token"
-        self._say(f"to join: {command.replace(chr(0), flags)}")
         if path is not None:
             host_name = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
             self._say(
-                f"before that, there: scp {host_name}:{path} {spec.job_id}.token   (the job's "
-                "token: who has it can join and run code)"
+                f"to join, first on that machine: scp {host_name}:{path} {spec.job_id}.token   "
+                "(the job's token: who has it can join and run code)"
             )
-        elif not self._found.given:
+            self._say(f"then: {command.replace(chr(0), flags)}")
+            return
+        self._say(f"to join: {command.replace(chr(0), flags)}")
+        if not self._found.given:
             self._say(
                 "no folder here can hold the job's token for others: set ELASTICRUN_TOKEN to one "
                 "secret on all nodes and start again if others are to join"

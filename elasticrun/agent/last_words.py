@@ -14,7 +14,7 @@ from elasticrun.agent.errorfiles import write_own, write_own_words
 from elasticrun.agent.events import EventLog
 from elasticrun.agent.summary import child_failed
 from elasticrun.agent.threads import in_thread
-from elasticrun.config import EXIT_OK, EXIT_SAVED, AgentConfig
+from elasticrun.config import EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.effects import Exit
 from elasticrun.operator_log import StderrWriter, last_word, logger
 from elasticrun.wire.messages import Start
@@ -61,6 +61,8 @@ async def tell(
         root = outcome.failures[0]
         if outcome.reason:
             logger.error("%s", directed(outcome.reason))
+        if outcome.code == EXIT_FINAL:
+            logger.error("ended with 93: another try cannot help")
         if not config.called:
             writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
     elif not config.called:

@@ -20,6 +20,7 @@ from elasticrun.agent.processes import Reaper, become_subreaper
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner_process import SpawnerProcess, start_spawner
 from elasticrun.agent.trust import unusable, with_trust
+from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
 from elasticrun.wire.serverstart import ignored_signals
 
@@ -84,7 +85,10 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
             config, found = _runner().run(find(config, inbox))
         try:
             node = Node(config, inbox, reaper, spawner, master, writer, ignored, found)
-            return _runner().run(node.run())
+            outcome = _runner().run(node.run())
+            if config.warm:
+                leave_behind(node.learned)
+            return outcome
         finally:
             if found is not None:
                 found.close()

@@ -131,6 +131,11 @@ class Node:
 
     # ------------------------------------------------------------ the whole life
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Modules that its ranks have imported, once it has run."""
+        return self._spawners.learned
+
     async def run(self) -> Exit:
         """From the first turn to the last process gone."""
         if self._first_master is not None:

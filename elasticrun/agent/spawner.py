@@ -244,6 +244,11 @@ class Spawners:
         if self.lives_by_call:
             self._current.send(configure_message(config))
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The modules that ranks have imported beside what the first spawner had."""
+        return self._learned
+
     # ------------------------------------------------------------ orders
 
     def new_key(self) -> int:
@@ -285,9 +290,7 @@ class Spawners:
         """Tell all to quit and wait for it, `limit` seconds at most."""
         self._closing = True
         self._forget_aside()
-        if self._config.warm:
-            warm.leave_behind(self._learned)
-        else:
+        if not self._config.warm:  # else see `agent.main`: it is started when all is swept
             warm.teach(self._learned)
         if self._petting is not None:
             self._petting.cancel()
@@ -370,9 +373,11 @@ class Spawners:
         if spawner.keys:
             spawner.expect()
         self._early_deaths = 0
+        warmed = isinstance(spawner.process.process, WarmChild)
         logger.info(
-            "ranks will be started by %s (torch %s, imported in %.2f s)",
+            "ranks will be started by %s%s (torch %s, ready in %.2f s)",
             ready.mode,
+            " from the warm process" if warmed else "",
             ready.torch or "not imported",
             ready.import_seconds,
         )

@@ -26,6 +26,7 @@ from tests.forkserver.driver import (
     script,
     warm_process,
 )
+from tests.harness import await_true
 
 pytestmark = pytest.mark.slow
 
@@ -260,6 +261,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert not gone([int(row[0])])
     assert run("--list") == "no warm process\n"
     assert not list((tmp_path / "elasticrun").glob("*.sock*"))
+
+
+def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
+    env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path), ELASTICRUN_WARM_SERVER="")
+    program = tmp_path / "nothing.py"
+    program.write_text("")
+    subprocess.run(
+        [sys.executable, "-m", "elasticrun", "--warm", str(program)],
+        env=env, capture_output=True, text=True, timeout=LIMIT, check=True,
+    )  # fmt: skip
+
+    def there() -> list[Path]:
+        return list((tmp_path / "elasticrun").glob("warm-*.sock"))
+
+    await_true(there, "warm process")
+    pid = described(there()[0]).pid
+    with warm.connect(there()[0], LIMIT) as conn:
+        conn.sendall(frames.encode(warm.Leave()))
+    assert not gone([pid])
 
 
 def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:

@@ -173,9 +173,9 @@ def test_a_split_makes_no_second_job(machines: Machines) -> None:
 def test_the_printed_line_is_what_other_machines_type(machines: Machines, tmp_path: Path) -> None:
     """No folder is shared: a person copies the token and types the line."""
     one = machines.type("a", *TYPED, "puppet.py", shared=False)
-    text = one.until_text("before that, there: scp ")
+    text = one.until_text("then: elasticrun ")
     lines = text.splitlines()
-    line = next(line for line in lines if "to join: " in line).partition("to join: ")[2]
+    line = next(line for line in lines if " then: " in line).partition(" then: ")[2]
     assert line.startswith("elasticrun --nnodes=1:3 --grow=now --rdzv-endpoint=192.0.2.1:29400 ")
     scp = next(line for line in lines if ": scp " in line).partition(": scp ")[2].split()
     assert scp[0].startswith("192.0.2.1:/")

@@ -97,14 +97,20 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
         stock = _stock_up(Baseline(modules))
         listener = _listen(arguments.place)
     except (_Unfit, OSError) as error:
-        os.write(arguments.tells, f"no {error}".encode())
+        _tell(arguments.tells, f"no {error}")
         sys.exit(1)
     gc.collect()
     gc.freeze()
-    os.write(arguments.tells, f"ok {stock.torch}".encode())
-    os.close(arguments.tells)
+    _tell(arguments.tells, f"ok {stock.torch}")
     _silence()
     return Keeper(stock, listener, arguments).run()
+
+
+def _tell(descriptor: int, word: str) -> None:
+    """Say how it went to whoever has started us; a job that leaves us behind does not wait."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(descriptor, word.encode())
+    os.close(descriptor)
 
 
 def _shield(action: signal.Handlers) -> None:
