@@ -295,6 +295,11 @@ class Launched:
         )
 
 
+def agent_of(peer: Peer, jobs: Iterable[Launched]) -> Launched:
+    """The agent that has a rank."""
+    return next(job for job in jobs if peer.pid in processes.below(job.pid))
+
+
 def until_file(path: Path, good: Callable[[str], bool], limit: float = LIMIT) -> str:
     """Wait (inotify) until the text of `path` satisfies `good`; that text."""
     end = time.monotonic() + limit

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 
-import psutil
 import pytest
 
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
@@ -24,6 +23,7 @@ from tests.harness import (
     Launched,
     Peer,
     World,
+    agent_of,
     await_exit,
     free_port,
     is_alive,
@@ -121,12 +121,6 @@ class TestReplacement:
         assert allreduce(world, again) == [2, 2]
         finish(again)
         assert [j.wait() for j in jobs if j is not lost] == [0, 0]
-
-
-def agent_of(peer: Peer, jobs: list[Launched]) -> Launched:
-    """The agent above a rank."""
-    above = {p.pid for p in psutil.Process(peer.pid).parents()}
-    return next(j for j in jobs if j.pid in above)
 
 
 class TestLossOfRankZero:

@@ -10,7 +10,6 @@ import time
 import psutil
 import pytest
 
-from elasticrun.testing import processes
 from elasticrun.testing.processes import command, is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.further import cases, further
@@ -18,8 +17,8 @@ from tests.harness import (
     ELASTICRUN,
     LIMIT,
     Launched,
-    Peer,
     World,
+    agent_of,
     await_exit,
     await_true,
     free_port,
@@ -27,11 +26,6 @@ from tests.harness import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def agent_of(peer: Peer, jobs: list[Launched]) -> Launched:
-    """The agent above a rank."""
-    return next(j for j in jobs if peer.pid in processes.below(j.pid))
 
 
 def master_of(world: World) -> psutil.Process:
