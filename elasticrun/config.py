@@ -7,7 +7,8 @@ the agent and the master are started with. Nothing here reads the environment.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from enum import StrEnum
+from typing import Final
 
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.spawner import Entry
@@ -100,9 +101,14 @@ STORM_LONGEST: Final = 300.0
 
 # ---------------------------------------------------------------- what ranks import
 
-Learning = Literal["at once", "aside", "never"]
-"""When a second fork server imports what the ranks of the first life did: as soon as it is known,
-later and only with cores that nobody else wants, or not at all."""
+
+class Learning(StrEnum):
+    """When a second fork server imports what the ranks of the first life did."""
+
+    AT_ONCE = "at once"
+    ASIDE = "aside"  # later, and with cores that nobody else wants
+    NEVER = "never"
+
 
 # ---------------------------------------------------------------- node health
 
@@ -332,7 +338,7 @@ class AgentConfig:
     launch: str = "auto"  # auto, fork, exec
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
-    preload_learn: Learning = "aside"
+    preload_learn: Learning = Learning.ASIDE
     warm: bool = False  # leave a warm process behind
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1

@@ -21,7 +21,7 @@ from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.threads import Tasks
 from elasticrun.agent.warm import WarmChild
-from elasticrun.config import AgentConfig
+from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
 from elasticrun.wire import frames
 from elasticrun.wire.spawner import (
@@ -393,7 +393,7 @@ class Spawners:
             return
         self._learned = (*self._learned, *new)
         self._forget_aside()
-        if self._config.preload_learn == "at once":
+        if self._config.preload_learn is Learning.AT_ONCE:
             self._prepare_next(spawner)
         else:
             loop = asyncio.get_running_loop()
@@ -406,7 +406,7 @@ class Spawners:
             return
         if spawner is not self._current or self._next is not None:
             return
-        aside = self._config.preload_learn == "aside"
+        aside = self._config.preload_learn is Learning.ASIDE
         logger.info(
             "a second fork server imports %d modules that the ranks used", len(self._learned)
         )

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from elasticrun.agent.warm import WarmChild, fork_server
-from elasticrun.config import AgentConfig
+from elasticrun.config import AgentConfig, Learning
 from elasticrun.wire import env, frames
 from elasticrun.wire.serverstart import start_server
 from elasticrun.wire.spawner import Configure
@@ -39,7 +39,7 @@ def configure_message(
     return Configure(
         launch=config.launch,
         preload=tuple(dict.fromkeys(config.preload + learned)),
-        learn=config.preload_learn != "never",
+        learn=config.preload_learn is not Learning.NEVER,
         entry=config.entry,
         start_method=config.start_method,
         numa=config.numa_binding is not None or config.numa_affinity,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from elasticrun.cli.asked import Asked, Setting, setting
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
-from elasticrun.config import AgentConfig
+from elasticrun.config import AgentConfig, Learning
 from elasticrun.core.wording import some
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.spawner import EntryKind
@@ -164,5 +164,5 @@ def _health(config: AgentConfig) -> str:
 
 
 def _learning(config: AgentConfig) -> str:
-    when = {"at once": ", learning what to preload", "never": ", learning nothing"}
+    when = {Learning.AT_ONCE: ", learning what to preload", Learning.NEVER: ", learning nothing"}
     return when.get(config.preload_learn, "")

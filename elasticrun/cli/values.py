@@ -204,6 +204,7 @@ def modules(text: str) -> tuple[tuple[str, ...], config.Learning]:
     if "off" in words:
         if len(words) > 1:
             raise UsageError("--preload: off stands alone", config.EXIT_USAGE)
-        return (), "never"
+        return (), config.Learning.NEVER
     names = dict.fromkeys(word for word in words if word != "learn")
-    return tuple(names), "at once" if "learn" in words else "aside"
+    learning = config.Learning.AT_ONCE if "learn" in words else config.Learning.ASIDE
+    return tuple(names), learning

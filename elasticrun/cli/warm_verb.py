@@ -14,7 +14,7 @@ from elasticrun.agent.warm import IDLE, start
 from elasticrun.cli import values
 from elasticrun.cli.flags import PROG, Parser, help_formatter
 from elasticrun.cli.values import UsageError
-from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
 from elasticrun.wire import frames, warm
 from elasticrun.wire.published import run_folder
 
@@ -34,7 +34,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     if asked.stop:
         return _stop(folder, say)
     modules, learning = values.modules(asked.preload)
-    if learning != "aside":
+    if learning is not Learning.ASIDE:
         raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
     if not 0 < asked.idle <= 7 * 24 * 60:
         raise UsageError("--idle: minutes, more than 0 and a week at most", EXIT_USAGE)
