@@ -24,7 +24,7 @@ from elasticrun.wire.channel import get_status
 from elasticrun.wire.ids import Endpoint
 from tests import aio
 from tests.harness import await_true
-from tests.master.people import LIMIT, enter, hear, hello, serving, status as page
+from tests.master.people import LIMIT, at_once, enter, hear, hello, serving, status as page
 
 
 @dataclasses.dataclass
@@ -325,7 +325,7 @@ def test_grpc_goes_through() -> None:
         async with serving() as served:
             gate.tell(master=str(served.endpoint))
             through = Endpoint("127.0.0.1", gate.port)
-            assert await get_status(through, LIMIT) == page()
+            assert at_once(await get_status(through, LIMIT)) == page()
             served.endpoint = through
             async with served.agent() as stream:
                 await stream.send(m.Beat(1))

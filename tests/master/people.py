@@ -79,6 +79,12 @@ def status(**changes: Any) -> m.JobStatus:
     return dataclasses.replace(made, **changes)
 
 
+def at_once(page: m.JobStatus) -> m.JobStatus:
+    """The page of a master as it was when it began: its age, which is real time, left out."""
+    assert page.age >= 0.0
+    return dataclasses.replace(page, age=0.0)
+
+
 class Recorder:
     """The smallest brain of the right shape: greets, remembers, and does what a test says
     through `on`."""

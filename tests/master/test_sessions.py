@@ -36,6 +36,7 @@ from tests.master.people import (
     SPEC,
     Served,
     asking,
+    at_once,
     enter,
     hear,
     hello,
@@ -356,6 +357,6 @@ def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> None:
 def test_get_status() -> None:
     async def run() -> None:
         async with serving() as served:
-            assert await get_status(served.endpoint, LIMIT) == status()
+            assert at_once(await get_status(served.endpoint, LIMIT)) == status()
 
     aio.run(run())
