@@ -458,8 +458,11 @@ class Spawners:
         """Kill and reap all that a dead spawner left (its orphans are our children by now)."""
         process = spawner.process.process
         if process is not None and process.returncode is None:  # it lives, but talks no sense
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            if isinstance(process, WarmChild):
+                process.kill()  # by its pidfd: its guard may have reaped it
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
         if isinstance(process, WarmChild) and process.over is not None:  # its guard sweeps
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.over.wait(), SWEEP_LIMIT)

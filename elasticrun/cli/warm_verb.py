@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.agent.warm import IDLE, start
+from elasticrun.agent.warm import IDLE, hear, start
 from elasticrun.cli import values
 from elasticrun.cli.flags import PROG, Parser, help_formatter
 from elasticrun.cli.values import UsageError
@@ -88,19 +88,16 @@ def _sockets(folder: Path) -> Iterator[Path]:
 
 def _describe(path: Path) -> warm.Description | None:
     """What the process behind a socket is; None where there is none (any more)."""
-    answer = _send(path, warm.Describe(), answered=True)
+    answer = _send(path, warm.Describe())
     return answer if isinstance(answer, warm.Description) else None
 
 
-def _send(path: Path, word: warm.ToWarm, *, answered: bool = False) -> object:
+def _send(path: Path, word: warm.ToWarm) -> warm.FromWarm | None:
+    """What is answered; None where it hangs up, having nothing to say to that word, or is gone."""
     try:
         with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
-            buffer = frames.FrameBuffer(warm.FromWarm)
-            while data := conn.recv(4096):  # to its end, where no answer is waited for
-                for message in buffer.feed(data):
-                    if answered:
-                        return message
+            return hear(conn)
     except ConnectionRefusedError:  # it was killed
         with contextlib.suppress(OSError):
             path.unlink()
