@@ -344,7 +344,7 @@ class Listing:
         with contextlib.suppress(OSError):
             folder = published.run_folder(os.environ)
             self._go_on_counting(folder)
-            published.published(folder)  # removes what masters that were killed have left
+            published.published(folder)  # clears away what killed masters have left
             self._path = published.publish(folder, self._entry)
         self._over.wait()
         with contextlib.suppress(OSError):

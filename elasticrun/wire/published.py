@@ -2,7 +2,8 @@
 
 A master writes one when it serves and removes it when it ends; `elasticrun status` without an
 endpoint reads them. A file whose process is gone (no such pid, or another process by that pid now)
-is stale and removed by whoever finds it. Nothing here is needed for a job to run.
+shows that a master was killed, and the agents of its host go by it (`agent.meeting`): whoever finds
+one, `status` too, marks it as dead and leaves it for DEAD_KEPT more seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +25,12 @@ MAX_FILE_BYTES: Final = 16 * 1024
 
 MAX_FILES: Final = 4096
 """Files looked at; nobody has that many jobs on one host."""
+
+DEAD_KEPT: Final = 600.0
+"""Seconds for which a file is kept after its master was first found dead: an agent of a busy host
+has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
+
+LIVING, DEAD = "master-*.json", "dead-master-*.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,43 +82,70 @@ def start_time(pid: int) -> int | None:
 
 
 def publish(folder: Path, master: Published) -> Path:
-    """Write the file of a master; returns its path. OSError if that cannot be done."""
+    """Write the file of a master; returns its path. Files that dead masters of its job have left at
+    its port go: it has taken their place. OSError if that cannot be done."""
     path = folder / f"master-{master.pid}-{master.started}.json"
     draft = path.with_suffix(".new")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(asdict(master), file)
     draft.rename(path)
+    for left in _files(folder, LIVING) + _files(folder, DEAD):
+        before = _read(left) if left != path else None
+        if before is not None and _place(before) == _place(master) and not _lives(before):
+            with contextlib.suppress(OSError):  # another master's start was faster
+                left.unlink()
     return path
 
 
 def published(folder: Path) -> list[Published]:
-    """The masters that run now, in order of job id; stale files are removed."""
+    """The masters that run now, in order of job id; what is left of dead ones is cleared away."""
     return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
 
 
 def began_before(folder: Path, job_id: str, port: int) -> float:
     """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
-    found = map(_read, sorted(folder.glob("master-*.json"))[:MAX_FILES])
-    ours = [m.began for m in found if m is not None and (m.job_id, m.port) == (job_id, port)]
-    return min((began for began in ours if began > 0), default=0.0)
+    ours = _of(folder, job_id, port)
+    return min((master.began for master in ours if master.began > 0), default=0.0)
 
 
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
     """Whether a master of this job ended here without taking its file away: one that did its work
     has, and its job is over."""
-    found = map(_read, sorted(folder.glob("master-*.json"))[:MAX_FILES])
-    ours = [m for m in found if m is not None and (m.job_id, m.port) == (job_id, port)]
-    return bool(ours) and all(start_time(master.pid) != master.started for master in ours)
+    ours = _of(folder, job_id, port)
+    return bool(ours) and not any(map(_lives, ours))
+
+
+def _of(folder: Path, job_id: str, port: int) -> list[Published]:
+    found = map(_read, _files(folder, LIVING) + _files(folder, DEAD))
+    return [master for master in found if master is not None and _place(master) == (job_id, port)]
+
+
+def _place(master: Published) -> tuple[str, int]:
+    return master.job_id, master.port
 
 
 def _living(folder: Path) -> Iterator[Published]:
-    for path in sorted(folder.glob("master-*.json"))[:MAX_FILES]:
+    for path in _files(folder, LIVING):
         master = _read(path)
-        if master is not None and start_time(master.pid) == master.started:
+        if master is not None and _lives(master):
             yield master
         else:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another reader was faster
+                os.utime(path)
+                path.rename(path.with_name(f"dead-{path.name}"))
+    now = time.time()
+    for path in _files(folder, DEAD):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > DEAD_KEPT:
                 path.unlink()
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))[:MAX_FILES]
+
+
+def _lives(master: Published) -> bool:
+    return start_time(master.pid) == master.started
 
 
 def _read(path: Path) -> Published | None:

@@ -241,7 +241,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
     monkeypatch.setattr(os, "scandir", away)
     assert restored(tmp_path) == 3
     back.set()
-    said = [one.text for one in agent.of(Remark)]
+    said = [one.text for one in agent.until(Remark)]
     why = "Stale file handle" if how == "it raises" else "has not answered"
     assert len(said) == 1
     assert said[0].startswith("step 3 is taken from memory, storage was not looked at: ")
@@ -257,7 +257,7 @@ def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(
         os.truncate(file, 10)
     assert restored(tmp_path) == 3
     assert Folder(str(tmp_path)).condemned() == [5, 6]
-    said = [one.text for one in agent.of(Remark)]
+    said = [one.text for one in agent.until(Remark)]
     assert [text.split(" in ")[0] for text in said] == ["step 6", "step 5"]
     assert all(text.endswith("it will not be taken again") for text in said)
 

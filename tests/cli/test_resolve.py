@@ -14,7 +14,7 @@ from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.table import NOTHING_YET
-from elasticrun.config import AgentConfig, LogPlan, Rendezvous
+from elasticrun.config import AgentConfig, Learning, LogPlan, Rendezvous
 from elasticrun.wire.messages import CheckSpec, JobSpec
 from elasticrun.wire.saving import SaveSpec
 from elasticrun.wire.spawner import Entry, EntryKind
@@ -389,11 +389,11 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {"PET_START_METHOD": "fork"}, "start_method", "fork"),
     ("--preload a.b,c", {}, "preload", ("a.b", "c")),
     ("--preload learn,c", {}, "preload", ("c",)),
-    ("--preload learn", {}, "preload_learn", "at once"),
-    ("--preload off", {}, "preload_learn", "never"),
-    ("--preload a", {}, "preload_learn", "aside"),
+    ("--preload learn", {}, "preload_learn", Learning.AT_ONCE),
+    ("--preload off", {}, "preload_learn", Learning.NEVER),
+    ("--preload a", {}, "preload_learn", Learning.ASIDE),
     ("--warm", {}, "warm", True),
-    ("", {"ELASTICRUN_PRELOAD": "learn"}, "preload_learn", "at once"),
+    ("", {"ELASTICRUN_PRELOAD": "learn"}, "preload_learn", Learning.AT_ONCE),
     ("", {"PYTHON_EXEC": "/opt/python"}, "python_exec", "/opt/python"),
     ("--numa-binding socket", {}, "numa_binding", "socket"),
     ("--numa-affinity", {}, "numa_affinity", True),
