@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.doctor.ports import open_port
 from elasticrun.master import server
-from elasticrun.master.reaching import peer_address
+from elasticrun.master.reaching import peer_address, reach
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import LinkError, grpc, open_channel
 from elasticrun.wire.codec import answer_from_wire, report_to_wire
@@ -168,6 +168,31 @@ def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert (await first).ok
                 assert (await reach_me(served.endpoint, LIMIT, asked)).ok
             visited[0].close()
+
+    aio.run(run())
+
+
+def test_it_hangs_up_whatever_it_has_read() -> None:
+    """No connection of the master's is left behind, well or ill."""
+
+    async def run() -> None:
+        ended: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(bytes(m.NONCE_BYTES))
+            try:
+                ended.put_nowait(await reader.read())
+            except ConnectionResetError:
+                ended.put_nowait(b"")
+            writer.close()
+
+        there = await asyncio.start_server(visited, "127.0.0.1", 0)
+        async with there:
+            port = there.sockets[0].getsockname()[1]
+            for nonce, ok in ((bytes(m.NONCE_BYTES), True), (bytes([1]) * m.NONCE_BYTES, False)):
+                said = await reach(f"ipv4:127.0.0.1:{port}", m.ReachMe(port, nonce))
+                assert said.ok is ok
+                assert await asyncio.wait_for(ended.get(), LIMIT) == b"", "it says nothing"
 
     aio.run(run())
 
