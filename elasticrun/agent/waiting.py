@@ -8,6 +8,10 @@ from typing import Final
 
 from elasticrun.core.group_states import GroupStatus, State
 
+LEAVING: Final = 1.0
+"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
+Ctrl-C whose step is saved sooner is one line, that of the end."""
+
 SOON: Final = 3.0
 """Seconds after which a wait for other nodes, or for ranks to end, is told."""
 
@@ -45,7 +49,9 @@ class LongWaits:
             return
         self._seen = (status.state, status.reason)
         self.close()
-        if status.state in _WAITS and status.reason:
+        if _leaves(status):
+            self._after(LEAVING)
+        elif status.state in _WAITS and status.reason:
             quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
             self._after(SOON if quick else LATE)
 
@@ -64,9 +70,18 @@ class LongWaits:
             self._timer = None
 
 
+def _leaves(status: GroupStatus) -> bool:
+    """It runs on only until its ranks have saved a step."""
+    return status.state is State.RUNNING and status.wait_ends is not None
+
+
 def in_words(status: GroupStatus, place: str, now: float) -> str:
     """What is said of a wait at `now`."""
     left = 0.0 if status.wait_ends is None else status.wait_ends - now
+    if _leaves(status):
+        lost = f"{status.master_lost}; this node leaves"
+        limit = f"in {max(left, 0):.0f} s at most; a second signal ends it at once"
+        return f"{lost if status.master_lost else status.reason}, {limit}"
     if status.state in _ENDS:
         limit = f"; killed in {left:.0f} s" if left > 0 else ""
         return f"{status.reason}: waiting for the ranks to end{limit}"

@@ -75,8 +75,9 @@ class DepartingRules(ParkingRules, HoldingRules):
         self._asked = -1
         self._deadlines.arm("departing", now + self._departure_grace)
         what = "this node leaves when its ranks have saved a step"
-        self._reason = f"received {event.name}: {what}, in {self._departure_grace:g} s at most"
-        self._note(f"{self._reason}; a second signal ends it at once", "warning")
+        self._reason = f"received {event.name}: {what}"
+        limit = f"in {self._departure_grace:g} s at most"
+        self._note(f"{self._reason}, {limit}; a second signal ends it at once")
         self._say_departing()
 
     def _leave(self, event: fx.Signalled, now: float) -> None:

@@ -100,11 +100,13 @@ class GroupBase:
             restart_count=self._start.restart_count if self._start else 0,
             offered_store=self._stores.offer,
             master_lost=self._link_lost,
-            wait_ends=self._wait_ends if self._state is State.JOINED else self._kill_due(),
+            wait_ends=self._wait_due(),
         )
 
-    def _kill_due(self) -> float | None:
-        return self._deadlines.when("kill")
+    def _wait_due(self) -> float | None:
+        if self._state is State.JOINED:
+            return self._wait_ends
+        return self._deadlines.when("departing" if self._state is State.RUNNING else "kill")
 
     @property
     def term(self) -> int:

@@ -50,6 +50,6 @@ class GroupStatus:
     restart_count: int
     offered_store: Endpoint | None
     master_lost: str  # why the master cannot be reached, empty if it can
-    wait_ends: float | None = (
-        None  # when the wait of `reason` is over at the latest, if it is known
-    )
+    wait_ends: float | None = None
+    """When the wait of `reason` is over at the latest, if it is known. RUNNING waits only for ranks
+    to save a step before this node leaves."""

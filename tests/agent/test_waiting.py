@@ -14,6 +14,13 @@ ALONE = GroupStatus(State.JOINED, "waiting for nodes: 1 of 2 nodes", None, (), 0
 DEAD = "waiting for nodes: 1 of 2 nodes (node b is dead)"
 SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that is lost"
 
+LEAVES = replace(
+    ALONE,
+    state=State.RUNNING,
+    reason="received SIGINT: this node leaves when its ranks have saved a step",
+    wait_ends=131.0,
+)
+
 
 @pytest.mark.parametrize(
     ("status", "said"),
@@ -36,6 +43,11 @@ SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that 
         (
             replace(ALONE, state=State.STOPPING, reason="node c joined", wait_ends=None),
             "node c joined: waiting for the ranks to end",
+        ),
+        (LEAVES, f"{LEAVES.reason}, in 24 s at most; a second signal ends it at once"),
+        (
+            replace(LEAVES, reason="no master answers", master_lost="no master answers"),
+            "no master answers; this node leaves, in 24 s at most; a second signal ends it at once",
         ),
     ],
 )
@@ -70,3 +82,23 @@ def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPa
         return said[:2]
 
     assert asyncio.run(waits()) == ["rendezvous host:1: 1 of 2 nodes, 3 s left"] * 2
+
+
+def test_a_node_that_has_left_within_a_second_says_nothing_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "AGAIN", 3600.0)
+
+    async def told(seconds: float) -> list[str]:
+        monkeypatch.setattr(waiting, "LEAVING", seconds)
+        said: list[str] = []
+        waits = waiting.LongWaits(lambda: "host:1", said.append, lambda: 107.0)
+        waits.look(LEAVES)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
+        waits.close()
+        return said
+
+    assert asyncio.run(told(1.0)) == []
+    assert asyncio.run(told(0.0)) == [waiting.in_words(LEAVES, "host:1", 107.0)]
