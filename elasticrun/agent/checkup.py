@@ -123,7 +123,7 @@ def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
 
 def subject(config: AgentConfig) -> Subject:
     """What an agent with this configuration wants of its machine."""
-    from elasticrun.doctor import disk, kernel
+    from elasticrun.doctor import disk
     from elasticrun.doctor.checkup import Subject
 
     spec = config.spec
@@ -135,7 +135,7 @@ def subject(config: AgentConfig) -> Subject:
         folders=tuple(disk.folders(os.environ, log_dir=config.logs.log_dir)),
         accelerator=config.accelerator,
         environ=dict(os.environ),
-        killed_within=kernel.HOUR,
+        starts=True,
     )
 
 
@@ -146,6 +146,8 @@ def tell(findings: Iterable[Finding], and_then: str) -> None:
             logger.warning("this machine: %s", in_a_line(finding))
         elif finding.state is State.FAILED:
             logger.warning("this machine is unfit: %s%s", in_a_line(finding), and_then)
+        else:
+            logger.debug("this machine: %s", in_a_line(finding))
 
 
 async def ask(

@@ -19,6 +19,7 @@ from typing import Any, Final
 from elasticrun.agent import numa
 from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
 from elasticrun.agent.errorfiles import describe, oom_kills
+from elasticrun.agent.killers import Killers
 from elasticrun.agent.logs import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.threads import DISK_LIMIT, NoThread, Tasks, in_thread
@@ -93,6 +94,7 @@ class Ranks:
         self._bindings: list[numa.Binding] | None = None
         self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(fatal)
+        self._killers = Killers()
         self._tasks.start(self._report_exits(), "reporting the ends of ranks")
         self._sent_at: dict[int, float] = {}
         self._cleared: asyncio.Event | None = None
@@ -362,6 +364,9 @@ class Ranks:
             failure.pid,
             self._binary(),
         )
+        if failure.kind is FailureKind.SIGNAL and failure.exitcode == -signal.SIGKILL:
+            looking = self._killers.look(failure)
+            self._tasks.start(looking, "looking for who killed a rank", tell=logger.warning)
 
     def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
         logs = life.logs.get(local_rank)

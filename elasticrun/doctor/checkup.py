@@ -39,8 +39,8 @@ class Subject:
 
     nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
     known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
-    one that is found. root: where the kernel's files are. killed_within: for how many seconds a
-    process that the kernel has killed is news, `kernel.SINCE` or `kernel.HOUR`."""
+    one that is found. root: where the kernel's files are. starts: an agent starts now, to which
+    processes that the kernel has killed before are no matter."""
 
     nproc: int = 0
     ranks: int = 1
@@ -49,7 +49,7 @@ class Subject:
     accelerator: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")
-    killed_within: float = kernel.SINCE
+    starts: bool = False
 
 
 def checks(subject: Subject) -> list[Check]:
@@ -63,7 +63,7 @@ def checks(subject: Subject) -> list[Check]:
         Check(cpu.CHECK, lambda: cpu.examine(subject.nproc, environ, root)),
         Check(names.CHECK, lambda: names.examine(subject.several, environ)),
         Check(names.REVERSE, names.reverse),
-        Check(kernel.CHECK, lambda: kernel.examine(root, None, subject.killed_within)),
+        Check(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
         Check("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
     ]
 

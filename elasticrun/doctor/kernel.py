@@ -18,8 +18,8 @@ CHECK: Final = "kernel log"
 SINCE: Final = 24 * 3600.0
 """Seconds; what is older is no news."""
 
-HOUR: Final = 3600.0
-"""Seconds; a process that was killed before is no news to an agent that starts now."""
+JUST_NOW: Final = 60.0
+"""Seconds; a process that was killed for want of memory within them may explain a death of now."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Most that is read of a log; the kernel's own default is a quarter of a megabyte."""
@@ -44,18 +44,57 @@ class Record:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the log says of a process that was killed. `clear`: nothing is left to look for."""
+
+    text: str
+    clear: bool
+
+
 def examine(
-    root: Path = Path("/"), now: float | None = None, killed_within: float = SINCE
+    root: Path = Path("/"), now: float | None = None, *, starts: bool = False
 ) -> list[Finding]:
-    """What stands in the log of the last day; of killed processes only those of the last
-    `killed_within` seconds, SINCE or HOUR. `now`: seconds since boot."""
+    """What stands in the log of the last day. `starts`: for an agent that starts now, to which
+    processes that were killed before are no matter. `now`: seconds since boot."""
     try:
-        records = list(read(root / "dev/kmsg", time.monotonic() if now is None else now))
+        records = _records(root, now)
     except OSError as wrong:
-        return [ok(CHECK, f"it cannot be read here: {(wrong.strerror or str(wrong)).lower()}")]
+        return [ok(CHECK, f"it cannot be read here: {_why(wrong)}")]
     recent = [record for record in records if record.age <= SINCE]
-    found = [*_killed(recent, killed_within), *_xids(recent), *_machine_checks(recent)]
+    killed = [ok(CHECK, one.seen) if starts else one for one in _killed(recent)]
+    found = [*killed, *_xids(recent), *_machine_checks(recent)]
     return found or [ok(CHECK, "no process killed for memory and no Xid in the last 24 hours")]
+
+
+def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Word:
+    """What the log says of a process that was killed just now, by nobody of ours."""
+    try:
+        records = _records(root, now)
+    except OSError as wrong:
+        cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
+        return Word(
+            f"who killed it is not known: no count says that memory was short, and {cannot}; "
+            "look there as root, with dmesg",
+            clear=False,
+        )
+    kills = list(_kills([record for record in records if record.age <= JUST_NOW]))
+    if not kills:
+        return Word("it was killed by a signal, and not for want of memory", clear=True)
+    age, killed, name = min(kills, key=lambda kill: (kill[1] != str(pid), kill[0]))
+    return Word(
+        f"the kernel killed a process for want of memory {_ago(age)} ({name}, pid {killed})",
+        clear=False,
+    )
+
+
+def _records(root: Path, now: float | None) -> list[Record]:
+    """OSError."""
+    return list(read(root / "dev/kmsg", time.monotonic() if now is None else now))
+
+
+def _why(wrong: OSError) -> str:
+    return (wrong.strerror or str(wrong)).lower()
 
 
 def read(path: Path, now: float) -> Iterator[Record]:
@@ -86,18 +125,20 @@ def _pieces(fd: int) -> Iterator[bytes]:
         yield piece
 
 
-def _killed(records: list[Record], within: float) -> Iterator[Finding]:
-    kills = [
-        (record.age, m[1], m[2])
-        for record in records
-        if record.age <= within and (m := _OOM.search(record.text))
-    ]
+def _kills(records: list[Record]) -> Iterator[tuple[float, str, str]]:
+    """Age, process id and name of each process that was killed for want of memory."""
+    for record in records:
+        if m := _OOM.search(record.text):
+            yield record.age, m[1], m[2]
+
+
+def _killed(records: list[Record]) -> Iterator[Finding]:
+    kills = list(_kills(records))
     if kills:
         age, pid, name = min(kills)
-        lately = "hour" if within == HOUR else "24 hours"
         yield warning(
             CHECK,
-            f"{_times(len(kills))} in the last {lately} a process was killed for want of memory, "
+            f"{_times(len(kills))} in the last 24 hours a process was killed for want of memory, "
             f"the last one {_ago(age)} ({name}, pid {pid})",
             "give the job more memory, or use less: fewer data loader workers, smaller batches",
         )

@@ -48,14 +48,33 @@ def test_processes_that_were_killed(tmp_path: Path) -> None:
     assert "0 s ago (train, pid 4712)" in only.seen
 
 
-def test_an_agent_hears_of_the_last_hour_alone(tmp_path: Path) -> None:
-    earlier = int((NOW - 3700) * 1e6)
-    root = plant(tmp_path, (earlier, OOM), (earlier, XID.format(79)))
-    (only,) = kernel.examine(root, NOW, kernel.HOUR)
-    assert "Xid 79" in only.seen
-    plant(tmp_path / "later", (earlier, OOM), (HOUR_AGO + 1, GLOBAL_OOM))
-    (only,) = kernel.examine(tmp_path / "later", NOW, kernel.HOUR)
-    assert only.seen.startswith("once in the last hour a process was killed")
+def test_to_an_agent_that_starts_what_was_killed_before_is_no_matter(tmp_path: Path) -> None:
+    root = plant(tmp_path, (HOUR_AGO, OOM), (HOUR_AGO, XID.format(79)))
+    killed, xid = kernel.examine(root, NOW, starts=True)
+    assert (killed.state, killed.todo) == (State.OK, "")
+    assert killed.seen.startswith("once in the last 24 hours a process was killed")
+    assert (xid.state, "Xid 79" in xid.seen) == (State.WARNING, True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said", "clear"),
+    [
+        (
+            [(HOUR_AGO, OOM), (int(NOW * 1e6) - 5_000_000, GLOBAL_OOM)],
+            "the kernel killed a process for want of memory 5 s ago (train, pid 4712)",
+            False,
+        ),
+        (
+            [(int(NOW * 1e6) - 9_000_000, OOM), (int(NOW * 1e6) - 5_000_000, GLOBAL_OOM)],
+            "the kernel killed a process for want of memory 9 s ago (python3, pid 4711)",
+            False,
+        ),
+        ([(HOUR_AGO, OOM)], "it was killed by a signal, and not for want of memory", True),
+    ],
+)
+def test_of_a_kill(tmp_path: Path, lines: list[tuple[int, str]], said: str, clear: bool) -> None:
+    word = kernel.of_a_kill(4711, plant(tmp_path, *lines), NOW)
+    assert (word.text, word.clear) == (said, clear)
 
 
 def test_xids(tmp_path: Path) -> None:
