@@ -267,7 +267,9 @@ class _Version(argparse.Action):
         except importlib.metadata.PackageNotFoundError:
             torch = "not installed"
         python = platform.python_version()
-        sys.stdout.write(f"{PROG} {__version__} (torch {torch}, Python {python})\n")
+        parser._print_message(
+            f"{PROG} {__version__} (torch {torch}, Python {python})\n", sys.stdout
+        )
         parser.exit(0)
 
 
@@ -277,7 +279,7 @@ class _Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from elasticrun.cli.table import HELP
 
-        sys.stdout.write(HELP)
+        parser._print_message(HELP, sys.stdout)  # where it fails, `main` sees it
         parser.exit(0)
 
 
@@ -297,7 +299,7 @@ class _PrintCompletion(argparse.Action):
             completer = {"training_script": shtab.FILE, "log_dir": shtab.DIRECTORY}.get(action.dest)
             if completer is not None:
                 action.complete = completer  # type: ignore[attr-defined]
-        sys.stdout.write(shtab.complete(parser, shell=values) + "\n")
+        parser._print_message(shtab.complete(parser, shell=values) + "\n", sys.stdout)
         parser.exit(0)
 
 

@@ -18,6 +18,9 @@ from elasticrun.cli.values import NoProgram, NothingToDo, UsageError
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine
 
+UNREAD: Final = 128 + 13
+"""The exit code of a command whose reader has gone: 13 is SIGPIPE."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (sys.argv where none is given) and return the exit code."""
@@ -26,13 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getpid() == 1:
         _be_mortal()
     try:
-        return VERBS[verb](words[1:]) if verb else _launch(words)
+        return _do(verb, words)
     except UsageError as error:
         hint = nearest(words[0], VERBS) if isinstance(error, NoProgram) else ""
         say(f"error: {error}{hint}")
         return error.exit_code
     except KeyboardInterrupt:  # before there was an agent to handle it
         return 130
+
+
+def _do(verb: str, words: Sequence[str]) -> int:
+    try:
+        return VERBS[verb](words[1:]) if verb else _launch(words)
+    except SystemExit as end:  # argparse has printed a page of help
+        if end.code or not (code := _printed(lambda: settings.EXIT_OK)):
+            raise
+        return code
 
 
 def _be_mortal() -> None:
@@ -188,7 +200,7 @@ def _replay(words: Sequence[str]) -> int:
 def _warm(words: Sequence[str]) -> int:
     from elasticrun.cli.warm_verb import main as warm
 
-    return warm(words, say)
+    return _read(lambda: warm(words, say))
 
 
 def _render(words: Sequence[str]) -> int:
@@ -198,14 +210,30 @@ def _render(words: Sequence[str]) -> int:
 
 
 def _printed(show: Callable[[], int]) -> int:
-    """Run what writes to standard output; a full disk or a closed pipe there is one sentence."""
+    """Run what writes to standard output; a full disk there is one sentence."""
+    try:
+        return _read(show)
+    except OSError as error:
+        _write_nowhere()
+        raise UsageError(f"cannot write to standard output: {error.strerror}", 1) from None
+
+
+def _read(show: Callable[[], int]) -> int:
+    """The same for what meets other errors too. A reader that has gone (`| head -1`) is no error:
+    then the code is what a shell shows of a program that SIGPIPE has ended."""
     try:
         code = show()
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails on it again
-        raise UsageError(f"cannot write to standard output: {error.strerror}", 1) from None
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _write_nowhere()
+        return UNREAD
     return code
+
+
+def _write_nowhere() -> None:
+    """What is still to be written goes nowhere, or the interpreter fails on it again as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
-from elasticrun.cli.main import VERBS, say, verb_of
+from elasticrun.cli.main import UNREAD, VERBS, say, verb_of
 from elasticrun.cli.master_verb import configure
 from elasticrun.cli.program import check_program
 from elasticrun.cli.table import FLAGS
@@ -140,6 +140,24 @@ def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         say("a note")
         assert isinstance(sys.stderr, io.TextIOWrapper)
         sys.stderr.detach()
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "warm --list", "render --help", "doctor --help"]
+)
+def test_a_reader_that_has_gone_is_no_error(words: str, tmp_path: Path) -> None:
+    """`elasticrun doctor | head -1`: without a word, and with the code of SIGPIPE in a shell."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticrun", *words.split()], stdout=writer,
+            stderr=subprocess.PIPE, text=True, timeout=240,
+            env=clean_environment() | {"XDG_RUNTIME_DIR": str(tmp_path)},
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (UNREAD, "")
 
 
 def test_a_binary_is_no_script(tmp_path: Path) -> None:
