@@ -13,7 +13,7 @@ from tests.forkserver.driver import Driver, plain_environment
 @pytest.fixture(scope="session")
 def server() -> Iterator[Driver]:
     """Shared by tests that start ranks and wait for their end."""
-    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment()) as driver:
+    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment(), cold=True) as driver:
         ready = driver.ready()
         assert ready.mode == "fork", ready.reason
         yield driver

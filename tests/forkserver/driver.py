@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
+from elasticrun.testing import warm as of_the_run
+from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import start_server
 from elasticrun.wire.spawner import (
@@ -49,16 +51,20 @@ class Driver:
         ignored: Sequence[int] = (),
         configure: bool = True,
         warm: Path | None = None,
+        cold: bool = False,
     ) -> None:
-        """`warm`: the socket of a warm process that is to fork it."""
+        """`warm`: the socket of a warm process that is to fork it; else it is forked from the run's
+        own, where there is one, unless it would not have torch, or its start is the subject
+        (`cold`)."""
         environ = dict(os.environ) if env is None else dict(env)
         self.process: Any
-        if warm is None:
-            self.process, self.socket = start_server(ignored=ignored, env=environ)
-        else:
+        forked = None
+        if warm is not None:
             forked = ask(warm, environ, ignored)
             assert forked is not None, "the warm process refused; LOGLEVEL=INFO says why"
-            self.process, self.socket = forked
+        elif launch == "auto" and configure and not cold:
+            forked = _of_the_run(environ, ignored)
+        self.process, self.socket = forked or start_server(ignored=ignored, env=environ)
         self.incoming = FrameBuffer(FromSpawner)
         self.heard: list[Any] = []
         self.log: list[Any] = []
@@ -157,6 +163,12 @@ class Driver:
             self.process.kill()
             self.process.wait(LIMIT)
             raise
+
+
+def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
+    """A fork server of the run's warm process, or None: it is started as ever."""
+    place = of_the_run.named(environ).get(WARM_SERVER)
+    return None if place is None else ask(Path(place), environ, ignored)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,13 @@ ON_PURPOSE with the reason and with what must be true of the two instead.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import pytest
 
 from elasticrun.wire.spawner import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment, warm_process
+from tests.further import cases
 
 ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("probe.py")
@@ -70,6 +74,7 @@ ENTRIES: dict[str, Callable[[Path], Entry]] = {
     "relative folder": lambda place: Entry(EntryKind.SCRIPT, "tree"),
     "relative zip": lambda place: Entry(EntryKind.SCRIPT, "probe.zip"),
     "settings": lambda place: Entry(EntryKind.SCRIPT, "probe.py"),
+    "traced": lambda place: Entry(EntryKind.SCRIPT, "probe.py"),
 }
 
 SETTINGS = {
@@ -81,18 +86,29 @@ SETTINGS = {
     "PYTHONOPTIMIZE": "1",
     "PYTHONSAFEPATH": "1",
     "PYTHONSTARTUP": "/nowhere.py",
-    "PYTHONTRACEMALLOC": "2",
     "PYTHONUTF8": "1",
     "PYTHONWARNINGS": "error::BytesWarning,ignore::FutureWarning",
 }
 """Of the interpreter, for the kind "settings": it starts with them, as the fork server does."""
 
+OF_KIND = {"settings": SETTINGS, "traced": {**SETTINGS, "PYTHONTRACEMALLOC": "2"}}
+"""Where every allocation is traced, an import of torch takes half a minute."""
+
+KEPT = [
+    *(("script", way) for way in ("fork", "warm")),
+    *((kind, "warm") for kind in ("module", "relative folder", "zip")),
+    ("settings", "fork"),
+]
+"""What `make test` has: how a server came to be, and what kind of thing it runs, are two rules."""
+
 
 class Pictures:
     """What the probe saw, by entry; each pair of runs is made once."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, ends: ExitStack) -> None:
         self.place = place
+        self._ends = ends
+        self._warm: Path | None = None
         self._taken: dict[tuple[str, str], dict[str, Any]] = {}
 
     def pair(self, kind: str, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,7 +122,7 @@ class Pictures:
 
     def _take(self, kind: str, way: str) -> dict[str, Any]:
         entry = ENTRIES[kind](self.place)
-        settings = SETTINGS if kind == "settings" else {}
+        settings = OF_KIND.get(kind, {})
         # what it prints, and where, is part of the picture
         out = self.place / f"{kind}.{'exec' if way == 'exec' else 'fork'}.json"
         out.unlink(missing_ok=True)
@@ -116,12 +132,21 @@ class Pictures:
             self._exec(order, stdout, stderr, settings)
         elif way == "fork":
             self._fork(order, stdout, stderr, settings, None)
-        else:
+        elif settings:
             with warm_process(self.place / f"{kind}.sock", plain_environment(**settings)) as warm:
                 self._fork(order, stdout, stderr, settings, warm)
+        else:
+            self._fork(order, stdout, stderr, settings, self._shared())
         assert out.exists(), stderr.read_text()
         seen: dict[str, Any] = json.loads(out.read_text())
         return seen
+
+    def _shared(self) -> Path:
+        """The warm process of all that ask for no settings."""
+        if self._warm is None:
+            place = self.place / "warm.sock"
+            self._warm = self._ends.enter_context(warm_process(place, plain_environment()))
+        return self._warm
 
     def _exec(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
         words = ["-m", entry.target] if entry.kind is EntryKind.MODULE else [entry.target]
@@ -147,7 +172,8 @@ class Pictures:
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.place)
-            with Driver(entry, env=plain_environment(**settings), warm=warm) as driver:
+            env = plain_environment(**settings)
+            with Driver(entry, env=env, warm=warm, cold=warm is None) as driver:
                 assert driver.ready().mode == "fork", driver.log
                 code = driver.run(
                     entry,
@@ -159,16 +185,23 @@ class Pictures:
 
 
 @pytest.fixture(scope="module")
-def pictures(place: Path) -> Pictures:
-    return Pictures(place)
+def pictures(place: Path) -> Iterator[Pictures]:
+    with ExitStack() as ends:
+        yield Pictures(place, ends)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_test_starts_is_born_hearing_signals(number: signal.Signals) -> None:
+    """However the tests were started themselves."""
+    text = f"import signal, sys; sys.exit(signal.getsignal({int(number)}) is signal.SIG_IGN)"
+    assert subprocess.run([sys.executable, "-c", text], timeout=LIMIT).returncode == 0
 
 
 @pytest.mark.slow
 def test_a_run_in_the_background_finds_the_same() -> None:
     """`nohup` has a process born ignoring SIGHUP; tests/conftest.py keeps that from the tests."""
-    one = f"{Path(__file__).relative_to(ROOT)}::test_it_sees_what_an_exec_sees[script-fork]"
     done = subprocess.run(
-        ["nohup", sys.executable, "-m", "pytest", "-q", one],
+        ["nohup", sys.executable, "-m", "pytest", "-q", __file__, "-k", "born_hearing"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -177,11 +210,13 @@ def test_a_run_in_the_background_finds_the_same() -> None:
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fork", "warm"])
-@pytest.mark.parametrize("kind", ENTRIES)
+@pytest.mark.parametrize(
+    ("kind", "way"), cases(product(ENTRIES, ("fork", "warm")), kept=KEPT, several=True)
+)
 def test_it_sees_what_an_exec_sees(pictures: Pictures, kind: str, way: str) -> None:
     by_exec, by_fork = pictures.pair(kind, way)
     assert by_exec.keys() == by_fork.keys()

@@ -48,7 +48,7 @@ def test_a_preloaded_module_is_there_when_it_is_imported(tmp_path: Path, package
     count = tmp_path / "count"
     package.write_text(f"value = 1\nopen({str(count)!r}, 'a').write('x')\n")
     entry = script(tmp_path / "s.py", SCRIPT, str(out))
-    with Driver(entry, env=plain_environment(), preload=[NAME]) as driver:
+    with Driver(entry, env=plain_environment(), preload=[NAME], cold=True) as driver:
         assert driver.ready().mode == "fork"
         for _ in range(2):
             assert driver.run(entry).code == 0

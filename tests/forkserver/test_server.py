@@ -223,7 +223,7 @@ def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(
 def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:
     """DROP-IN 9: from its first instruction on."""
     entry = script(tmp_path / "s.py", "raise SystemExit(3)\n")
-    with Driver(entry, env=plain_environment()) as driver:
+    with Driver(entry, env=plain_environment(), cold=True) as driver:
         for signum in SHIELDED:
             os.kill(driver.process.pid, signum)
         assert driver.ready().mode == "fork"
