@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from elasticrun.config import AgentConfig, LogPlan, Rendezvous
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import JobSpec, Start
-from elasticrun.wire.spawner import Entry, EntryKind
 
 
 def job_spec(**changes: Any) -> JobSpec:

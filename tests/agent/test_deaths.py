@@ -81,6 +81,7 @@ def with_children(world: World, rank: Peer) -> list[int]:
 # ---------------------------------------------------------------- kill -9
 
 
+@further("test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing")
 def test_kill_9_of_the_agent_leaves_nothing(world: World) -> None:
     job, ranks = puppets(world)
     children = with_children(world, ranks[1])
@@ -114,6 +115,7 @@ def one_of_two(world: World) -> Launched:
     return job
 
 
+@further("e2e/test_kills::test_an_agent_at_any_moment")
 def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> None:
     job = one_of_two(world)
     job.until_text("the job's page: http://")
@@ -233,7 +235,7 @@ def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
     assert "restarting the ranks with 1 node, world size 2 (no restart used)" in job.stderr
 
 
-@further("compat/test_signals::test_ranks_that_ignore_are_killed_after_the_timeout")
+@further("compat/test_signals::test_the_timeout_from_the_environment")
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
     job, ranks = puppets(world, "--shutdown-timeout=1", LOGLEVEL="INFO")
     for rank in ranks:
@@ -319,6 +321,7 @@ def test_the_port_is_free_again_when_the_command_returns(world: World) -> None:
 # ---------------------------------------------------------------- several agents
 
 
+@further("e2e/test_surroundings::test_behind_a_proxy")
 def test_two_agents_of_one_endpoint_form_one_job(world: World) -> None:
     command = (
         "--nnodes=2",
@@ -372,6 +375,7 @@ def test_standard_streams_may_be_closed(world: World) -> None:
     finish(world, job, ranks)
 
 
+@further("master/test_return::test_a_master_that_outlives_its_agent_takes_its_record_with_it")
 def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
     """COORDINATION 12: its master lives on for the others, and a new agent finds it."""
     command = (

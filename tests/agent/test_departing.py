@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elasticrun.agent.departing import LEAST_MARGIN, MOST_MISSED, Departing
 from elasticrun.agent.held import Held, Sizes
@@ -96,7 +97,7 @@ def test_every_segment_is_told_and_later_ones_too() -> None:
     late = held(1)
     departing.show(late)
     assert late.segment.save_at == 9
-    departing.begin(replace(START, round=OTHER))
+    departing.begin(structs.replace(START, round=OTHER))
     departing.show(late)
     assert late.segment.save_at == NONE
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
+
+from msgspec.structs import replace
 
 from elasticrun.agent.directions import directed
 from elasticrun.agent.last_words import sentence
+from elasticrun.agent.node import Node
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.effects import Exit
+from elasticrun.core.effects import Exit, Note
 from tests.agent.test_story import FIRST, Told, after
 
 
@@ -17,6 +20,20 @@ def test_a_master_that_does_not_answer() -> None:
     )
     lost = Exit(EXIT_FAILED, "no master answered for 600 s", (), 0)
     assert sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
+
+    silent = "f names the job master at h:1 (b), which does not answer this node; it is asked again"
+    assert directed(silent, "h:1").endswith(": elasticrun doctor --rdzv-endpoint=h:1")
+
+
+def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
+    """What is for people alone: scripts and pages have the brain's sentence as it is."""
+    node = object.__new__(Node)
+    node._meeting = SimpleNamespace(dial="h:1")  # type: ignore[assignment]
+    said = "no master answers (reset); this node goes on for 60 s"
+    assert node._directed(Note(said, "warning")) == (
+        f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"
+    )
+    assert node._directed(Note(said)) == said
 
 
 def test_a_node_that_is_not_heard() -> None:

@@ -9,10 +9,10 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.agent import session
 from elasticrun.agent.helpers import MasterProcess

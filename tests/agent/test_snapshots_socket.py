@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from msgspec import structs
 
 from elasticrun.agent import (
     memory,
@@ -855,7 +856,9 @@ def test_ranks_of_an_older_life_are_not_heard_any_more() -> None:
         node.begin(2)
         assert await asyncio.to_thread(old.hung_up)
         with pytest.raises(AssertionError, match="hung up"):  # it says its old place
-            await node.call(Rank, node.snapshots.place(0), replace(node.start, world_size=9))
+            await node.call(
+                Rank, node.snapshots.place(0), structs.replace(node.start, world_size=9)
+            )
 
     play(body)
 

@@ -13,15 +13,8 @@ from elasticrun.agent import spawner
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner import Spawners
 from elasticrun.agent.spawner_process import start_spawner
-from elasticrun.wire.spawner import (
-    Entry,
-    EntryKind,
-    Exited,
-    FromSpawner,
-    SendSignal,
-    Spawned,
-    SpawnRank,
-)
+from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.spawner import Exited, FromSpawner, SendSignal, Spawned, SpawnRank
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT, await_exit
 

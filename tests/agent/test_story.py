@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.agent.story import NOTHING, Story
 from elasticrun.wire.ids import Endpoint, RoundName

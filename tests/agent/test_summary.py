@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.agent.errorfiles import describe
 from elasticrun.agent.summary import child_failed, format_failures

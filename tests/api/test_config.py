@@ -16,8 +16,8 @@ from elasticrun import config_json, errors
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.effects import Exit
 from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, entry_of, raise_for
+from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.messages import Failure, FailureKind
-from elasticrun.wire.spawner import EntryKind
 from tests.api import functions
 from tests.harness import LIMIT
 

@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun import __version__
 from elasticrun.cli import doctor as own

@@ -18,9 +18,9 @@ from elasticrun.cli.master_verb import configure
 from elasticrun.cli.program import check_program
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.messages import CheckSpec
 from elasticrun.wire.saving import SaveSpec
-from elasticrun.wire.spawner import Entry, EntryKind
 from tests.harness import clean_environment
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elasticrun import config
 from elasticrun.cli.devices import Machine
@@ -15,9 +16,9 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, Rendezvous
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.messages import CheckSpec, JobSpec
 from elasticrun.wire.saving import SaveSpec
-from elasticrun.wire.spawner import Entry, EntryKind
 
 PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
 
@@ -199,7 +200,7 @@ def test_where_nodes_meet(
 @pytest.mark.parametrize("words", ["", "--nnodes 2", "--rdzv-backend c10d"])
 def test_nothing_of_an_outer_launcher_leaks_in(words: str) -> None:
     inside, outside = made(words, STALE), made(words, {})
-    same_id = replace(outside.spec, job_id=inside.spec.job_id)
+    same_id = structs.replace(outside.spec, job_id=inside.spec.job_id)
     assert inside == replace(outside, spec=same_id)
 
 

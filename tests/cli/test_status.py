@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elasticrun.cli import jobs_table, status as verb
 from elasticrun.wire import ended, published, tls
@@ -80,7 +81,7 @@ def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> Non
 
 
 def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> None:
-    healthy = replace(page().nodes[0], health="10 ms per matmul")
+    healthy = structs.replace(page().nodes[0], health="10 ms per matmul")
     bad = ExcludedNode("n9", "host9", "failed", "n9 failed the network check", 5.0, 3595.0)
     slow = ExcludedNode("n8", "", "slow", "n8 is slow", 5.0, 20.0)
 
@@ -108,10 +109,10 @@ def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> No
 
 @pytest.mark.parametrize("host", ["gpu-0123.rack-17.cluster.example", "pod-0"])
 def test_it_fits_80_columns_and_breaks_no_name(host: str) -> None:
-    node = replace(
+    node = structs.replace(
         page().nodes[0], node=host, host=host, reason="", pids=tuple(range(1234560, 1234568))
     )
-    lines = verb.nodes_table(page(nodes=(node, replace(node, reason="at the door"))), 80)
+    lines = verb.nodes_table(page(nodes=(node, structs.replace(node, reason="at the door"))), 80)
     assert max(map(len, lines)) <= 80
     assert all(host in line for line in lines[1:])
     assert lines[-1] == f"{host}: at the door"
@@ -167,7 +168,9 @@ def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     long = "a-name-that-leaves-no-room-for-anything-beside-it"
-    shown = replace(page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2)
+    shown = structs.replace(
+        page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2
+    )
     rows = [jobs_table.running(shown, "h:1"), jobs_table.running(page(job_id="b"), "h:2")]
     lines = jobs_table.lines(rows, 80)
     assert max(map(len, lines)) <= 80
@@ -180,7 +183,7 @@ def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     ("state", "does"), [("alive", "running"), ("suspect", "running"), ("dead", "-"), ("left", "-")]
 )
 def test_nobody_knows_what_a_lost_node_does(state: str, does: str) -> None:
-    node = replace(page().nodes[0], state=state, activity="running")
+    node = structs.replace(page().nodes[0], state=state, activity="running")
     assert verb._row(node)[2:4] == (state, does)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,7 @@ MORE = (
     *("one of them well, one not", "segmentation fault", "without a word", "one rank"),
     *("an early end", "run path, zero", "no python, well", "recorded exit", "recorded chain"),
     *("seven", "terminated itself", "no python", "a text"),
+    *("all well", "budget spent", "run path", "module"),
 )
 FAILING = [name for name, (_, code, _) in ENDINGS.items() if code]
 
@@ -156,7 +157,9 @@ def error_files(outcome: Outcome) -> dict[str, dict[str, Any]]:
     return {**files, **({"launcher": json.loads(copy.read_text())} if copy.exists() else {})}
 
 
-@pytest.mark.parametrize("name", ["recorded exception", "recorded chain"])
+@pytest.mark.parametrize(
+    "name", cases(["recorded exception", "recorded chain"], kept=["recorded exception"])
+)
 def test_the_error_file_of_a_recorded_script(pairs: Pairs, name: str) -> None:
     """Written by torch's @record in the rank, copied with the exit code for who asked for it."""
     theirs, ours = (error_files(outcome) for outcome in pairs(ENDINGS[name][0]))
@@ -170,7 +173,9 @@ def test_the_error_file_of_a_recorded_script(pairs: Pairs, name: str) -> None:
         assert after["extraInfo"]["py_callstack"].splitlines()[-1] == before["message"]
 
 
-@pytest.mark.parametrize("name", ["recorded exit", "seven", "killed", "all well", "text"])
+@pytest.mark.parametrize(
+    "name", cases(["recorded exit", "seven", "killed", "all well", "text"], kept=["killed"])
+)
 def test_no_error_file_for_what_is_no_exception(pairs: Pairs, name: str) -> None:
     case = ENDINGS["a text" if name == "text" else name][0]
     theirs, ours = (error_files(outcome) for outcome in pairs(case))
@@ -242,7 +247,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("what", MISSING)
+@pytest.mark.parametrize("what", cases(MISSING, soaked=["run path"]))
 def test_a_program_that_is_missing(pairs: Pairs, what: str) -> None:
     """Both end with 1; ours without a traceback of the launcher's."""
     flags, program = MISSING[what]
@@ -254,6 +259,7 @@ def test_a_program_that_is_missing(pairs: Pairs, what: str) -> None:
     assert "elasticrun/" not in "".join(re.findall(r'File "[^"]*"', ours.stderr[0]))
 
 
+@further("compat/test_flags::test_pet_variables_reach_the_command")
 def test_pet_switches_take_true(pairs: Pairs) -> None:
     """Defect (R): PET_STANDALONE=true is a ValueError under torchrun."""
     theirs, ours = pairs(Case(env={"PET_STANDALONE": "true"}))

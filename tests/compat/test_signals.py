@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.compat.live import job
-from tests.further import cases
+from tests.further import TORCHRUN as ALONE, cases, further
 from tests.harness import ELASTICRUN, TORCHRUN, World, free_port
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def theirs_or_ours(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.mark.parametrize("launcher", BOTH)
-@pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGTERM, signal.SIGHUP]))
+@pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGHUP]))
 def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> None:
     """Every rank gets the very signal; the launcher ends with 1 when they have gone."""
     world = theirs_or_ours
@@ -44,7 +44,7 @@ def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> N
 
 
 @pytest.mark.parametrize("launcher", BOTH)
-@pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGINT, signal.SIGQUIT]))
+@pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGQUIT]))
 def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: int) -> None:
     world = theirs_or_ours
     launched = job(world, launcher, "--nproc-per-node=2")
@@ -57,6 +57,9 @@ def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: i
     assert f"Received {int(signum)} death signal" in launched.stderr, (name, launched.stderr)
 
 
+@further(
+    "test_the_timeout_from_the_environment", "compat/test_defects::TestGraceOnRestarts::test_ours"
+)
 @pytest.mark.parametrize("launcher", BOTH)
 def test_ranks_that_ignore_are_killed_after_the_timeout(
     theirs_or_ours: World, launcher: str
@@ -84,6 +87,7 @@ def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) 
     launched.signal(signal.SIGTERM)
     world.hub.lost([peer], 29)  # the default would be 30
     assert launched.wait() == 1
+    assert "forcefully exiting via" in launched.stderr
 
 
 @pytest.mark.parametrize("launcher", BOTH)
@@ -135,8 +139,9 @@ def test_a_group_signal_reaches_a_handler_that_saves(
     assert [path.read_text().splitlines()[-1] for path in saves] == ["whole"] * 2
 
 
-def test_sigusr1_does_not_kill_the_launcher(world: World, torchrun_world: World) -> None:
-    """Defect: under torchrun the launcher dies of it (138) and its ranks stay behind."""
+@further(why=ALONE)
+def test_torchrun_dies_of_sigusr1(torchrun_world: World) -> None:
+    """Defect: the launcher dies of it (138) and its ranks stay behind."""
     theirs = job(torchrun_world, TORCHRUN)
     (orphan,) = torchrun_world.hub.ranks(1)
     theirs.signal(signal.SIGUSR1)
@@ -144,6 +149,8 @@ def test_sigusr1_does_not_kill_the_launcher(world: World, torchrun_world: World)
     orphan.order("print", text="still here")
     torchrun_world.hub.word(orphan, "done")
 
+
+def test_sigusr1_does_not_kill_the_launcher(world: World) -> None:
     ours = job(world, ELASTICRUN)
     (peer,) = world.hub.ranks(1)
     peer.order("trap", signums=[int(signal.SIGUSR1), int(signal.SIGUSR2)], how="note")
@@ -155,16 +162,22 @@ def test_sigusr1_does_not_kill_the_launcher(world: World, torchrun_world: World)
     assert ours.wait() == 0
 
 
-def test_a_signal_before_the_first_start(world: World, torchrun_world: World) -> None:
-    """Defect (M:546): torchrun installs its handlers with the first ranks, so in rendezvous it
-    dies of the signal without a clean-up; here it is one sentence and 1."""
-    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1")
-    theirs = job(torchrun_world, TORCHRUN, *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+GATHERING = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1")
+
+
+@further(why=ALONE)
+def test_torchrun_and_a_signal_before_the_first_start(torchrun_world: World) -> None:
+    """Defect (M:546): it installs its handlers with the first ranks, so in rendezvous it dies of
+    the signal without a clean-up."""
+    theirs = job(torchrun_world, TORCHRUN, *GATHERING, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     theirs.until_text("Rendezvous'ing worker group")
     theirs.signal(signal.SIGTERM)
     assert theirs.wait() == -signal.SIGTERM
 
-    ours = job(world, ELASTICRUN, *flags, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+
+def test_a_signal_before_the_first_start(world: World) -> None:
+    """One sentence and 1."""
+    ours = job(world, ELASTICRUN, *GATHERING, f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     ours.until_text("wait")
     ours.signal(signal.SIGTERM)
     assert ours.wait() == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec import structs
 
 from elasticrun.core.aging import aged
 from elasticrun.core.facts import Blamed, LeftOut
@@ -41,7 +41,7 @@ def test_a_wait_for_nodes_stands_still_while_there_is_no_master() -> None:
 def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
     assert aged(MADE, 0.0) == aged(MADE, -5.0) == MADE
     assert (
-        dataclasses.replace(
+        structs.replace(
             aged(MADE, 5.0),
             round=MADE.round,
             charges=MADE.charges,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec.structs import replace
 
 from elasticrun.core.breakpoint_held import Ledger, in_spans
 from elasticrun.core.breakpoint_writing import divide, in_size

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import effects as fx

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.core.burst import DOUBT, Burst
 from elasticrun.core.door import Door

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elasticrun.config import EXIT_BAD_NODE, PROBE_ANSWER_SLACK
 from elasticrun.core import effects as fx
@@ -13,7 +14,7 @@ from elasticrun.wire.ids import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, hello
 
 CHECKS = m.CheckSpec(network=True, probe_limit=30.0, exclude_for=50.0)
-CHECKED = replace(SPEC, checks=CHECKS)
+CHECKED = structs.replace(SPEC, checks=CHECKS)
 NODES = "abcdef"
 
 
@@ -33,7 +34,7 @@ def gathered(
     nodes: int = 2, spec: m.JobSpec = CHECKED, *, host: str = "10.0.0.{}"
 ) -> tuple[Master, dict[str, m.Probe]]:
     """So many nodes have joined; what each is told to probe."""
-    master = Master(replace(spec, min_nodes=nodes, max_nodes=nodes))
+    master = Master(structs.replace(spec, min_nodes=nodes, max_nodes=nodes))
     for session, node in enumerate(NODES[:nodes], 1):
         attach(master, session, node)
         master.hear(session, m.Join(Endpoint(host.format(session), 4000)))
@@ -117,7 +118,7 @@ def test_a_group_meets_where_others_can_dial() -> None:
 
 
 def test_the_perf_test_does_not_name_everybody_to_everybody() -> None:
-    orders = gather(6, replace(SPEC, checks=m.CheckSpec(perf=True)))
+    orders = gather(6, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
     assert {order.partners for order in orders.values()} == {"5 other nodes"}
     assert all(order.perf and order.group_world_size == 6 for order in orders.values())
 
@@ -211,7 +212,7 @@ def convict(master: Master, orders: dict[str, m.Probe], node: str) -> None:
 
 
 def test_who_is_excluded_is_recorded_before_it_is_told() -> None:
-    master, orders = gathered(4, replace(CHECKED, min_nodes=2))
+    master, orders = gathered(4, structs.replace(CHECKED, min_nodes=2))
     convict(master, orders, "b")
     kinds = [type(getattr(effect, "order", effect)).__name__ for effect in master.effects]
     assert "Refused" in kinds
@@ -269,7 +270,7 @@ def test_the_job_waits_below_its_smallest_size_and_names_who_is_missing() -> Non
 
 
 def test_a_bandwidth_below_the_floor_ends_the_job() -> None:
-    spec = replace(SPEC, checks=m.CheckSpec(perf=True, perf_floor=1000.0))
+    spec = structs.replace(SPEC, checks=m.CheckSpec(perf=True, perf_floor=1000.0))
     master, orders = gathered(2, spec)
     passed(master, orders)
     (end,) = master.orders(1)
@@ -314,7 +315,7 @@ def test_steps_of_an_older_round_say_nothing() -> None:
 
 
 def test_a_straggler_that_the_job_needs_is_not_excluded() -> None:
-    spec = replace(CHECKED, checks=replace(CHECKS, exclude_stragglers=True))
+    spec = structs.replace(CHECKED, checks=structs.replace(CHECKS, exclude_stragglers=True))
     master, name = training(3, spec)
     (told,) = train(master, name, "c", 60, 3)
     assert "no node to spare" in told
@@ -339,7 +340,7 @@ def test_members_of_a_restored_round_are_trusted() -> None:
 
 
 def test_the_perf_test_is_not_made_again_by_a_successor() -> None:
-    master, _ = training(2, replace(SPEC, checks=m.CheckSpec(perf=True)))
+    master, _ = training(2, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
     again = Master(None, facts=master.facts, now=1000.0)
     again.feed(fx.Tick())
     assert again.job._netcheck is None
@@ -364,5 +365,10 @@ def test_two_nodes_with_one_host_name_are_named_once(host: str, address: str, to
 
 def test_a_node_that_was_started_with_other_checks_is_told_of_by_their_names() -> None:
     master = Master(CHECKED)
-    attach(master, 1, "a", spec=replace(CHECKED, checks=replace(CHECKS, slow_ratio=3.0)))
+    attach(
+        master,
+        1,
+        "a",
+        spec=structs.replace(CHECKED, checks=structs.replace(CHECKS, slow_ratio=3.0)),
+    )
     assert "node a was started otherwise: slow_ratio=3.0 (the job: 1.5)" in notes(master)

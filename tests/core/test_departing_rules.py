@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import effects as fx

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.config import STRAGGLERS_PER_HOUR
 from elasticrun.config_json import dumps, loads, plain, typed

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
 from elasticrun.config_json import dumps, loads

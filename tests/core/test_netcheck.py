@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec.structs import replace
 
 from benchmarks.netcheck_faults import (
     KINDS,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
 from elasticrun.core.netcheck import Group, NetCheck

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config import EXIT_BAD_NODE
 from elasticrun.core import effects as fx

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.core.effects import Tick
 from elasticrun.sim.node import NodeSetup

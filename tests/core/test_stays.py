@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER
 from elasticrun.config_json import dumps, loads

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.doctor import clock, mtu, ports
 from elasticrun.doctor.ports import Answer

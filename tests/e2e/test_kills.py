@@ -107,7 +107,7 @@ def test_the_master(world: World) -> None:
 
 @further(
     "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
-    "agent/test_deaths::test_the_hosting_agents_death_is_one_lost_node",
+    "master/test_return::test_a_master_that_outlives_its_agent_takes_its_record_with_it",
 )
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_agent_of_two(world: World, which: int) -> None:

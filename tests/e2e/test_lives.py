@@ -87,10 +87,11 @@ def has_psutil(pid: int) -> bool:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--launch=exec", PUPPET),
-        ("--no-python", "sh", "-c", '"$0" "$1"; true', sys.executable, PUPPET),
+        pytest.param(("--launch=exec", PUPPET), id="exec", marks=pytest.mark.soak),
+        pytest.param(
+            ("--no-python", "sh", "-c", '"$0" "$1"; true', sys.executable, PUPPET), id="shell"
+        ),
     ],
-    ids=["exec", "shell"],
 )
 def test_no_orphan_where_ranks_are_execed(world: World, words: tuple[str, ...]) -> None:
     """COORDINATION 7: behind a shell the orphan is the trainer itself."""

@@ -38,7 +38,7 @@ def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     counting.finish()
 
 
-@further("faults/test_fencing::test_two_agents_of_one_node")
+@further("faults/test_fencing::test_an_agent_that_was_replaced_while_it_stood_still")
 def test_a_node_that_is_there_twice(world: World) -> None:
     """COORDINATION 13 (d): two pods that are one node do not fight. In a static job the node rank
     says who a node is, else `--node-id`: the later one is told and ends. One of another id is a

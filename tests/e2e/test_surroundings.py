@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elasticrun.wire import channel, messages as m
 from elasticrun.wire.ids import Endpoint, mint_incarnation
@@ -111,6 +111,7 @@ def test_another_jobs_master(world: World) -> None:
     assert first.wait() == 0
 
 
+@further("test_a_name_that_does_not_resolve", "test_too_few_nodes")
 def test_a_dead_endpoint(world: World) -> None:
     """Nobody there, and this node is not the host: join_timeout, one sentence, not 0."""
     launched = job(
@@ -142,11 +143,16 @@ def test_too_few_nodes(world: World) -> None:
     assert one_sentence(launched.stderr)
 
 
-def test_an_agent_of_another_version(world: World) -> None:
-    """A Hello with a protocol of the future is refused in a sentence; the job is not disturbed."""
+def test_status_and_an_agent_of_another_version(world: World) -> None:
+    """`elasticrun status ENDPOINT` says who is there and what a waiting node waits for. A Hello
+    with a protocol of the future is refused in a sentence; the job is not disturbed."""
     port = free_port()
     (launched,) = agents(world, ELASTICRUN, 1, "2", port)
     launched.until_text("wait")
+    asked = world.launch(ELASTICRUN, "status", f"127.0.0.1:{port}")
+    assert asked.wait() == 0, asked.stderr
+    assert "agents" in asked.stdout
+    assert "wait" in asked.stdout
 
     async def meet() -> m.Order | None:
         async with channel.open_channel(Endpoint("127.0.0.1", port)) as line:
@@ -185,7 +191,7 @@ def stranger() -> m.Hello:
         spec=spec,
         attached=None,
     )
-    return dataclasses.replace(hello, protocol=999)
+    return structs.replace(hello, protocol=999)
 
 
 def test_a_master_of_another_version(world: World) -> None:
@@ -279,20 +285,6 @@ def test_a_reader_that_goes_away(world: World) -> None:
     assert launched.wait() == 0
 
 
-def test_status_of_a_running_job(world: World) -> None:
-    """`elasticrun status ENDPOINT` says who is there and what a waiting node waits for."""
-    port = free_port()
-    (first,) = agents(world, ELASTICRUN, 1, "2", port)
-    first.until_text("wait")
-    asked = world.launch(ELASTICRUN, "status", f"127.0.0.1:{port}")
-    assert asked.wait() == 0, asked.stderr
-    assert "agents" in asked.stdout
-    assert "wait" in asked.stdout
-    (second,) = agents(world, ELASTICRUN, 1, "2", port)
-    finish(world.hub.ranks(2))
-    assert [first.wait(), second.wait()] == [0, 0]
-
-
 def test_a_program_in_the_place_of_a_script(world: World) -> None:
     """A binary is known by its first bytes: one sentence, before anything starts."""
     script = world.scratch / "train"
@@ -303,6 +295,7 @@ def test_a_program_in_the_place_of_a_script(world: World) -> None:
     assert "--no-python" in launched.stderr
 
 
+@further("forkserver/test_outcomes::test_outcome", "compat/test_endings::test_the_exit_code")
 def test_a_script_that_is_no_python(world: World) -> None:
     """The rank says what python says; the launcher adds its summary and 1."""
     script = world.scratch / "train.py"

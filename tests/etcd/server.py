@@ -9,9 +9,9 @@ import subprocess
 import threading
 from pathlib import Path
 
-from elasticrun.agent.helpers import PACKAGE_ROOT
 from elasticrun.config import Tls
 from tests.harness import LIMIT, clean_environment, free_port, is_alive, until_file
+from tests.hooked import hooked
 
 LEASE = 10
 """Seconds of a leadership here: a stall of etcd or of a master that is shorter costs no change of
@@ -28,12 +28,9 @@ if "elasticrun.master" in sys.orig_argv:
 """
 
 
-def patient_masters(scratch: Path) -> dict[str, str]:
+def patient_masters() -> dict[str, str]:
     """The variables with which what is started gives its masters such a leadership."""
-    hook = scratch / "patient"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(_PATIENT)
-    return {"PYTHONPATH": os.pathsep.join((str(hook), PACKAGE_ROOT))}
+    return hooked(_PATIENT)
 
 
 class EtcdServer:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,8 +19,16 @@ from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, await_true
+from tests.hooked import warmed
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with warmed(tmp_path_factory.mktemp("warm")):
+        yield
+
 
 JOB = "etcd-job"
 TIMES = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
@@ -29,7 +38,7 @@ FAST = (TIMES, "--grow=now", "--local-addr=127.0.0.1")
 def start(world: World, server: EtcdServer, node: str, nnodes: str, *flags: str) -> Launched:
     """One agent of the job, a node of its own."""
     meet = (f"--master-store={server.url}", f"--rdzv-id={JOB}", f"--nnodes={nnodes}")
-    env = patient_masters(world.scratch)
+    env = patient_masters()
     return job(world, ELASTICRUN, *meet, f"--node-id={node}", *FAST, *flags, env=env)
 
 
@@ -272,7 +281,7 @@ def test_status_finds_the_master(world: World, etcd_server: EtcdServer) -> None:
     token = {"ELASTICRUN_TOKEN": "the token of this job, long enough"}
     where = (f"--master-store={etcd_server.url}", f"--rdzv-id={JOB}")
     args = (*where, "--nnodes=1:2", *FAST, PUPPET)
-    env = {"LOGLEVEL": "INFO", **token, **patient_masters(world.scratch)}
+    env = {"LOGLEVEL": "INFO", **token, **patient_masters()}
     launched = world.launch(ELASTICRUN, *args, env=env)
     peers = world.hub.ranks(1)
     asked = world.launch(ELASTICRUN, "status", *where, "--json", env=token)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elasticrun.config import EXIT_NOT_LEADING
 from elasticrun.wire import etcd, messages as m
@@ -26,14 +26,14 @@ from tests.master.test_process import Process, started
 pytestmark = pytest.mark.slow
 
 KEYS = Keys("job")
-HASTY = dataclasses.replace(SPEC, last_call_timeout=1.0)
+HASTY = structs.replace(SPEC, last_call_timeout=1.0)
 
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run folder of this test's own, and masters that are not in a hurry."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    for name, value in patient_masters(tmp_path).items():
+    for name, value in patient_masters().items():
         monkeypatch.setenv(name, value)
 
 
@@ -119,7 +119,7 @@ def test_the_second_one_ends_with_a_sentence_and_a_code(etcd_server: EtcdServer)
 
 def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None:
     """While etcd stands still the round that is decided is told to nobody."""
-    spec = dataclasses.replace(SPEC, max_nodes=1)  # the first to join makes it whole
+    spec = structs.replace(SPEC, max_nodes=1)  # the first to join makes it whole
 
     async def body(master: Process) -> None:
         channel = open_channel(master.endpoint)

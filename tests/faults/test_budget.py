@@ -38,7 +38,7 @@ def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
     assert "the next restart waits 8 s" not in counting.words()
 
 
-@further("compat/test_defects::TestStaleStore::test_ours_restarts_ten_times")
+@further("compat/test_defects::TestStaleStore::test_ours_restarts_again_and_again")
 def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     """`--restart-backoff=0`, as torchrun restarts."""
     job = counting.start("1", NO_BACKOFF, max_restarts=4, env={"COUNTS_FAILING_RANKS": "0"})

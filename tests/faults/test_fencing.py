@@ -60,10 +60,16 @@ def test_a_new_agent_of_the_same_node(world: World) -> None:
 
 def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
     """Its successor holds the node's place; when it wakes it is told so, stops its ranks and ends
-    with a code of its own, instead of fighting."""
+    with a code of its own, instead of fighting. While it was awake, a twin was told who holds it,
+    and the job went on."""
     team = Team(world, "2", QUICK, "--max-restarts=1")
     first = team.start(2)
     old = team.nodes[1]
+    twin = team.add(name="n1")
+    assert twin.agent.wait() == 1
+    assert "node n1 is held by another agent" in twin.agent.stderr
+    assert len(twin.agent.stderr.strip().splitlines()) < 10
+    team.log.goes_on(first)
     with frozen(team, old):
         team.nodes[0].agent.until_text("(node n1 is dead")
         team.add(name="n1")
@@ -73,9 +79,10 @@ def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
     assert "a newer agent has taken the place of this one as node n1" in old.agent.stderr
     assert not await_exit([first.pid_of("n1")])
     team.log.goes_on(second)
-    assert len(team.finish(but=(old,))) == 2
+    assert len(team.finish(but=(old, twin))) == 2
 
 
+@further("test_an_agent_that_was_replaced_while_it_stood_still")
 def test_two_agents_of_one_node(world: World) -> None:
     """The first one is alive: the second is told who holds the node, and the job goes on."""
     team = Team(world, "1:2")
@@ -121,7 +128,7 @@ def test_a_survivor_that_ignores_sigterm(world: World) -> None:
 
 @further(
     "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
-    "agent/test_deaths::test_kill_9_of_the_agent_leaves_nothing",
+    "agent/test_deaths::test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing",
 )
 def test_nothing_of_a_node_is_left(world: World) -> None:
     """A node that leaves in good order: no process, port, or shared memory of it stays."""

@@ -14,7 +14,7 @@ from tests.harness import LIMIT
 pytestmark = pytest.mark.slow
 
 
-@further("agent/test_deaths::test_two_agents_of_one_endpoint_form_one_job")
+@further("e2e/test_surroundings::test_behind_a_proxy")
 def test_nodes_that_start_together_make_one_world(
     counting: Counting, request: pytest.FixtureRequest
 ) -> None:

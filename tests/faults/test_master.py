@@ -171,7 +171,7 @@ def test_the_masters_host_comes_back(world: World) -> None:
     assert len(team.finish(but=(host,))) == 2
 
 
-@further("agent/test_deaths::test_the_hosting_agents_death_is_one_lost_node")
+@further("master/test_return::test_a_master_that_outlives_its_agent_takes_its_record_with_it")
 def test_the_agent_that_started_the_master_comes_back(world: World) -> None:
     """kill -9 of that agent and its rank alone. The master lives on; the agent that is started in
     its place finds the port taken and attaches to it. From then on it looks after the master: when

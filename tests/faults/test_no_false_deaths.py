@@ -23,7 +23,7 @@ from elasticrun.testing import processes
 from tests.counting import let_pass, times
 from tests.faults.relay import Relay, relay_to
 from tests.faults.team import Team, descriptors
-from tests.further import cases, further
+from tests.further import further
 from tests.harness import World, await_true
 
 pytestmark = pytest.mark.slow
@@ -59,6 +59,31 @@ def unharmed(team: Team, harm: Callable[[], object]) -> None:
     assert " is dead" not in said, said
 
 
+def test_one_job_bears_one_stall_after_another(world: World) -> None:
+    """An agent's loop, then the master's, then resets of a link in a row: the tests below, shorter,
+    befall one and the same world."""
+    team = Team(world, "1:3", OUTSIDE)
+    master = team.master(SILENCE, stalling=True)
+    with relay_to(team.port) as relay:
+        linked = team.add(port=relay.port)
+        team.add(stalling=True)
+        names = [node.name for node in team.nodes]
+
+        def harm() -> None:
+            life = team.log.last
+            for node in ("master", names[1]):
+                team.stall(node, "loop", SHORT)
+                team.log.goes_on(life, 20)
+            before = descriptors(linked.agent.pid)
+            again_and_again(relay, 10.0)
+            assert descriptors(linked.agent.pid) <= before + 8
+
+        unharmed(team, harm)
+    assert master.wait() == 0
+    assert " is dead" not in master.stderr
+
+
+@further("test_one_job_bears_one_stall_after_another")
 @durations(SHORT, 30.0)
 def test_an_agents_loop_that_is_blocked(world: World, seconds: float) -> None:
     """gRPC's own threads answer the master's pings; the loop's beats alone are missing."""
@@ -68,7 +93,7 @@ def test_an_agents_loop_that_is_blocked(world: World, seconds: float) -> None:
     unharmed(team, lambda: team.stall("n1", "loop", seconds))
 
 
-@further("test_an_agents_loop_that_is_blocked")
+@further("test_one_job_bears_one_stall_after_another")
 @durations(SHORT, 30.0)
 def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> None:
     """No Python thread of the agent runs at all; the transport's threads are not Python's."""
@@ -78,8 +103,9 @@ def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> Non
     unharmed(team, lambda: team.stall("n1", "gil", seconds))
 
 
+@further("test_one_job_bears_one_stall_after_another")
 @durations(SHORT, 30.0)
-@pytest.mark.parametrize("how", cases(["loop", "gil"], soaked=["gil"]))
+@pytest.mark.parametrize("how", ["loop", "gil"])
 def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> None:
     """It hears nobody for longer than anybody may be silent, and holds that against none of them:
     silence counts only while the listener listened."""
@@ -90,7 +116,7 @@ def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> Non
     assert " is dead" not in master.stderr
 
 
-@further("test_a_stream_that_is_reset_again_and_again")
+@further("test_one_job_bears_one_stall_after_another")
 def test_a_link_that_is_out_for_three_seconds(world: World) -> None:
     """Nothing passes between one agent and the master; then everything does."""
     team = Team(world, "1:3", OUTSIDE)
@@ -102,6 +128,7 @@ def test_a_link_that_is_out_for_three_seconds(world: World) -> None:
     assert " is dead" not in master.stderr
 
 
+@further("test_one_job_bears_one_stall_after_another")
 @durations(10.0, 300.0)
 def test_a_stream_that_is_reset_again_and_again(world: World, seconds: float) -> None:
     """A NAT or a mesh that forgets connections: every 10 s for 5 minutes, or every second for 10.

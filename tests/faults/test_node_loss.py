@@ -34,7 +34,7 @@ def test_kill_9_of_an_agent_and_its_ranks(
 
 @further(
     "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
-    "agent/test_deaths::test_kill_9_of_the_agent_leaves_nothing",
+    "agent/test_deaths::test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing",
 )
 def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
     """Its ranks are gone with it within moments, and they were the fence (law 9)."""

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
 from elasticrun.testing import warm as of_the_run
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import start_server
 from elasticrun.wire.spawner import (
     Configure,
-    Entry,
-    EntryKind,
     Exited,
     FromSpawner,
     Spawned,

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.wire.spawner import Entry, EntryKind
+from elasticrun.wire.entry import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, fifo, read_line, script
 
 pytestmark = pytest.mark.slow

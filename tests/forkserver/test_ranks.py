@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.wire.spawner import Configure, Entry, EntryKind, Notice, SendSignal, Sweep, Swept
+from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.spawner import Configure, Notice, SendSignal, Sweep, Swept
 from tests.forkserver.driver import (
     LIMIT,
     Driver,

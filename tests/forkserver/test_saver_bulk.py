@@ -20,6 +20,7 @@ from elasticrun.forkserver import bulk as forkserver_bulk, fetching
 from elasticrun.forkserver.lanes import Inbox, Lane
 from elasticrun.forkserver.peers import MAX_PEERS, Peers, listen
 from elasticrun.wire import bulk
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.frames import encode
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.segment import Segment, begin, segment_bytes
@@ -40,7 +41,6 @@ from elasticrun.wire.snapshots import (
     SegmentOpen,
     Serve,
 )
-from elasticrun.wire.spawner import Entry, EntryKind
 from tests.dcp.slots import NAMED, ROUND
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.saver_play import SECRET, Agent, part, persist, saver, state

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -25,8 +26,6 @@ from elasticrun.wire.frames import (
 from elasticrun.wire.serverstart import SERVER_FILE, SHIELDED
 from elasticrun.wire.spawner import (
     CloseStore,
-    Entry,
-    EntryKind,
     Notice,
     Pet,
     Quit,

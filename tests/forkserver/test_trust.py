@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.spawner import Entry, EntryKind, SpawnerReady
+from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.spawner import SpawnerReady
 from tests.forkserver.driver import Driver, plain_environment, script
 from tests.further import further
 

@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.wire import frames, warm
-from elasticrun.wire.spawner import Entry, EntryKind
+from elasticrun.wire.entry import Entry, EntryKind
 from tests.forkserver.driver import (
     LIMIT,
     Driver,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+from msgspec import structs
 
 from elasticrun.core.facts import Facts, RoundFacts, Seat
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -24,7 +25,7 @@ def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RoundFacts:
         age=1.5,
         seats=seats,
     )
-    return dataclasses.replace(made, **changes)
+    return structs.replace(made, **changes)
 
 
 def facts(number: int = 1, nodes: int = 2, **changes: Any) -> Facts:
@@ -42,4 +43,4 @@ def facts(number: int = 1, nodes: int = 2, **changes: Any) -> Facts:
         starved=0.0,
         outcome=None,
     )
-    return dataclasses.replace(made, **changes)
+    return structs.replace(made, **changes)

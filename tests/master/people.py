@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.core.effects import (
@@ -67,7 +68,7 @@ def hello(node: str = "n0", **changes: Any) -> m.Hello:
         spec=SPEC,
         attached=None,
     )
-    return dataclasses.replace(made, **changes)
+    return structs.replace(made, **changes)
 
 
 def status(**changes: Any) -> m.JobStatus:
@@ -76,13 +77,13 @@ def status(**changes: Any) -> m.JobStatus:
         "n0", "host", "127.0.0.1", "alive", "running", "because [so]", 0, 0, 2, (7, 8)
     )
     made = m.JobStatus("job", "running", "reason", ROUND, 2, 1, 2, 3, 1, 2, (node,), "boom", "")
-    return dataclasses.replace(made, **changes)
+    return structs.replace(made, **changes)
 
 
 def at_once(page: m.JobStatus) -> m.JobStatus:
     """The page of a master as it was when it began: its age, which is real time, left out."""
     assert page.age >= 0.0
-    return dataclasses.replace(page, age=0.0)
+    return structs.replace(page, age=0.0)
 
 
 class Recorder:

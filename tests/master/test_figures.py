@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from elasticrun.master.figures import Figures
 from elasticrun.wire.messages import Holding, Holdings, Steps
 from tests.master.people import ROUND, status
@@ -21,9 +23,9 @@ def test_the_step_its_age_and_the_jobs() -> None:
     assert (page.step, page.step_age, page.age) == (40, 3.0, 3.0)
     again = replace(ROUND, number=2)
     figures.started(again)
-    figures.heard(replace(report, step=50))  # of a round that is over
+    figures.heard(structs.replace(report, step=50))  # of a round that is over
     assert figures.shown(status()).step == 40
-    figures.heard(replace(report, round=again, step=30))  # it has gone back to a snapshot
+    figures.heard(structs.replace(report, round=again, step=30))  # it has gone back to a snapshot
     page = figures.shown(status())
     assert (page.step, page.step_age) == (30, 0.0)
 
@@ -33,6 +35,6 @@ def test_a_snapshot_in_memory_tells_the_step_too() -> None:
     figures.started(ROUND, nodes=2)
     assert figures.nodes == 2
     old = Holding(replace(ROUND, number=9), 90, 0, 2, (1, 1), wanted=False)
-    held = tuple(replace(old, round=ROUND, step=step) for step in (20, 30))
+    held = tuple(structs.replace(old, round=ROUND, step=step) for step in (20, 30))
     figures.heard(Holdings(None, (old, *held)))
     assert figures.shown(status()).step == 30

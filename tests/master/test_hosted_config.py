@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
+from elasticrun import config_json
 from elasticrun.config import MasterConfig, Tls
 from elasticrun.master.main import config_from_json
 from elasticrun.sim.script import DEFAULT_SPEC
@@ -16,10 +17,10 @@ from elasticrun.wire.messages import CheckSpec
 @pytest.mark.parametrize("tls", [None, Tls("a", "b", "c")])
 def test_it_arrives_as_it_was(tls: Tls | None) -> None:
     """Also what is nested in it: the checks are of their own type again, not a dict."""
-    spec = replace(DEFAULT_SPEC, checks=CheckSpec(network=True, slow_ratio=2.5))
+    spec = structs.replace(DEFAULT_SPEC, checks=CheckSpec(network=True, slow_ratio=2.5))
     config = MasterConfig("job", "localhost", 0, spec, tls=tls)
-    assert config_from_json(json.dumps(asdict(config))) == config
-    assert config_from_json(json.dumps(asdict(replace(config, spec=None)))).spec is None
+    assert config_from_json(config_json.dumps(config)) == config
+    assert config_from_json(config_json.dumps(replace(config, spec=None))).spec is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"spec": {"colour": 1}}', '{"spec": 3}', "{}"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
@@ -77,7 +77,7 @@ def test_status_is_the_picture() -> None:
             assert shown["nodes"][0]["reason"] == "because [so]"
             assert shown["restarts_left"] == loop.status().restarts_left
             assert shown["check"] == "all passed"
-            assert shown["excluded"] == [dataclasses.asdict(EXCLUDED)]
+            assert shown["excluded"] == [structs.asdict(EXCLUDED)]
 
     aio.run(run())
 

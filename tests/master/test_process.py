@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from elasticrun import config_json
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
 from elasticrun.wire import ended, messages as m, published
 from elasticrun.wire.channel import attend, get_status, open_channel
@@ -78,7 +80,7 @@ def _spawn(config: MasterConfig, lifeline: tuple[int, int] | None = None) -> Pro
     for fd in (config_read, ready_write, life_read):
         os.close(fd)
     with open(config_write, "w") as pipe:
-        json.dump(dataclasses.asdict(config), pipe)
+        pipe.write(config_json.dumps(config))
     with open(ready_read) as pipe:
         line = pipe.readline()
     return Process(popen, json.loads(line) if line else {}, life_write)
@@ -133,7 +135,7 @@ def test_a_taken_port_is_one_sentence_and_a_code(home: Path) -> None:
 
 
 def test_it_ends_when_no_agent_comes(home: Path) -> None:
-    lost = dataclasses.replace(SPEC, master_lost_timeout=0.2)
+    lost = structs.replace(SPEC, master_lost_timeout=0.2)
     with started(spec=lost) as master:
         code, said = master.ended()
         assert code == EXIT_FAILED
@@ -158,7 +160,7 @@ def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
 
 def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
     """Fixed nodes, no restarts: the only node leaves, the real brain ends the job."""
-    spec = dataclasses.replace(SPEC, min_nodes=1, max_nodes=1, max_restarts=0)
+    spec = structs.replace(SPEC, min_nodes=1, max_nodes=1, max_restarts=0)
 
     async def leave(master: Process) -> list[m.Order]:
         heard: list[m.Order] = []

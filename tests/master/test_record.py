@@ -388,11 +388,11 @@ def test_it_stays_small_and_is_loaded_whole(tmp_path: Path, rounds: int) -> None
 WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
+from msgspec import structs
 from elasticrun.config_json import loads
 from elasticrun.core.facts import Facts
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
-import dataclasses
 
 sqlite_store.LOAD_LIMIT = sqlite_store.GIVEN_UP = float(sys.argv[2])
 
@@ -403,7 +403,7 @@ async def main():
     for number in itertools.count(1):
         done = asyncio.get_running_loop().create_future()
         order = tuple(f"{number}-{i}" for i in range(50))
-        facts = dataclasses.replace(made, number=number, order=order)
+        facts = structs.replace(made, number=number, order=order)
         store.write(facts, lambda: done.set_result(None))
         await done
         print(number, flush=True)

@@ -6,21 +6,21 @@ processes only if each of them was done by the whole world.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.agent.helpers import PACKAGE_ROOT
 from elasticrun.wire import published
 from elasticrun.wire.record_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
+from tests.hooked import hooked, warmed
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +40,16 @@ if {{"elasticrun.master", "master"}} & set(sys.orig_argv):
 """
 
 
-def hooked(world: World, code: str = "", **env: str) -> dict[str, str]:
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with warmed(tmp_path_factory.mktemp("warm")):
+        yield
+
+
+def unhurried(code: str = "", **env: str) -> dict[str, str]:
     """Have this code run in every Python of a job, before all else; and no master gives its record
     up because its disk, or itself, stands still for a while."""
-    hook = world.scratch / "hook"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(UNHURRIED + code)
-    return {"PYTHONPATH": os.pathsep.join((str(hook), PACKAGE_ROOT)), **env}
+    return hooked(UNHURRIED + code, **env)
 
 
 def run_folder(world: World) -> Path:
@@ -94,7 +97,7 @@ def killed(world: World, master: published.Published) -> published.Published:
 
 def started(world: World, kind: str, *more: str) -> tuple[list[Launched], list[Peer]]:
     """A job of this kind with two ranks."""
-    env = hooked(world)
+    env = unhurried()
     if kind == "standalone":
         jobs = [job(world, ELASTICRUN, "--nproc-per-node=2", *more, env=env)]
     else:
@@ -129,7 +132,7 @@ def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
 def test_while_nodes_gather(world: World) -> None:
     """And who wants the trace of it, keeps it: two lives of the master, one after the other."""
     port, kept = free_port(), world.scratch / "kept"
-    env = hooked(world, ELASTICRUN_TRACE_DIR=str(kept))
+    env = unhurried(ELASTICRUN_TRACE_DIR=str(kept))
     jobs = agents(world, ELASTICRUN, 1, "2", port, env=env)
     jobs[0].until_text("waiting for nodes")
     master = killed(world, next_master(world))
@@ -148,6 +151,10 @@ def test_while_nodes_gather(world: World) -> None:
     assert "the job is over with 0" in replayed.stdout
 
 
+@further(
+    "test_between_a_fact_and_its_order",
+    "test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end",
+)
 def test_between_a_death_and_the_next_start_and_what_it_cost_is_remembered(world: World) -> None:
     """Killed while the survivor still stops: one restart is charged, not two, and it is still known
     when the next failure comes, two masters later."""
@@ -189,7 +196,7 @@ def test_a_master_that_outlives_its_agent_takes_its_record_with_it(world: World)
     starts the next one."""
     port = free_port()
     # a stall shorter than this is no death, but that of the agent that is killed waits for it
-    words, env = ("--grow=now", "--rdzv-conf=heartbeat_timeout=10"), hooked(world)
+    words, env = ("--grow=now", "--rdzv-conf=heartbeat_timeout=10"), unhurried()
     jobs = agents(world, ELASTICRUN, 1, "1:2", port, *words, env=env)
     world.hub.ranks(1)  # so that this agent has the master
     master = next_master(world)
@@ -225,7 +232,7 @@ def _pids(world: World, count: int) -> set[int]:
 
 def test_a_second_launch_knows_nothing_of_one_that_was_killed(world: World) -> None:
     """The same port and id after kill -9 of everything: it begins anew, and sweeps."""
-    port, env = free_port(), hooked(world)
+    port, env = free_port(), unhurried()
     agents(world, ELASTICRUN, 1, "1", port, "--max-restarts=1", env=env)
     (peer,) = world.hub.ranks(1)
     next_master(world)
@@ -276,11 +283,11 @@ def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
     file that shows that it did."""
     flag = world.scratch / "flag"
     words = {"DEADLY_FLAG": str(flag), "DEADLY_FACT": fact, "DEADLY_MOMENT": moment}
-    return flag, hooked(world, DEADLY, **words)
+    return flag, unhurried(DEADLY, **words)
 
 
 @pytest.mark.parametrize("fact", cases(["over", "formed"], kept=["formed"]))
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", cases(["before", "after"], kept=["after"]))
 def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> None:
     """COORDINATION 3 (d). That the round is over, or that the next one was formed and charged, has
     (not) become durable, and nobody has been told: the next master goes on from there, and one
@@ -335,7 +342,7 @@ if "elasticrun.master" in sys.orig_argv:
 @pytest.mark.parametrize("poison", cases(["at once", "later"], kept=["at once"]))
 def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -> None:
     """COORDINATION 3 (c): no crash loop. The agents bring the round back, nothing is restarted."""
-    env = hooked(world, POISONED, POISON=poison)
+    env = unhurried(POISONED, POISON=poison)
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1", env=env)
     peers = world.hub.ranks(2)
     master = next_master(world)
@@ -362,7 +369,7 @@ def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -
 def by_hand(world: World, port: int, folder: Path) -> Launched:
     """A master with a folder of its own, serving."""
     words = ("master", "--host=127.0.0.1", f"--port={port}", "--rdzv-id=agents")
-    env = hooked(world, LOGLEVEL="INFO", ELASTICRUN_STATE_DIR=str(folder))
+    env = unhurried(LOGLEVEL="INFO", ELASTICRUN_STATE_DIR=str(folder))
     launched = world.launch(ELASTICRUN, *words, env=env)
     launched.until_text("serving job")
     return launched

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.config import EXIT_FAILED
@@ -181,7 +181,7 @@ def test_a_stranger_is_refused_by_name(foreign: str) -> None:
 
 def _knock(**changes: Any) -> m.Knock:
     said = Guest("", "1", m.Role.AGENT, job_id="job", node="n0", incarnation="i0").knock
-    return dataclasses.replace(said, **changes)
+    return structs.replace(said, **changes)
 
 
 def _hello(**changes: Any) -> bytes:
@@ -209,7 +209,7 @@ IN = (KNOCK, PROOF, HELLO)
         ((KNOCK, PROOF, PROOF), "Proof came in the place of Hello"),
         ((KNOCK, PROOF, _hello(node="n1")), "another node than the one that was proved"),
         ((KNOCK, PROOF, report_to_wire(hello())), "another node"),
-        ((KNOCK, PROOF, _hello(spec=dataclasses.replace(SPEC, job_id="other"))), "another node"),
+        ((KNOCK, PROOF, _hello(spec=structs.replace(SPEC, job_id="other"))), "another node"),
         ((b"",), "kind"),
         ((b"\xff\xfe\xfd" * 30,), "no report of elasticrun"),
         ((KNOCK[:40],), "no report of elasticrun"),

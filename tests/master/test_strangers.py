@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.master.doorstep import TELL_EVERY, Refusals
@@ -107,7 +107,7 @@ def test_a_master_with_another_token_is_not_followed() -> None:
 def test_another_job_with_a_token_is_not_named() -> None:
     async def run() -> None:
         async with serving(token=TOKEN) as served, served.stream() as stream:
-            spec = dataclasses.replace(SPEC, job_id="mine")
+            spec = structs.replace(SPEC, job_id="mine")
             refused = await enter(stream, hello(spec=spec), TOKEN)
             assert refused == m.Refused(OTHER_JOB, EXIT_FAILED)
 

@@ -90,7 +90,7 @@ def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
 
 @further(
     "testing/test_hosts::test_loss_and_delay",
-    "faults/test_no_false_deaths::test_a_stream_that_is_reset_again_and_again",
+    "faults/test_no_false_deaths::test_one_job_bears_one_stall_after_another",
 )
 def test_delay_and_loss(cluster: Build) -> None:
     """While every host loses 30 % of what it receives the ranks go on, or a next world is formed;
@@ -123,7 +123,7 @@ def test_delay_and_loss(cluster: Build) -> None:
     assert rounds_since(job, began) == {began.round}
 
 
-@further("faults/test_no_false_deaths::test_a_stream_that_is_reset_again_and_again")
+@further("faults/test_no_false_deaths::test_one_job_bears_one_stall_after_another")
 def test_a_link_that_flaps_faster_than_a_node_is_given_up(cluster: Build) -> None:
     """2 s out of every 4 the link of one node is down: nobody is lost, and the ranks go on in
     between."""

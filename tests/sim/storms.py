@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+
+from msgspec.structs import replace
 
 from elasticrun.config import GROW_COOLDOWN
 from elasticrun.sim.node import NodeSetup

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Tick
 from elasticrun.core.job import Job

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.script import DEFAULT_SPEC
@@ -20,7 +21,7 @@ LOST = 17
 
 
 def setup(index: int) -> NodeSetup:
-    spec = replace(DEFAULT_SPEC, min_nodes=NODES * 9 // 10, max_nodes=NODES)
+    spec = structs.replace(DEFAULT_SPEC, min_nodes=NODES * 9 // 10, max_nodes=NODES)
     return NodeSetup(f"n{index:04}", spec)
 
 
@@ -57,7 +58,7 @@ def test_two_bad_nodes_of_a_thousand_are_found_and_the_others_train() -> None:
     told: list[tuple[str, Order]] = []
     world = World(beats=True, beat_interval=10.0, traced=False)
     world.on_order = lambda node, order: told.append((node.name, order))
-    spec = replace(setup(0).spec, checks=checks)
+    spec = structs.replace(setup(0).spec, checks=checks)
     world.start_master(spec)
     world.bench.plant("n0100", "compute")
     world.bench.plant("n0501", "comm")

@@ -4,9 +4,10 @@ nothing had happened: the same worlds, one at a time, the same bill, the same ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.config_json import dumps, loads
 from elasticrun.core.effects import JobEffect, JobEvent, Record

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from elasticrun.core import burst, rendezvous
 from elasticrun.sim.node import NodeSetup

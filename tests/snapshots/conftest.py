@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import mmap
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.testing import processes
+from elasticrun.testing import processes, warm
 from elasticrun.testing.job import ElasticJob
 from elasticrun.wire.segment import Segment
 from tests.harness import await_true, processes_of, until_file
@@ -49,7 +50,14 @@ def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
             *(str(TRAIN), "--mode", mode, "--steps", str(steps), "--every", "1000000"),
             *("--out", folder, "--ckpt", f"{folder}/ckpt"),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, **warm.named(os.environ)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return tuple(str(ends(Path(folder), rank)[-1]) for rank in range(world))
     finally:

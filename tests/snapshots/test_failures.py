@@ -24,9 +24,8 @@ pytestmark = pytest.mark.slow
 MEMORY = r"go on from step 7 in memory"
 
 
-@pytest.mark.parametrize(
-    ("mode", "how"), [pytest.param("ddp", "kill", marks=pytest.mark.soak), ("fsdp2", "raise")]
-)
+@further("test_saved_at_the_breakpoint")
+@pytest.mark.parametrize(("mode", "how"), [("ddp", "kill"), ("fsdp2", "raise")])
 def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     """Between two snapshots: nothing is lost, and the end is the same to the bit."""
     training.start("--die", f"1:7:{how}", mode=mode, max_restarts=1)
@@ -36,7 +35,7 @@ def test_a_rank_dies(training: Training, mode: str, how: str) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("test_a_rank_dies")
+@further("test_saved_at_the_breakpoint")
 def test_two_ranks_die_at_once(training: Training) -> None:
     training.start("--die", "0:7:kill", "--die", "1:7:kill", mode="fsdp2", max_restarts=1)
     training.finish()
@@ -56,7 +55,9 @@ def test_a_rank_dies_twice_after_progress(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("test_a_rank_dies", "snapshots/test_random_kills::test_killed_at_random_moments")
+@further(
+    "test_saved_at_the_breakpoint", "snapshots/test_random_kills::test_killed_at_random_moments"
+)
 def test_a_rank_hangs(training: Training) -> None:
     """The others' collective ends it, as torch's watchdog would."""
     # longer than a rank that does not hang may stand still
@@ -283,12 +284,14 @@ def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
 
 
 def test_saved_at_the_breakpoint(training: Training) -> None:
-    """--save-at-breakpoint: what memory gave is written out in the background, without a wait."""
+    """A rank dies between two snapshots: nothing is lost, and the end is the same to the bit. With
+    --save-at-breakpoint what memory gave is written out in the background, without a wait."""
     training.start(
         *("--die", "1:7:kill"), mode="fsdp2", max_restarts=1, options=["--save-at-breakpoint"]
     )
     training.finish()
-    assert training.starts(0) == [0, 7]
+    assert training.starts(0) == training.starts(1) == [0, 7]
+    assert training.said(MEMORY)
     assert 7 in training.checkpoints()
     training.is_as_if_nothing_happened()
 

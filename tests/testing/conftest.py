@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.testing.plugin import WARM_FOLDER
 from tests.harness import clean_environment
 
 LIMIT = 240.0
@@ -16,6 +17,9 @@ LIMIT = 240.0
 
 class Inner:
     """A folder of tests, and what pytest says of them."""
+
+    warm_of_its_own = False
+    """Else its jobs come from the warm process of the run around it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,10 +34,14 @@ class Inner:
         """pytest in a process of its own."""
         own = ("-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder}/tmp")
         env = {n: v for n, v in clean_environment().items() if not n.startswith("PYTEST")}
+        if "PYTHONPATH" in os.environ:
+            env["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        if not self.warm_of_its_own:
+            env[WARM_FOLDER] = os.environ.get(WARM_FOLDER, "")
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *own, *words],
             cwd=self.folder,
-            env={**env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -58,7 +58,8 @@ def test_a_test_without_the_fixture_sees_nothing_of_it(inner: Inner) -> None:
 
 @pytest.mark.slow
 def test_the_ten_lines_of_the_readme(inner: Inner) -> None:
-    """A team tests its training script against a dying node."""
+    """A team tests its training script against a dying node, and has a warm process of its own."""
+    inner.warm_of_its_own = True
     inner.write("test_train.py", EXAMPLE)
     code, said = inner.run("-q")
     assert code == 0, said

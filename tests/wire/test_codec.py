@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from msgspec import structs
 
 from elasticrun.wire import codec, messages as m
 from elasticrun.wire.codec import ProtocolMismatch, WireError
@@ -178,7 +178,7 @@ def test_a_proof_has_one_length_or_none(length: int) -> None:
 )
 def test_a_place_that_cannot_be(change: dict[str, int]) -> None:
     with pytest.raises(WireError):
-        codec.order_to_wire(dataclasses.replace(START, **change))
+        codec.order_to_wire(structs.replace(START, **change))
     made = pb.Order.FromString(codec.order_to_wire(START))
     for name, value in change.items():
         setattr(made.start, name, value)
@@ -218,7 +218,7 @@ def test_a_probe_has_a_place_in_its_group() -> None:
     order = m.Probe("c1", False, "n1", 0, 2, 0, 4, Endpoint("h", 4000), 60.0)
     for change in ({"group_rank": 2}, {"first_rank": 4}, {"world_size": 0}):
         with pytest.raises(WireError):
-            codec.order_to_wire(dataclasses.replace(order, **change))
+            codec.order_to_wire(structs.replace(order, **change))
 
 
 def test_an_unknown_word_and_a_bad_port() -> None:
@@ -244,7 +244,7 @@ def test_lists_are_bounded_by_the_receiver() -> None:
 
 
 def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
-    long = dataclasses.replace(
+    long = structs.replace(
         FAILURE, message="m" * 9000 + "end", traceback="first" + "t" * 9000 + "the error"
     )
     heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (long,))))
@@ -256,10 +256,10 @@ def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
 
 
 def test_many_long_failures_fit_into_one_message() -> None:
-    wide = dataclasses.replace(
+    wide = structs.replace(
         FAILURE, message="\U0001f525" * 5000, traceback="\U0001f525" * 5000, error_file="/e" * 100
     )
-    many = tuple(dataclasses.replace(wide, rank=rank) for rank in range(40))
+    many = tuple(structs.replace(wide, rank=rank) for rank in range(40))
     data = codec.order_to_wire(m.End(1, "reason", many))
     assert len(data) <= m.MAX_MESSAGE_BYTES
     heard = codec.order_from_wire(data)
@@ -270,7 +270,7 @@ def test_many_long_failures_fit_into_one_message() -> None:
 
 def test_half_a_surrogate_pair_does_not_stop_a_report() -> None:
     path = b"/tmp-\xff".decode("utf-8", "surrogateescape")
-    odd = dataclasses.replace(FAILURE, error_file=path, message="\ud800")
+    odd = structs.replace(FAILURE, error_file=path, message="\ud800")
     heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (odd,))))
     assert isinstance(heard, m.RanksFailed)
     assert heard.failures[0].message == "?"
@@ -307,7 +307,7 @@ PERSIST = m.Persist(
 )
 def test_an_order_to_persist_that_cannot_be(change: dict[str, Any], said: str) -> None:
     with pytest.raises(WireError, match=said):
-        codec.order_to_wire(dataclasses.replace(PERSIST, **change))
+        codec.order_to_wire(structs.replace(PERSIST, **change))
 
 
 HOLDING = m.Holding(ROUND, 120, 0, 4, (7, 0), wanted=False)
@@ -324,7 +324,7 @@ HOLDING = m.Holding(ROUND, 120, 0, 4, (7, 0), wanted=False)
     ids=str,
 )
 def test_a_holding_that_cannot_be(change: dict[str, Any], said: str) -> None:
-    wrong = dataclasses.replace(HOLDING, **change)
+    wrong = structs.replace(HOLDING, **change)
     with pytest.raises(WireError, match=said):
         codec.report_to_wire(m.Holdings(None, (wrong,)))
 
@@ -336,7 +336,7 @@ def test_what_a_node_holds_is_bounded_and_fits_into_a_message() -> None:
     assert codec.report_from_wire(codec.report_to_wire(both)) == both
     with pytest.raises(WireError, match="lists 4098 ranks, more than 4096"):
         codec.report_to_wire(
-            m.Holdings(None, (long, long, dataclasses.replace(HOLDING, contents=(1, 1))))
+            m.Holdings(None, (long, long, structs.replace(HOLDING, contents=(1, 1))))
         )
     with pytest.raises(WireError, match="lists 9, more than 8"):
         codec.report_to_wire(m.Holdings(None, (HOLDING,) * 9))

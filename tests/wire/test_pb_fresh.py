@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from elasticrun.config_json import fields_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.fields import _FIELDS
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -43,7 +43,7 @@ def test_a_stale_file_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", list(_FIELDS), ids=lambda of: of.__name__)
 def test_every_field_has_a_row_and_a_place_on_the_wire(of: type) -> None:
-    names = {field.name for field in dataclasses.fields(of)}
+    names = set(fields_of(of))
     assert set(_FIELDS[of]) == names
     message = getattr(pb, NAMES.get(of, of.__name__))
     assert {field.name for field in message.DESCRIPTOR.fields} == names

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 
 from elasticrun.wire import messages as m, proof as p
 from tests.wire import strategies as draw
@@ -131,9 +132,9 @@ def test_an_agents_proof_reflected_to_it_is_none() -> None:
     challenge = knock(door, who)
     shown = who.answer(challenge).proof
     with pytest.raises(p.Denied, match="does not know"):
-        guest().answer(dataclasses.replace(challenge, proof=shown))
+        guest().answer(structs.replace(challenge, proof=shown))
     with pytest.raises(p.Denied, match="does not know"):
-        who.answer(dataclasses.replace(challenge, proof=shown))
+        who.answer(structs.replace(challenge, proof=shown))
 
 
 def test_no_proof_is_good_twice() -> None:
@@ -198,7 +199,7 @@ def test_a_term_changed_on_the_way_is_noticed() -> None:
     who, door = guest(), keeper(term=7)
     challenge = knock(door, who)
     with pytest.raises(p.Denied, match="does not know"):
-        who.answer(dataclasses.replace(challenge, term=8))
+        who.answer(structs.replace(challenge, term=8))
 
 
 @pytest.mark.parametrize("change", [{"node": "n1"}, {"incarnation": "i1"}], ids=str)
@@ -206,7 +207,7 @@ def test_a_session_is_its_nodes_own(change: dict[str, str]) -> None:
     who, door = guest(), keeper()
     door.hear(who.answer(knock(door, who)))
     with pytest.raises(p.OutOfTurn, match="another node"):
-        door.hear(dataclasses.replace(HELLO, **change))
+        door.hear(structs.replace(HELLO, **change))
     assert not door.is_in
 
 

@@ -1,0 +1,36 @@
+"""Code of a test in every Python of a job, before all else; and a warm process for such jobs.
+
+The folder of the hook is the same for all, so that their fork servers may come from one warm
+process: the run's own has no such folder in its PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elasticrun.agent.helpers import PACKAGE_ROOT
+from elasticrun.wire.env import WARM_SERVER
+from tests.forkserver.driver import warm_process
+from tests.harness import SCRIPTS, clean_environment
+
+_PATH = {"PYTHONPATH": os.pathsep.join((str(SCRIPTS / "hook"), PACKAGE_ROOT))}
+_warm: dict[str, str] = {}
+
+
+def hooked(code: str, **env: str) -> dict[str, str]:
+    """The variables with which this code is run in all that they reach."""
+    return {**_PATH, **_warm, "ELASTICRUN_TEST_HOOK": code, **env}
+
+
+@contextmanager
+def warmed(folder: Path) -> Iterator[None]:
+    """Jobs with a hook are forked from a warm process while this lasts."""
+    with warm_process(folder / "warm.sock", {**clean_environment(), **_PATH}) as place:
+        _warm[WARM_SERVER] = str(place)
+        try:
+            yield
+        finally:
+            _warm.clear()
