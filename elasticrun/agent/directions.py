@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-_NO_MASTER: Final = ("no master answer", "no job master answer")
+_NO_MASTER: Final = ("no master answer", "no job master answer", "does not answer this node")
 _NO_NODE: Final = "nothing was heard for"
 
 

@@ -29,6 +29,7 @@ from elasticrun.agent.claims import (
     fresh,
     timed,
 )
+from elasticrun.agent.directions import directed
 from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.threads import in_thread, threadsafe
 from elasticrun.agent.trust import TOKEN_BYTES
@@ -174,15 +175,16 @@ class _Search:
         self._tell(
             f"{self._file.path} names the job master at {place_of(claim)} ({claim.text('host')}), "
             "which does not answer this node; it is asked again until it does, or until its host "
-            "renews that file no more"
+            "renews that file no more",
+            place_of(claim),
         )
         return None
 
-    def _tell(self, sentence: str) -> None:
+    def _tell(self, sentence: str, dial: object = "") -> None:
         if sentence != self._told:
             self._told = sentence
             if self._looks.same > 2 or "is_host" in sentence:
-                logger.warning("%s", sentence)
+                logger.warning("%s", directed(sentence, dial))
             else:
                 logger.info("%s", sentence)
 

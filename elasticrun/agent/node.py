@@ -118,7 +118,11 @@ class Node:
         self._ending = False
         self._clearing = Clearing()
         self._events: EventLog | None = None
-        self._long_waits = LongWaits(self._meeting_place, _notice, time.monotonic)
+        self._long_waits = LongWaits(
+            self._meeting_place,
+            lambda wait: _notice(directed(wait, self._meeting.dial)),
+            time.monotonic,
+        )
         self._story = Story(
             most=config.spec.max_restarts,
             several=config.spec.max_nodes > 1,
@@ -350,6 +354,10 @@ class Node:
         words = f"no job master answers at {dial} yet ({reason}); this node dials for {limit:g} s"
         logger.warning("%s", directed(words, dial))
 
+    def _directed(self, note: Note) -> str:
+        """For people. The brain's sentence stands in traces and on pages as it is."""
+        return note.text if note.level == "info" else directed(note.text, self._meeting.dial)
+
     def _fatal(self, sentence: str) -> None:
         self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
 
@@ -387,7 +395,7 @@ class Node:
         elif isinstance(effect, Obey):
             self._snapshots.obey(effect.order)
         elif isinstance(effect, Note):
-            logger.log(LEVELS.get(effect.level, 20), "%s", effect.text)
+            logger.log(LEVELS.get(effect.level, 20), "%s", self._directed(effect))
         status = self._brain.status()
         if status.state in (State.STOPPING, State.ENDING):
             self._ranks.call_off()

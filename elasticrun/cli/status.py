@@ -194,7 +194,9 @@ def _ask(
         where = question.endpoint
         if isinstance(answer, LinkError):
             verb = "refuses to answer" if answer.rejected else "does not answer"
-            silent.append(f"the master at {where} {verb}: {answer}")
+            sentence = f"the master at {where} {verb}: {answer}"
+            todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+            silent.append(sentence if answer.rejected else sentence + todo)
         elif isinstance(answer, tls.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
