@@ -161,6 +161,12 @@ class Spawner:
             pass
         self.end(reason)
 
+    def how(self, seen: str) -> str:
+        """How its end has come, as far as is known; `seen`: what its socket or the kernel says."""
+        process = self.process.process
+        lost_guard = isinstance(process, WarmChild) and process.unguarded
+        return "its guard was killed" if lost_guard else seen
+
     def _flush(self) -> None:
         try:
             while self._unsent:
@@ -180,10 +186,10 @@ class Spawner:
         except BlockingIOError:
             return False
         except OSError as error:
-            self.end(self._death or error.strerror or str(error))
+            self.end(self._death or self.how(error.strerror or str(error)))
             return False
         if not data:
-            self.end(self._death or "it was killed, or has crashed")
+            self.end(self._death or self.how("it was killed, or has crashed"))
             return False
         if self._silence is not None:
             self._wait_for_answer()
@@ -437,7 +443,8 @@ class Spawners:
     # ------------------------------------------------------------ deaths
 
     def _reaped(self, spawner: Spawner, code: int) -> None:
-        spawner.hear_out(f"it was killed by signal {-code}" if code < 0 else f"exit code {code}")
+        words = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
+        spawner.hear_out(spawner.how(words))
 
     def _ended(self, spawner: Spawner, reason: str) -> None:
         self._all.remove(spawner)

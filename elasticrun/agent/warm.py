@@ -31,6 +31,9 @@ HELD_UP: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_J
 ANSWER_LIMIT: Final = 2.0
 """Seconds for a warm process to fork; it takes some hundredths."""
 
+OWN_END: Final = 5.0
+"""Seconds that a fork server whose guard was killed has to sweep for itself."""
+
 TEACH_LIMIT: Final = 0.5
 """Seconds for it to be told what ranks imported; it hears of it the next time if it is busy."""
 
@@ -39,7 +42,8 @@ class WarmChild:
     """A fork server that a warm process has forked for us: what is known of a child by its parent.
 
     Its guard is its parent. `returncode` is None until all below the guard is gone, then as in
-    `subprocess`; it is -SIGKILL where the guard itself was lost."""
+    `subprocess`; it is -SIGKILL where the guard itself was killed: then the fork server, which
+    hears of that, sweeps and ends."""
 
     def __init__(self, pid: int, guard: socket.socket) -> None:
         self.pid = pid
@@ -48,6 +52,8 @@ class WarmChild:
         self._guard = guard
         self._said = frames.FrameBuffer(warm.FromWarm)
         self.over: asyncio.Event | None = None
+        self.unguarded = False
+        self._late: asyncio.TimerHandle | None = None
 
     @property
     def watched(self) -> bool:
@@ -89,16 +95,34 @@ class WarmChild:
             return
         except OSError:
             data = b""
-        code = -int(signal.SIGKILL)
-        if data:
-            words = list(self._said.feed(data))
-            if not words:
-                return
-            if isinstance(words[0], warm.Over):
-                code = words[0].code
-        else:  # the guard was killed: nobody sweeps below the fork server
-            self.kill()
-        asyncio.get_running_loop().remove_reader(self._guard)
+        if not data:  # it was killed
+            self._fends_for_itself(ended)
+            return
+        words = list(self._said.feed(data))
+        if words:
+            asyncio.get_running_loop().remove_reader(self._guard)
+            over = isinstance(words[0], warm.Over)
+            self._ended(words[0].code if over else -int(signal.SIGKILL), ended)
+
+    def _fends_for_itself(self, ended: Callable[[int], None]) -> None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._guard)
+        self._guard.close()
+        self.unguarded = True
+        self._late = loop.call_later(OWN_END, self.kill)
+        loop.add_reader(self._pidfd, self._gone, ended)
+
+    def _gone(self, ended: Callable[[int], None]) -> None:
+        import asyncio
+
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        if self._late is not None:
+            self._late.cancel()
+        self._ended(-int(signal.SIGKILL), ended)
+
+    def _ended(self, code: int, ended: Callable[[int], None]) -> None:
         self._settle(code)
         assert self.over is not None
         self.over.set()

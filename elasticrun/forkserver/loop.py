@@ -44,10 +44,12 @@ END_LIMIT = 30.0
 
 
 class Server:
-    """Carries out orders until Quit, the end of the conversation, or silence after a Pet."""
+    """Carries out orders until Quit, the end of the conversation or of its parent, or silence after
+    a Pet."""
 
     def __init__(self, talk: Conversation, prepared: Prepared) -> None:
         self._talk = talk
+        self._parent = os.getppid()
         self._sweeper = sweep.Sweeper()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._nursery = Nursery(prepared, talk.send, self._in_child)
@@ -59,6 +61,7 @@ class Server:
         """Serve; ends the process. `early` came together with the first message."""
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCONT, lambda *_: None)  # our parent's death (`spawn_rank`)
         self._selector.register(self._talk.fileno(), selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
@@ -83,6 +86,8 @@ class Server:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
+            if os.getppid() != self._parent:  # the agent, or a guard, below which nobody sweeps now
+                self._end("", 1)
         if self._talk.fileno() in ready:
             self._talk.flush()
             for order in self._talk.read():

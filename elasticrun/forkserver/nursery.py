@@ -78,8 +78,8 @@ class Nursery:
         reason = self._against_fork(order)
         forked = self._prepared.mode == "fork" and not reason
         birth, stash = self._prepared.birth, self._prepared.stash
-        # From the first rank on we live by the end of the socket, because what ranks leave is to be
-        # swept. If we are stopped (SIGSTOP) when the agent is killed, this wakes us up for it.
+        # From the first rank on we outlive our parent until we have swept what ranks leave. This
+        # tells of its death; and if we are stopped (SIGSTOP) by then, it wakes us up for it.
         linux.die_with_parent(signal.SIGCONT)
         page = None
         try:

@@ -138,6 +138,24 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
     assert "s: restart 1 of 1 (rank 0: the fork server ended: it was killed" in job.stderr
 
 
+def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
+    """What a rank has started in a session of its own goes, too, and only then comes the next."""
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+    children = with_children(world, ranks[0])
+    server = helper(job, "forkserver")
+    guard = server.parent()
+    if guard is None or guard.pid == job.pid:
+        pytest.skip("the tests' warm process is not in use: no fork server has a guard")
+    below = [process.pid for process in server.children(recursive=True)]
+    assert set(children) <= set(below)
+    guard.kill()
+    assert await_exit([server.pid, *below]) == set()
+    again = world.hub.ranks(2, restart=1)
+    assert helper(job, "forkserver").pid != server.pid
+    finish(world, job, again)
+    assert "s: restart 1 of 1 (rank 0: the fork server ended: its guard was killed" in job.stderr
+
+
 @further("test_kill_9_of_the_fork_server_restarts_the_job")
 def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -> None:
     job, ranks = puppets(world)

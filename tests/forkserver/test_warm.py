@@ -126,6 +126,19 @@ def test_the_guard_ends_what_a_killed_fork_server_leaves(place: Path, tmp_path: 
         assert not gone([guard])
 
 
+def test_the_fork_server_ends_what_is_below_it_once_its_guard_was_killed(
+    place: Path, tmp_path: Path
+) -> None:
+    """By itself: its agent may stand still. Stopped itself, it is woken up for that."""
+    with Driver(NONE, env=plain_environment(), warm=place) as driver:
+        driver.ready()
+        below = running(driver, tmp_path)
+        os.kill(driver.process.pid, signal.SIGSTOP)
+        os.kill(guard_of(driver), signal.SIGKILL)
+        assert not gone([driver.process.pid, *below])
+        driver.process.abandon()
+
+
 def test_jobs_do_not_need_the_warm_process(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import torch\n")
     with warm_process(tmp_path / "w.sock", plain_environment()) as own:
