@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
+
+from msgspec import structs
 
 from elasticrun.core.effects import Tick
 from elasticrun.core.facts import Facts
@@ -35,7 +36,7 @@ LOAD_BAR = 0.3
 def live(days: float, nodes: int) -> list[Facts]:
     """Every record of a job of `nodes` nodes that runs for `days` days, trouble every hour."""
     chance = random.Random(4711)
-    spec = dataclasses.replace(
+    spec = structs.replace(
         DEFAULT_SPEC, min_nodes=nodes // 2, max_nodes=nodes, max_restarts=10**6, grow="now"
     )
     world = World(beats=True, beat_interval=30.0)

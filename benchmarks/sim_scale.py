@@ -25,8 +25,10 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from elasticrun.sim.node import NodeSetup
 from elasticrun.sim.ranks import Rank, Worlds

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from elasticrun.wire.entry import Entry
 from elasticrun.wire.messages import JobSpec
-from elasticrun.wire.spawner import Entry
 
 # ---------------------------------------------------------------- rendezvous (seconds)
 

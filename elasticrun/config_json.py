@@ -1,4 +1,4 @@
-"""Configurations (and other dataclasses) as JSON text, for processes that talk over inherited fds.
+"""Configurations (and other records) as JSON text, for processes that talk over inherited fds.
 
 `loads(dumps(config), type(config)) == config`. Both ends are of one installation, so there is no
 version to negotiate; what is not exactly a configuration raises ValueError with a sentence.
@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar
 
+import msgspec
+
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
 """More than an environment and a command line can be (2 MB each on Linux) with JSON's escapes."""
 
@@ -24,7 +26,7 @@ C = TypeVar("C")
 
 
 def dumps(config: Any) -> str:
-    """A configuration (a dataclass of dataclasses, tuples, dicts, words and numbers) as JSON."""
+    """A configuration (a record of records, tuples, dicts, words and numbers) as JSON."""
     return json.dumps(plain(config))
 
 
@@ -47,10 +49,11 @@ def plain(value: Any) -> Any:
     """A configuration as `json.dumps` takes it; `typed(plain(config), type(config)) == config`."""
     if type(value) in _SCALARS:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    kind: type = type(value)
+    if is_record(kind):
         return {
             name: item if type(item := getattr(value, name)) in _SCALARS else plain(item)
-            for name in _hints(type(value))
+            for name in fields_of(kind)
         }
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
@@ -68,7 +71,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return tuple(v if _is_plainly(v, kind) else _value(kind, v, where) for v in value)
     if origin is dict and isinstance(value, dict):
         return {_key(inner[0], k, where): _value(inner[1], v, where) for k, v in value.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+    if isinstance(kind, type) and is_record(kind) and isinstance(value, dict):
         return _object(kind, value, where)
     return _scalar(kind, value, where)
 
@@ -84,14 +87,22 @@ def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass with their types; ten thousand seats of a round ask for them."""
+def fields_of(cls: type[Any]) -> dict[str, Any]:
+    """The fields of a record with their types; ten thousand seats of a round ask for them."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    names = getattr(cls, "__struct_fields__", None)
+    if names is None:
+        names = [field.name for field in dataclasses.fields(cls)]
+    return {name: hints[name] for name in names}
+
+
+def is_record(cls: type) -> bool:
+    """Whether it is a class of named fields: a dataclass, or a struct of msgspec."""
+    return issubclass(cls, msgspec.Struct) or dataclasses.is_dataclass(cls)
 
 
 def _object(cls: type, body: dict[str, Any], where: str) -> Any:
-    hints = _hints(cls)
+    hints = fields_of(cls)
     unknown = body.keys() - hints.keys()
     if unknown:
         raise ValueError(f"{where} has no field {min(unknown)[:60]!r}")

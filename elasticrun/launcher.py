@@ -29,7 +29,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.effects import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.wire import env
-from elasticrun.wire.spawner import Entry, EntryKind
+from elasticrun.wire.entry import Entry, EntryKind
 
 __all__ = ["LaunchConfig", "LaunchError", "elastic_launch", "launch_agent"]
 

@@ -38,7 +38,7 @@ from elasticrun.cli.trust import withdraw
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
-from elasticrun.wire.spawner import EntryKind
+from elasticrun.wire.entry import EntryKind
 
 __all__ = [
     "config_from_args",

@@ -12,9 +12,9 @@ from string import Template
 
 from elasticrun.config import AgentConfig
 from elasticrun.wire import env
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import Start
-from elasticrun.wire.spawner import Entry, EntryKind
 
 
 class BadEnvironment(Exception):

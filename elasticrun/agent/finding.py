@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from msgspec import structs
+
 from elasticrun.agent import host
 from elasticrun.agent.claims import (
     LOOK_EVERY,
@@ -233,7 +235,7 @@ def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:
     token = token or secrets.token_hex(TOKEN_BYTES)
     spec = config.spec
     if claim is not None and not config.rendezvous.named:
-        spec = dataclasses.replace(spec, job_id=claim.text("job"))
+        spec = structs.replace(spec, job_id=claim.text("job"))
     return dataclasses.replace(config, spec=spec, token=token)
 
 

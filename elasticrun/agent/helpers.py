@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from elasticrun import config_json
 from elasticrun.agent.processes import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
@@ -177,7 +178,7 @@ class MasterProcess:
             for fd in (*passed, output_write):
                 os.close(fd)
         with contextlib.suppress(BrokenPipeError), open(config_write, "wb") as pipe:
-            pipe.write(json.dumps(asdict(master)).encode())
+            pipe.write(config_json.dumps(master).encode())
 
     def watch(self, reaper: Reaper) -> None:
         """Remember how it ends; before anything is reaped, or its end is missed."""

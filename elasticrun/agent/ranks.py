@@ -13,8 +13,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from elasticrun.agent import numa
 from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
@@ -27,9 +29,9 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.effects import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.failures import ECHOES, in_words
 from elasticrun.operator_log import logger
+from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.spawner import (
-    EntryKind,
     Exited,
     SendSignal,
     Spawned,

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from elasticrun.agent.awaiting import Awaiting
 from elasticrun.agent.departing import Departing

@@ -12,8 +12,8 @@ from elasticrun.cli.table import FLAGS
 from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.core.wording import some
+from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.spawner import EntryKind
 
 
 def describe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrun.cli.values import NoProgram
-from elasticrun.wire.spawner import Entry, EntryKind
+from elasticrun.wire.entry import Entry, EntryKind
 
 
 def check_program(entry: Entry) -> str:

@@ -22,9 +22,9 @@ from elasticrun.cli.values import NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.wording import some
 from elasticrun.wire import env
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.saving import SaveSpec
-from elasticrun.wire.spawner import Entry, EntryKind
 
 __all__ = ["Machine", "UsageError", "resolve"]
 

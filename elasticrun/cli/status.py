@@ -17,8 +17,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from elasticrun import __version__
 from elasticrun.cli import jobs_table
@@ -88,7 +90,7 @@ def print_status(
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if as_json:
-        shown = [asdict(page) for _, page in answers]
+        shown = [msgspec.to_builtins(page) for _, page in answers]
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))
     elif answers or over:
         _show([(str(where), page) for where, page in answers], over)

@@ -6,7 +6,7 @@ anew, and a master that crashes often enough would never let anything end (COORD
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.core.facts import Facts, LeftOut, RoundFacts
 from elasticrun.wire.messages import ExcludedNode

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
+
+from msgspec.structs import replace
 
 from elasticrun.config import EXCLUDE_FAILING_AFTER
 from elasticrun.core.bars import bar_length

@@ -16,7 +16,7 @@ begun to write it: from then on HOLDING sees to it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.core import effects as fx
 from elasticrun.core.ending_rules import SIGTERM

@@ -6,7 +6,7 @@ before the next. Effects never fail back into the brain: what came of them is a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elasticrun.core.facts import Facts
 from elasticrun.wire.ids import Endpoint, RoundName
@@ -15,13 +15,11 @@ from elasticrun.wire.messages import Failure, Hello, Order, Probe, Probed, Repor
 # ---------------------------------------------------------------- both brains
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """A deadline that `next_deadline()` named may be due."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """One line for the operator's log; brains emit it once per change."""
 
     text: str
@@ -31,24 +29,21 @@ class Note:
 # ---------------------------------------------------------------- the master's brain: Job
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(Struct, frozen=True):
     """A stream was opened and its Hello is of our protocol and job. `session` numbers streams."""
 
     session: int
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Struct, frozen=True):
     """A report on an attached session."""
 
     session: int
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True):
     """The stream is gone. `clean`: the agent closed it; else it broke (reset, pings unanswered).
     `silent`: seconds for which nothing had come on it, more than a beat allows, while we heard
     others; a stream that is reset was not silent, one whose pings went unanswered was. `quiet`:
@@ -60,8 +55,7 @@ class Detached:
     quiet: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Overslept:
+class Overslept(Struct, frozen=True):
     """The loop woke `by` seconds after its deadline: silence during that time proves nothing."""
 
     by: float
@@ -70,31 +64,27 @@ class Overslept:
 JobEvent = Attached | Heard | Detached | Overslept | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Send one order to each of these sessions."""
 
     sessions: tuple[int, ...]
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
-class Hangup:
+class Hangup(Struct, frozen=True):
     """Close this session after what was told to it has been sent."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobOver:
+class JobOver(Struct, frozen=True):
     """The outcome is known; the master ends when every agent has been told or is gone."""
 
     exit_code: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """Make these facts durable. Every effect after this one, of this step and of later ones, is
     carried out only when that is done; events are taken in meanwhile (COORDINATION 3)."""
 
@@ -107,37 +97,32 @@ JobEffect = Tell | Hangup | Note | JobOver | Record
 # ---------------------------------------------------------------- the agent's brain: WorkerGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class Ordered(Struct, frozen=True):
     """An order from the master (Echo is handled by the shell's link and never comes here)."""
 
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReady:
+class StoreReady(Struct, frozen=True):
     """A fresh store host listens; it may be offered in the next Join."""
 
     store: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLost:
+class StoreLost(Struct, frozen=True):
     """The store host at this port ended by itself."""
 
     store: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpawned:
+class RankSpawned(Struct, frozen=True):
     """A rank of the current life runs."""
 
     local_rank: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankExited:
+class RankExited(Struct, frozen=True):
     """A rank was reaped. `failure` is filled by the shell (error file, signal) unless code is 0."""
 
     local_rank: int
@@ -145,15 +130,13 @@ class RankExited:
     failure: Failure | None
 
 
-@dataclass(frozen=True, slots=True)
-class RanksSwept:
+class RanksSwept(Struct, frozen=True):
     """Nothing below the stopped ranks lives, but for `stuck` pids the kernel will not let die."""
 
     stuck: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnerLost:
+class SpawnerLost(Struct, frozen=True):
     """The spawner died; its ranks have been killed and reaped by the agent. A new one is started
     by the shell without being asked; a StoreReady tells when it is usable. `time_us`: wall clock,
     microseconds, for the failures of the ranks it took with it."""
@@ -162,8 +145,7 @@ class SpawnerLost:
     time_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Signalled:
+class Signalled(Struct, frozen=True):
     """The agent received a signal. `death`: one of --signals-to-handle, else forward only. `step`:
     the newest that a rank with a Checkpointer is at; -1: no rank here can save its state. `margin`:
     steps in which word from the master comes to every rank. `held`: the newest of which there is a
@@ -177,21 +159,18 @@ class Signalled:
     held: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(Struct, frozen=True):
     """The master cannot be reached since now; the shell keeps dialling."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinkBack:
+class LinkBack(Struct, frozen=True):
     """A stream to the master stands (again); the brain answers with what the master must know:
     Say(...) of its present state. The shell has already sent Hello, with `attached()`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeEnded:
+class ProbeEnded(Struct, frozen=True):
     """What came of a RunProbe, also where its processes could not be started or had to be killed.
     Every process of it has been reaped. Comes exactly once for each RunProbe, unless CallOffProbe
     came first: then never."""
@@ -215,8 +194,7 @@ AgentEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnRanks:
+class SpawnRanks(Struct, frozen=True):
     """Start all local ranks of this round (environment, logs and keys are the shell's).
 
     The shell frees the old ranks' resources before; `attempt` names the log folder."""
@@ -225,61 +203,52 @@ class SpawnRanks:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class SignalRanks:
+class SignalRanks(Struct, frozen=True):
     """Send a signal to the process group of each of these local ranks."""
 
     local_ranks: tuple[int, ...]
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class SweepRanks:
+class SweepRanks(Struct, frozen=True):
     """All ranks of this round have exited: remove their descendants, answer with RanksSwept."""
 
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareStore:
+class PrepareStore(Struct, frozen=True):
     """Make a fresh store host ready (answer: StoreReady); one at most is unused at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseStore:
+class ReleaseStore(Struct, frozen=True):
     """Nobody can need the store of this round any more: end its host (its port stays bound)."""
 
     store: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class RunProbe:
+class RunProbe(Struct, frozen=True):
     """Probe this machine as the order says; answer with ProbeEnded. Its limit is the shell's."""
 
     order: Probe
 
 
-@dataclass(frozen=True, slots=True)
-class CallOffProbe:
+class CallOffProbe(Struct, frozen=True):
     """Kill the processes of the probe that is under way; no ProbeEnded follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Obey:
+class Obey(Struct, frozen=True):
     """Carry out an order about snapshots; the brain only has to know whether one is under way."""
 
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(Struct, frozen=True):
     """Send this report to the master, when there is one."""
 
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Struct, frozen=True):
     """The agent is done. The shell prints the summary of `failures` (root cause first), sweeps
     and ends the process with `code`."""
 

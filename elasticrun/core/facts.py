@@ -9,14 +9,13 @@ next master has another clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import End, ExcludedNode, JobSpec, Restore
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(Struct, frozen=True):
     """A member's place in the round, enough to tell it its `Start` again.
 
     Of an adopted round the roles are not known: `role_world_size` is 0."""
@@ -30,8 +29,7 @@ class Seat:
     role_world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundFacts:
+class RoundFacts(Struct, frozen=True):
     """The last round that was formed or adopted, and how it stood."""
 
     name: RoundName
@@ -56,8 +54,7 @@ class RoundFacts:
     restore_step: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(Struct, frozen=True):
     """A node that has fallen silent lately, or whose stays were brief: the ages of these deaths,
     how often it was sent to the door for them, and how long it waits there yet."""
 
@@ -67,8 +64,7 @@ class LeftOut:
     remaining: float
 
 
-@dataclass(frozen=True, slots=True)
-class Blamed:
+class Blamed(Struct, frozen=True):
     """A node whose ranks were the first to fail: in how many rounds in a row until now, how often
     it was left out for that and for which rank (-1: none), and the seconds until it is let in
     (negative: since then)."""
@@ -80,8 +76,7 @@ class Blamed:
     remaining: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """A snapshot, and how many rounds that trained on from it failed by themselves within a few
     steps."""
 
@@ -90,8 +85,7 @@ class Rejected:
     times: int
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """All of it; the next master believes this and asks the agents for the rest."""
 
     spec: JobSpec

@@ -7,7 +7,7 @@ gave it: a master that is gone, or was replaced, ends none.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.core import effects as fx
 from elasticrun.core.group_base import GroupBase

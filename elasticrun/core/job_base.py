@@ -7,7 +7,8 @@ What it makes of it is in `saving` (snapshots), `checking` (the health of nodes)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core import effects as fx

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 QUOTED = 400
 """Longest reason of an agent that a sentence of ours quotes, in characters."""
@@ -18,8 +19,7 @@ class Standing(StrEnum):
     GOOD = "good"  # it has worked with another node
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """Nodes that are probed together; the first one's store is where they meet."""
 
     check: str  # unique
@@ -27,8 +27,7 @@ class Group:
     perf: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """What a check came to for one node that did not simply pass."""
 
     node: str
@@ -36,8 +35,7 @@ class Verdict:
     reason: str  # node, partners, phase, the measured figure and the limit, in one sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(Struct, frozen=True):
     """A timed all_reduce, and with whom."""
 
     size: int  # bytes of the reduced buffer

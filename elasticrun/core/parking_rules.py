@@ -9,7 +9,7 @@ say so again (`link_rules.CONFIRM`): one without a record knows of no exclusion.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from elasticrun.core import effects as fx
 from elasticrun.core.ending_rules import EndingRules

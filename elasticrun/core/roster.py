@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from elasticrun.core.placement import Candidate, is_loopback
@@ -139,5 +139,5 @@ def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
 
 
 def _pairs(theirs: _Spec, ours: _Spec) -> Iterator[_Pair]:
-    for field in fields(theirs):
-        yield field.name, getattr(theirs, field.name), getattr(ours, field.name)
+    for name in theirs.__struct_fields__:
+        yield name, getattr(theirs, name), getattr(ours, name)

@@ -16,8 +16,8 @@ from elasticrun.forkserver import child, linux, probes, savers, store_host, trus
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
+from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.spawner import (
-    EntryKind,
     Exited,
     FromSpawner,
     Learned,

@@ -21,8 +21,9 @@ from elasticrun.forkserver.preload import (
     installed_folders,
 )
 from elasticrun.forkserver.program import hides_frames
+from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.env import PYTHON_EXEC
-from elasticrun.wire.spawner import Configure, EntryKind
+from elasticrun.wire.spawner import Configure
 
 if TYPE_CHECKING:
     from elasticrun.forkserver.warm.keeper import Stock

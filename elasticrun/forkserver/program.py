@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from elasticrun.forkserver.errorfile import write_error_file
-from elasticrun.wire.spawner import Entry, EntryKind
+from elasticrun.wire.entry import Entry, EntryKind
 
 
 class BecomeRank(BaseException):

@@ -18,8 +18,8 @@ from typing import Any
 from elasticrun.forkserver import linux
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.reread import FORBIDDEN_IN_TEXT
+from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
-from elasticrun.wire.spawner import Entry, EntryKind
 
 TRACERS: Mapping[str, str] = {
     "CUDA_INJECTION64_PATH": "an NVIDIA tool (nsys, ncu or compute-sanitizer)",

@@ -17,9 +17,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core.effects import (

@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.facts import Facts

@@ -22,9 +22,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import structs
 
 from elasticrun.config_json import plain, typed
 from elasticrun.core.aging import aged
@@ -283,7 +285,7 @@ class _Disk:
         db = self._db
         if db is None:
             raise OSError("it is not open")
-        rows = {f.name: getattr(facts, f.name) for f in fields(facts)}
+        rows = structs.asdict(facts)
         changed = [
             (name, json.dumps(plain(value), separators=(",", ":")))
             for name, value in rows.items()

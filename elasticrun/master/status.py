@@ -14,8 +14,9 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict
 from typing import Any, Final
+
+import msgspec
 
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
@@ -168,7 +169,7 @@ def is_private(name: str) -> bool:
 
 def status_json(status: JobStatus) -> bytes:
     """The picture as JSON: the fields of JobStatus, and the version of elasticrun."""
-    fields = {**asdict(status), "version": __version__}
+    fields = {**msgspec.to_builtins(status), "version": __version__}
     if status.round is not None:
         fields["round"]["name"] = str(status.round)
     return json.dumps(fields, indent=1).encode() + b"\n"

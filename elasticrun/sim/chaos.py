@@ -16,7 +16,9 @@ At the end, when the faults are over, the job must be running or over: nobody ma
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from elasticrun.config_json import dumps, loads
 from elasticrun.core.effects import Attached, Heard, JobEvent

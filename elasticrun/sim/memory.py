@@ -16,8 +16,9 @@ What must hold, else it is a fault of the world:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.core.breakpoint_writing import order_of

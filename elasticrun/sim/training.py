@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, SaveSpec
@@ -31,7 +33,7 @@ class TrainingChaos(Chaos):
 
     def _draw_spec(self) -> JobSpec:
         saves = SaveSpec(self.rng.random() < 0.7, self.rng.choice([3.0, 15.0]))
-        return replace(super()._draw_spec(), saves=saves)
+        return structs.replace(super()._draw_spec(), saves=saves)
 
     def run(self) -> Findings:
         """All of it."""

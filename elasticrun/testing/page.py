@@ -15,14 +15,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from elasticrun.testing import processes
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
+from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.published import Published, published
 
 ANSWER_LIMIT: Final = 60.0
@@ -59,7 +59,7 @@ def ask(master: Published) -> JobStatus:
         if answer.status != 200:
             raise NoAnswer(f"the status page answers {answer.status}")
         return parse(json.loads(body))
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, msgspec.ValidationError) as error:
         raise NoAnswer(f"no status page at {master.status_url}: {error}") from None
     finally:
         connection.close()
@@ -67,23 +67,7 @@ def ask(master: Published) -> JobStatus:
 
 def parse(page: dict[str, Any]) -> JobStatus:
     """The page's JSON as what it was made of; what a later version adds is left out."""
-    name = page["round"]
-    told = {
-        **page,
-        "round": RoundName(name["term"], name["number"], name["nonce"]) if name else None,
-        "nodes": tuple(
-            NodeStatus(**{**_known(NodeStatus, node), "pids": tuple(node["pids"])})
-            for node in page["nodes"]
-        ),
-        "excluded": tuple(
-            ExcludedNode(**_known(ExcludedNode, node)) for node in page.get("excluded", ())
-        ),
-    }
-    return JobStatus(**_known(JobStatus, told))
-
-
-def _known(kind: Any, words: dict[str, Any]) -> dict[str, Any]:
-    return {f.name: words[f.name] for f in fields(kind) if f.name in words}
+    return msgspec.convert(page, JobStatus)
 
 
 def _connect(address: tuple[str, int], namespace: str) -> socket.socket:

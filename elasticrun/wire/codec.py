@@ -8,10 +8,10 @@ failures say is shortened until the whole is at most MAX_MESSAGE_BYTES long.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final, cast
 
 from google.protobuf.message import DecodeError, EncodeError
+from msgspec.structs import replace
 
 from elasticrun.wire import messages as m
 from elasticrun.wire.field_kinds import WireError, cut

@@ -6,8 +6,9 @@ They are messages like those of `messages.py`, which shows them under its own na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from elasticrun.wire.ids import Endpoint, RoundName
 
@@ -18,8 +19,7 @@ MAX_EXCLUDED = 1000
 """Most excluded nodes that are remembered; the oldest are forgotten first."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckSpec:
+class CheckSpec(Struct, frozen=True):
     """How the job looks after the health of its nodes; part of the JobSpec."""
 
     network: bool = False  # --network-check: no node enters a round before it has passed
@@ -43,16 +43,14 @@ class ProbePhase(StrEnum):
     DONE = "done"
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """One size of all_reduce, as the slowest local rank saw it."""
 
     size: int  # bytes of the reduced buffer
     seconds: float  # of one all_reduce
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Struct, frozen=True):
     """What came of the m.Probe of the same `check` on this node: the worst of its local ranks."""
 
     check: str
@@ -68,8 +66,7 @@ class Probed:
     timed: float  # ... so many were timed work
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Struct, frozen=True):
     """How training goes on this node, from `elasticrun.training.progress`: the slowest local rank.
 
     Means over the steps since the last report, in seconds. `waited` is what the rank spent in
@@ -83,8 +80,7 @@ class Steps:
     waited: float
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Struct, frozen=True):
     """Probe this machine, and its links to the other nodes of a small group (law 7: this node's
     own place in it). A newer `check` takes the place of one that is under way."""
 
@@ -99,16 +95,14 @@ class Probe:
     limit: float  # seconds, after which the probe is ended and has failed
 
 
-@dataclass(frozen=True, slots=True)
-class Park:
+class Park(Struct, frozen=True):
     """This node is excluded and is to stay, without ranks, so that nobody is given its machine."""
 
     reason: str
     seconds: float  # after which it ends, if the job has not ended before
 
 
-@dataclass(frozen=True, slots=True)
-class ExcludedNode:
+class ExcludedNode(Struct, frozen=True):
     """A node that the job refuses, for people and for schedulers."""
 
     node: str
@@ -119,8 +113,7 @@ class ExcludedNode:
     remaining: float  # seconds until it may come back and is probed anew
 
 
-@dataclass(frozen=True, slots=True)
-class ReachMe:
+class ReachMe(Struct, frozen=True):
     """A reader asks the master to dial `port` at the address its stream comes from, and to read
     `nonce` there (elasticrun doctor)."""
 
@@ -128,8 +121,7 @@ class ReachMe:
     nonce: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
+class Reached(Struct, frozen=True):
     """The answer to a ReachMe, and what a doctor wants to know of the master's host."""
 
     ok: bool

@@ -8,8 +8,9 @@ receiver would compare with its own clock (`Failure.time_us` is shown to people 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from elasticrun.wire.health import (
     MAX_EXCLUDED as MAX_EXCLUDED,
@@ -106,8 +107,7 @@ class FailureKind(StrEnum):
     SPAWNER = "spawner"  # its fork server died under it
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """One failed rank, as its agent saw it."""
 
     host: str
@@ -122,8 +122,7 @@ class Failure:
     error_file: str  # path on the node, empty if none
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True):
     """What the whole job has agreed on; every agent brings it, the master's own copy counts."""
 
     job_id: str
@@ -145,8 +144,7 @@ class JobSpec:
     scheduler_codes: bool = False  # --exit-codes=scheduler (core.failures.CONTRACT)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundReport:
+class RoundReport(Struct, frozen=True):
     """A round whose ranks still live on this node, told to a master that may have forgotten it."""
 
     round: RoundName
@@ -170,8 +168,7 @@ class Role(StrEnum):
     READER = "reader"  # reads its status
 
 
-@dataclass(frozen=True, slots=True)
-class Knock:
+class Knock(Struct, frozen=True):
     """First message on every stream: who wants in, and the nonce that the master must answer."""
 
     protocol: int
@@ -184,8 +181,7 @@ class Knock:
     proves: bool  # whether it has a token to prove
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(Struct, frozen=True):
     """The master's answer: its own proof first, and the nonce for the other one's."""
 
     protocol: int
@@ -195,8 +191,7 @@ class Challenge:
     proof: bytes  # empty where the master has no token
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(Struct, frozen=True):
     """What lets the stream in: Reports follow, or the status page."""
 
     proof: bytes
@@ -205,8 +200,7 @@ class Proof:
 # ---------------------------------------------------------------- Reports: agent to master
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True):
     """First message of a proved session: who this is, in full."""
 
     protocol: int
@@ -224,61 +218,53 @@ class Hello:
     last_term: int = 0  # of the last master this agent obeyed, 0: none yet
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """No rank of an earlier round lives here; count this node in. Carries its ready store."""
 
     store: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Struct, frozen=True):
     """The ranks of `round` have been started; pids by local rank, for status."""
 
     round: RoundName
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RanksFailed:
+class RanksFailed(Struct, frozen=True):
     """Ranks of `round` failed here; the others are being stopped. May be sent again with more."""
 
     round: RoundName
     failures: tuple[Failure, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(Struct, frozen=True):
     """Ranks of `round` are being stopped and will be gone within `remaining` seconds."""
 
     round: RoundName
     remaining: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Struct, frozen=True):
     """Every process of `round` on this node has been reaped: the fence may be passed."""
 
     round: RoundName
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """Every local rank of `round` ended with 0."""
 
     round: RoundName
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(Struct, frozen=True):
     """This node goes: a signal, or its own decision. Not a failure of any rank."""
 
     reason: str
     signal: int  # 0: none
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(Struct, frozen=True):
     """The agent's loop is alive and has seen orders up to `seen`."""
 
     number: int
@@ -306,8 +292,7 @@ Report = (
 # ---------------------------------------------------------------- Orders: master to agent
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """The answer to a Hello that was accepted."""
 
     protocol: int
@@ -320,24 +305,21 @@ class Welcome:
     clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for people only
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """The answer to a Hello that was not: the agent ends with `exit_code` and the sentence."""
 
     reason: str
     exit_code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Nothing to do yet, and why; told once per change of the sentence."""
 
     reason: str
     left: float = 0.0  # seconds after which the wait is over at the latest; 0: it has no end
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """This node's place in a new round, and nothing about anybody else's (law 7)."""
 
     round: RoundName
@@ -357,16 +339,14 @@ class Start:
     why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """Stop the ranks of `round` and join again."""
 
     round: RoundName
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """The job is over for this node."""
 
     exit_code: int
@@ -374,8 +354,7 @@ class End:
     failures: tuple[Failure, ...]  # the root cause first; empty on success
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
+class Echo(Struct, frozen=True):
     """The answer to a Beat of the same number."""
 
     number: int

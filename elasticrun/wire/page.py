@@ -5,14 +5,13 @@ They are messages like those of `messages.py`, which shows them under its own na
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elasticrun.wire.health import ExcludedNode
 from elasticrun.wire.ids import RoundName
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(Struct, frozen=True):
     """One node, as the status page shows it."""
 
     node: str
@@ -28,8 +27,7 @@ class NodeStatus:
     health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(Struct, frozen=True):
     """The job as one page: what a person asks first, and why anything waits."""
 
     job_id: str

@@ -6,7 +6,7 @@ that a node holds, and an order that comes again changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from elasticrun.wire.ids import Endpoint, RoundName
 
@@ -23,8 +23,7 @@ MAX_ATTEMPT = 64
 """Characters of an attempt's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSpec:
+class SaveSpec(Struct, frozen=True):
     """What the job does with its snapshots; part of the JobSpec."""
 
     at_breakpoint: bool = False  # --save-at-breakpoint: what ranks lost is written out too
@@ -32,8 +31,7 @@ class SaveSpec:
     restore_step: int = -1  # --restore-step: what a person wants to go on from; -1: the newest
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Struct, frozen=True):
     """One snapshot of one node: all of its local ranks of that round have committed it, or those of
     them whose content is not 0. `replica`: of another node's ranks, copied from there."""
 
@@ -47,8 +45,7 @@ class Holding:
     own: bool = False  # its ranks have state that no other rank has (per_rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Struct, frozen=True):
     """What the ranks of a round go on from; part of Start."""
 
     round: RoundName
@@ -56,8 +53,7 @@ class Restore:
     world_size: int  # of that round
 
 
-@dataclass(frozen=True, slots=True)
-class LastRound:
+class LastRound(Struct, frozen=True):
     """The newest round whose ranks lived on a node, as an agent before this one may have noted it;
     told to a master that may know of no round."""
 
@@ -67,8 +63,7 @@ class LastRound:
     rewound_from: int = -1  # as in Start, until a checkpoint that was committed since says it
 
 
-@dataclass(frozen=True, slots=True)
-class WentOn:
+class WentOn(Struct, frozen=True):
     """A rank of this round has put back here what its Start named, and done steps since, up to
     `step`. Told once no rank of the round lives here any more."""
 
@@ -76,8 +71,7 @@ class WentOn:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Holdings:
+class Holdings(Struct, frozen=True):
     """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
     where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
     the state in the memory of two nodes. `last`: None if no rank ever lived here. `went_on`: None
@@ -92,8 +86,7 @@ class Holdings:
     skipped: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ShardBad:
+class ShardBad(Struct, frozen=True):
     """Report: what this node holds of a rank of (round, step) is not what was written, or cannot be
     had from the node that was named; it is to count as absent."""
 
@@ -103,8 +96,7 @@ class ShardBad:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NotReplicated:
+class NotReplicated(Struct, frozen=True):
     """Report: this node could not copy all that a Replicate named."""
 
     round: RoundName
@@ -112,8 +104,7 @@ class NotReplicated:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WhereIs:
+class WhereIs(Struct, frozen=True):
     """Report: this node needs the shard of a rank that it does not hold. Answer: Holder."""
 
     round: RoundName
@@ -121,8 +112,7 @@ class WhereIs:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Departing:
+class Departing(Struct, frozen=True):
     """Report: this node has received a death signal and leaves, as soon as a step that all ranks
     save is written out, or its grace is over. Answer: SaveAt to all nodes of the round."""
 
@@ -134,8 +124,7 @@ class Departing:
     asked: int = -1  # the step that this node has been asked to save; -1: none yet
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAt:
+class SaveAt(Struct, frozen=True):
     """Order: every rank of the round takes a snapshot at its first step from this one on, and wants
     it written out; `reason` says in a clause who leaves. Report back, if a rank cannot: Missed."""
 
@@ -144,8 +133,7 @@ class SaveAt:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
+class Missed(Struct, frozen=True):
     """Report: a rank of this node was past the step that SaveAt named, or had no room for it."""
 
     round: RoundName
@@ -153,8 +141,7 @@ class Missed:
     step: int  # that it is at
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Struct, frozen=True):
     """Order: who has it. `holds` is the rank asked for, or one of the same content; `saver` None:
     nobody, and `reason` says why."""
 
@@ -166,8 +153,7 @@ class Holder:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Watermark:
+class Watermark(Struct, frozen=True):
     """Order: this step of the present round is whole over the whole job, so that older ones are
     needed no more; -1: none is yet. Steps above it up to `given_up` will never be whole, because
     some nodes have them and others went on without; -1: none."""
@@ -177,8 +163,7 @@ class Watermark:
     given_up: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Struct, frozen=True):
     """Order: copy what these ranks have of (round, step) from another node's saver, and hold it as
     replicas. What is held already is not copied again; of several orders the newest step counts.
     Report back: Holdings, or NotReplicated."""
@@ -191,8 +176,7 @@ class Replicate:
     saver: Endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(Struct, frozen=True):
     """Order: write this node's share of the checkpoint of (round, step). The snapshot is pinned
     until PersistOver. Report back: Persisted."""
 
@@ -210,16 +194,14 @@ class Persist:
     rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class CommitCheckpoint:
+class CommitCheckpoint(Struct, frozen=True):
     """Order to the coordinator: every part is written; write the marker. Report back: Persisted
     with `committed`."""
 
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class PersistOver:
+class PersistOver(Struct, frozen=True):
     """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
     snapshot that the ranks wanted written; it is no longer pinned for that."""
 
@@ -230,8 +212,7 @@ class PersistOver:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Persisted:
+class Persisted(Struct, frozen=True):
     """Report: what came of this node's share, or, with `committed`, of the commit."""
 
     attempt: str

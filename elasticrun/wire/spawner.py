@@ -10,27 +10,8 @@ A *key* names one process the spawner was told to start; the agent never uses a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class EntryKind(StrEnum):
-    """How the user's program is started in a rank."""
-
-    SCRIPT = "script"  # python -u target args...
-    MODULE = "module"  # python -u -m target args...
-    COMMAND = "command"  # target args...  (--no-python)
-    RUN_PATH = "run-path"  # runpy.run_path(target) in a multiprocessing child
-    FUNCTION = "function"  # a function of elastic_launch's caller
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The user's program: what to run and its arguments, `${local_rank}` not yet filled in."""
-
-    kind: EntryKind
-    target: str
-    args: tuple[str, ...] = ()
-
+from elasticrun.wire.entry import Entry
 
 # ---------------------------------------------------------------- to the spawner
 
