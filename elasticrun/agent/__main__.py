@@ -18,6 +18,7 @@ import threading
 
 from elasticrun import config_json
 from elasticrun.config import EXIT_USAGE, AgentConfig
+from elasticrun.wire.title import AGENT, set_title
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m elasticrun.agent: {error}", file=sys.stderr)
         return EXIT_USAGE
+    set_title(AGENT)
     from elasticrun.agent.main import run_agent
 
     if spawner is None:

@@ -25,6 +25,7 @@ from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.reread import EnvironmentCheck
 from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawner import SpawnProbe, SpawnRank, SpawnSaver
+from elasticrun.wire.title import set_command_line
 
 CANNOT_START = 125
 """Exit code of a child that could not become a rank; the page says why."""
@@ -65,7 +66,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     program = Program(order.entry, order.error_file, birth.mask)
     program.prepare()
     words = command(order.entry)
-    linux.set_command_line(
+    set_command_line(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
     )
     linux.set_name(os.fsencode(os.path.basename(words[0])))

@@ -21,6 +21,7 @@ from elasticrun.forkserver.protocol import Conversation, Lost
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import SHIELDED
 from elasticrun.wire.spawner import Configure, Notice, SpawnerReady, ToSpawner
+from elasticrun.wire.title import FORK_SERVER, set_title
 
 if TYPE_CHECKING:
     from elasticrun.forkserver.warm.keeper import Stock
@@ -85,6 +86,7 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     if os.getppid() != arguments.parent:
         sys.exit(1)
     linux.set_name(b"elasticrun-fork")
+    set_title(FORK_SERVER)
     linux.become_subreaper()
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on

@@ -31,6 +31,7 @@ from elasticrun.wire.spawner import (
     Stale,
     StoreListening,
 )
+from elasticrun.wire.title import set_title
 
 QUIET = 2.0
 """Seconds without a new import after which what was learned is told: a script's own imports come
@@ -232,7 +233,7 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         linux.set_name(name)
-        linux.set_title(title)
+        set_title(title)
 
     def _leave(self) -> None:
         """In a fresh fork: drop what is the server's or another child's."""

@@ -19,6 +19,7 @@ from elasticrun.forkserver import linux
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.serverstart import SHIELDED
 from elasticrun.wire.spawner import SpawnSaver, ToSpawner
+from elasticrun.wire.title import set_title
 
 MAIN_FILE: Final = Path(__file__).with_name("saver_main.py")
 
@@ -80,7 +81,7 @@ def enter(order_fd: int, parent: int) -> NoReturn:
     if os.getppid() != parent:
         os._exit(1)
     linux.set_name(NAME)
-    linux.set_title(TITLE)
+    set_title(TITLE)
     with open(order_fd, "rb") as file:
         (order,) = FrameBuffer(ToSpawner).feed(file.read())
     assert isinstance(order, SpawnSaver)

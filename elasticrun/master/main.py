@@ -50,7 +50,7 @@ from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.master.status import StatusPage, page_url
 from elasticrun.master.trace import Life
-from elasticrun.wire import ended, published, tls
+from elasticrun.wire import ended, published, title, tls
 from elasticrun.wire.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.ids import mint_nonce
 from elasticrun.wire.messages import JobSpec, JobStatus
@@ -83,7 +83,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     # asyncio, grpc and uvicorn log what strangers send them; none of it is the user's business
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     _raise_file_limit()
-    _name_process()
+    _name_process(config.spec.job_id if hosted and config.spec else "")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
@@ -125,10 +125,13 @@ async def _anyway(what: str, step: Callable[[], object]) -> None:
         logger.exception("%s failed", what)
 
 
-def _name_process() -> None:
-    """In `ps -o comm` and `top` it is not one more python; the kernel keeps 15 bytes."""
+def _name_process(job_id: str) -> None:
+    """In `ps -o comm` and `top` it is not one more python; the kernel keeps 15 bytes. `job_id`: of
+    an agent's master; one that a user has started keeps what was typed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"elasticrun-mast", 0, 0, 0)
+        if job_id:
+            title.set_title(os.fsencode(title.MASTER.format(job_id)))
 
 
 def _raise_file_limit() -> None:

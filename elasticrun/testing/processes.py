@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from elasticrun.wire.title import FORK_SERVER, MASTER
+
 MARK: Final = "ELASTICRUN_TEST_NODE"
 """Variable by which every process of a node is known; its value names the job and the node."""
 
@@ -60,12 +62,19 @@ def in_network(namespace: str) -> list[int]:
 
 
 def is_master(pid: int) -> bool:
-    """Whether this is the process of a job master."""
-    words = command(pid).split()
-    return any(
+    """Whether this is the process of a job master, be it only about to say so."""
+    line = command(pid)
+    words = line.split()
+    return line.startswith(MASTER.format("")) or any(
         a == "-m" and (b == "elasticrun.master" or (b == "elasticrun" and "master" in rest[:1]))
         for a, b, *rest in (words[i : i + 3] for i in range(len(words) - 1))
     )
+
+
+def is_fork_server(pid: int) -> bool:
+    """Whether this is a fork server, or a process that it has just forked."""
+    line = command(pid)
+    return line == FORK_SERVER.decode() or "forkserver/server.py" in line
 
 
 def children(pid: int) -> list[int]:

@@ -8,11 +8,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from elasticrun.testing.processes import command, is_fork_server, is_master
 from tests.further import cases, further
 from tests.harness import (
     ELASTICRUN,
@@ -29,13 +30,13 @@ from tests.harness import (
 PUPPET = str(SCRIPTS / "puppet.py")
 
 
-def helper(job: Launched, word: str) -> psutil.Process:
-    """The agent's own child whose command line has `word`."""
+def helper(job: Launched, kind: Callable[[int], bool]) -> psutil.Process:
+    """The agent's own child of this kind."""
     for process in job.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
-            if any(word in part for part in process.cmdline()):
+            if kind(process.pid):
                 return process
-    raise AssertionError(f"the agent has no child with {word} in its command line")
+    raise AssertionError(f"the agent has no child for which {kind.__name__}")
 
 
 def all_of(job: Launched) -> list[int]:
@@ -95,7 +96,7 @@ def test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing(wor
     job, ranks = puppets(world)
     children = with_children(world, ranks[1])
     everything = [*all_of(job), *children]
-    os.kill(helper(job, "forkserver").pid, signal.SIGSTOP)
+    os.kill(helper(job, is_fork_server).pid, signal.SIGSTOP)
     job.process.kill()
     assert await_exit(everything) == set()
     world.nothing_left()
@@ -126,13 +127,13 @@ def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> No
 def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
     job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
     children = with_children(world, ranks[0])
-    server = helper(job, "forkserver")
+    server = helper(job, is_fork_server)
     below = [process.pid for process in server.children(recursive=True)]
     assert set(children) <= set(below)
     server.kill()
     assert await_exit([server.pid, *below]) == set()
     again = world.hub.ranks(2, restart=1)
-    assert helper(job, "forkserver").pid != server.pid
+    assert helper(job, is_fork_server).pid != server.pid
     finish(world, job, again)
     assert "the fork server ended: it was killed" in job.stderr
     assert "s: restart 1 of 1 (rank 0: the fork server ended: it was killed" in job.stderr
@@ -142,7 +143,7 @@ def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
     """What a rank has started in a session of its own goes, too, and only then comes the next."""
     job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
     children = with_children(world, ranks[0])
-    server = helper(job, "forkserver")
+    server = helper(job, is_fork_server)
     guard = server.parent()
     if guard is None or guard.pid == job.pid:
         pytest.skip("the tests' warm process is not in use: no fork server has a guard")
@@ -151,7 +152,7 @@ def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
     guard.kill()
     assert await_exit([server.pid, *below]) == set()
     again = world.hub.ranks(2, restart=1)
-    assert helper(job, "forkserver").pid != server.pid
+    assert helper(job, is_fork_server).pid != server.pid
     finish(world, job, again)
     assert "s: restart 1 of 1 (rank 0: the fork server ended: its guard was killed" in job.stderr
 
@@ -159,7 +160,7 @@ def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
 @further("test_kill_9_of_the_fork_server_restarts_the_job")
 def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -> None:
     job, ranks = puppets(world)
-    helper(job, "forkserver").kill()
+    helper(job, is_fork_server).kill()
     assert job.wait() == 1
     world.hub.lost(ranks)
     assert "FAILED" in job.stderr
@@ -168,7 +169,8 @@ def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -
 
 def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0", patient=False)
-    master = helper(job, "elasticrun.master")
+    master = helper(job, is_master)
+    assert command(master.pid).startswith("elasticrun: master of ")
     master.kill()
     assert await_exit([master.pid]) == set()
     job.until_text("a new one is started")
@@ -183,7 +185,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
 @further("test_kill_9_of_the_master_is_not_felt_by_the_ranks")
 def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
     job, ranks = puppets(world, patient=False)
-    master = helper(job, "elasticrun.master")
+    master = helper(job, is_master)
     for rank in ranks:
         rank.order("exit")
     with contextlib.suppress(psutil.NoSuchProcess):  # all is over by now

@@ -17,8 +17,10 @@ import pytest
 
 from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.launcher import LaunchConfig, elastic_launch
+from elasticrun.testing.processes import command
 from elasticrun.wire.frames import FrameBuffer
 from elasticrun.wire.spawner import FromSpawner, Notice
+from elasticrun.wire.title import AGENT
 from tests.api import functions
 from tests.harness import LIMIT, await_exit, free_port, until_file
 
@@ -262,7 +264,7 @@ def test_kill_9_of_the_agent(tmp_path: Path) -> None:
     (agent,) = [
         process
         for process in psutil.Process(caller.pid).children()
-        if "elasticrun.agent" in process.cmdline()
+        if command(process.pid) == AGENT.decode()
     ]
     agent.kill()
     _, err = caller.communicate(timeout=LIMIT)

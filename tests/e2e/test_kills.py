@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from elasticrun.testing.processes import command, is_master, kill_all
+from elasticrun.testing.processes import is_fork_server, is_master, kill_all
 from tests.compat.live import agents, allreduce, finish, job, new_ranks
 from tests.further import cases, further
 from tests.harness import (
@@ -88,7 +88,7 @@ def test_the_fork_server_when_idle_ends_no_job(world: World) -> None:
 
 def fork_servers(launched: Launched) -> list[psutil.Process]:
     """Those of an agent, told by their command lines; what a server forks has the same one."""
-    return [process for process in launched.children() if "forkserver" in command(process.pid)]
+    return [process for process in launched.children() if is_fork_server(process.pid)]
 
 
 @further("agent/test_deaths::test_kill_9_of_the_master_is_not_felt_by_the_ranks")

@@ -45,9 +45,9 @@ def told(world: World) -> list[str]:
 
 def kinds(world: World) -> set[str]:
     """Which of our processes live, to be sure that all of them were looked at."""
-    text = [processes.command(process.pid) for process in world.survivors()]
-    marks = {"master": "elasticrun.master", "server": "forkserver/server.py"}
-    return {kind for kind, mark in marks.items() if any(mark in line for line in text)}
+    pids = [process.pid for process in world.survivors()]
+    marks = {"master": processes.is_master, "server": processes.is_fork_server}
+    return {kind for kind, fits in marks.items() if any(map(fits, pids))}
 
 
 CALLER = """

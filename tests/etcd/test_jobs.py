@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING
-from elasticrun.testing.processes import kill_all
+from elasticrun.testing.processes import is_master, kill_all
 from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes
 from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
@@ -59,7 +59,7 @@ def masters(world: World) -> list[psutil.Process]:
     found = []
     for process in world.survivors():
         with contextlib.suppress(psutil.Error):
-            if "elasticrun.master" in " ".join(process.cmdline()):
+            if is_master(process.pid):
                 found.append(process)
     return found
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from elasticrun.testing import processes
 from tests.counting import let_pass
 from tests.faults.steps import Life
 from tests.faults.team import Node, Team, descriptors
@@ -180,7 +181,7 @@ class Chaos:
 
 def is_fork_server(process: psutil.Process, node: Node) -> bool:
     """A child of the agent that runs our fork server; ranks are its children."""
-    if "forkserver" not in " ".join(process.cmdline()):
+    if not processes.is_fork_server(process.pid):
         return False
     return process.pid in {child.pid for child in node.agent.children()}
 

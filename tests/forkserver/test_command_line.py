@@ -9,12 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrun.testing import processes
 from elasticrun.wire.entry import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, fifo, read_line, script
 
 pytestmark = pytest.mark.slow
 
 WAIT = "import sys, time\nopen(sys.argv[1], 'w').write('on\\n')\nwhile True:\n    time.sleep(60)\n"
+
+
+def arguments_at(pid: int) -> int:
+    """The address of a process' command line: field 48 of proc(5)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[45])
 
 
 @pytest.mark.parametrize("length", [10, 5000], ids=["in place", "longer than the old one"])
@@ -30,6 +36,9 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
         assert process.cmdline() == [sys.executable, "-u", entry.target, str(said), "--name", word]
         assert process.name().startswith("python")
         assert process.environ()["A_WORD"] == "seen"
+        if length == 10:  # where a program's own setproctitle writes, for all the server's title
+            assert arguments_at(pid) == arguments_at(server.process.pid)
+        assert processes.command(server.process.pid) == "elasticrun: fork server"
         pattern = f"{tmp_path.name}.*train_me.py.*--name {word[:10]}"
         found = subprocess.run(["pkill", "-KILL", "-f", pattern], timeout=LIMIT, check=False)
         assert found.returncode == 0
@@ -38,10 +47,10 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
 
 FALLBACK = """
 import sys
-from elasticrun.forkserver import linux
-linux._PR_SET_MM_MAP = 99  # an old kernel
+from elasticrun.wire import title
+title._PR_SET_MM_MAP = 99  # an old kernel
 words = [w.encode() for w in sys.argv[2:]]
-assert not linux.set_command_line(words, [b"A=1"])
+assert not title.set_command_line(words, [b"A=1"])
 print(open("/proc/self/cmdline").read())
 """
 
@@ -63,10 +72,10 @@ def test_an_old_kernel_shows_a_title(words: list[str]) -> None:
 
 TITLE = """
 import sys
-from elasticrun.forkserver import linux
+from elasticrun.wire import title
 before = open("/proc/self/environ", "rb").read()
-linux._PR_SET_MM_MAP = int(sys.argv[1]) or linux._PR_SET_MM_MAP
-linux.set_title(b"elasticrun: store")
+title._PR_SET_MM_MAP = int(sys.argv[1]) or title._PR_SET_MM_MAP
+title.set_title(b"elasticrun: store")
 assert open("/proc/self/environ", "rb").read() == before
 print(open("/proc/self/cmdline").read())
 """

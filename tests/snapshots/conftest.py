@@ -194,7 +194,7 @@ class Training:
 def fork_server(job: ElasticJob, node: int = 0) -> psutil.Process:
     """Of this node; its children bear its command line too."""
     below = processes_of(processes.children(job.nodes[node].pid))
-    (found,) = (p for p in below if "forkserver" in " ".join(p.cmdline()))
+    (found,) = (p for p in below if processes.is_fork_server(p.pid))
     return found
 
 

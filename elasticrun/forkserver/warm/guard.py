@@ -19,6 +19,7 @@ from typing import Final, NoReturn
 from elasticrun.forkserver import linux, sweep
 from elasticrun.wire.frames import encode
 from elasticrun.wire.serverstart import SHIELDED
+from elasticrun.wire.title import set_command_line
 from elasticrun.wire.warm import Forked, Over, peer
 
 OWN_END: Final = 5.0
@@ -44,7 +45,7 @@ def become_guard(
     linux.set_name(b"elasticrun-guar")
     linux.become_subreaper()
     words = [b"elasticrun:", b"guard", b"of", b"agent", str(peer(conn)[0]).encode()]
-    linux.set_command_line(words, shown)
+    set_command_line(words, shown)
     guard = os.getpid()
     pid = os.fork()
     if pid == 0:

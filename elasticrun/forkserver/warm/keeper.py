@@ -28,6 +28,7 @@ from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.serverstart import SHIELDED, server_words
+from elasticrun.wire.title import set_command_line
 from elasticrun.wire.warm import (
     DESCRIPTORS,
     Ask,
@@ -417,7 +418,7 @@ class Keeper:
             sys.orig_argv[2:] = command
             sys.argv[:] = command
             self._adopt(environ)
-            linux.set_command_line([os.fsencode(word) for word in sys.orig_argv], shown)
+            set_command_line([os.fsencode(word) for word in sys.orig_argv], shown)
             words.extend(command[1:])
 
         try:
