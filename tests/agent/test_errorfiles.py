@@ -42,6 +42,7 @@ def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ErrorHandler().record_exception(error)
 
 
+@pytest.mark.slow
 def test_a_file_that_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     recorded(path, monkeypatch)
@@ -139,6 +140,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=json_values | st.dictionaries(st.just("message"), json_values, min_size=1))
 def test_any_json_is_described(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:

@@ -318,6 +318,7 @@ def test_a_line_without_an_end_is_passed_on_in_pieces(
     assert max(map(len, text.splitlines())) < READ_BYTES + MAX_LINE_BYTES + 100
 
 
+@pytest.mark.slow
 def test_a_frozen_console_drops_lines_and_counts_them(
     tmp_path: Path, pipes: tuple[Pipe, Pipe], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -395,6 +396,7 @@ def test_a_console_that_thaws_says_how_many_lines_are_missing(pipes: tuple[Pipe,
     assert console.close(LIMIT) == dropped
 
 
+@pytest.mark.slow
 def test_a_slow_console_loses_nothing(pipes: tuple[Pipe, Pipe]) -> None:
     console = ConsoleWriter(pipes[0].into, capacity=10, patience=LIMIT)
     writer = threading.Thread(target=lambda: console.put(b"%d\n" % n for n in range(30_000)))

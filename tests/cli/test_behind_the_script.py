@@ -98,6 +98,7 @@ def script_words() -> list[str]:
     return [*OURS, *(f"{word}=1" for word in OURS), *others, *odd]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", BEFORE.values(), ids=list(BEFORE))
 def test_every_word_behind_the_script_is_handed_on(before: tuple[str, ...]) -> None:
     parser = get_args_parser({})

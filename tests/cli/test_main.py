@@ -78,6 +78,7 @@ def test_version(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"elasticrun {__version__} (torch ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
 def test_completion(shell: str, tmp_path: Path) -> None:
     pytest.importorskip("shtab")
@@ -100,6 +101,7 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bad input: one sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
@@ -142,6 +144,7 @@ def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
         sys.stderr.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["--help", "--version", "warm --list", "render --help", "doctor --help"]
 )

@@ -299,6 +299,7 @@ def test_ten_thousand_nodes_cost_little() -> None:
 Noise = st.floats(min_value=0.8, max_value=1.2)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.data())
 def test_noise_of_a_fifth_convicts_nobody(count: int, data: st.DataObject) -> None:

@@ -84,13 +84,13 @@ def outcome(job: Launched) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """The weights that a plain script learns."""
 
     @functools.cache
-    def weights(name: str) -> str:
+    def weights(name: str, steps: str = STEPS) -> str:
         created = World(tmp_path_factory.mktemp("undisturbed"))
-        job = run(created, created.scratch / "cwd", ELASTICRUN, f"{name}.py")
+        job = run(created, created.scratch / "cwd", ELASTICRUN, f"{name}.py", steps=steps)
         found = outcome(job)[1]
         created.close(strict=True)
         return found
@@ -102,7 +102,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     ("name", "killed"), [pytest.param("ddp", 0, marks=pytest.mark.soak), ("fsdp2", 1)]
 )
 def test_a_killed_rank_costs_no_bit_of_the_result(
-    name: str, killed: int, undisturbed: Callable[[str], str], world: World
+    name: str, killed: int, undisturbed: Callable[..., str], world: World
 ) -> None:
     """It is killed when it has done step 57, and the next life goes on from memory, at step 50 or
     not many tens before. What is saved at the breakpoint is that."""
@@ -110,15 +110,16 @@ def test_a_killed_rank_costs_no_bit_of_the_result(
         pytest.skip("this torch has no FSDP2 that works on a CPU: its plain script fails too")
     flags = ("--max-restarts=3", "--restart-backoff=0", "--save-at-breakpoint")
     held = (str(SCRIPTS / "held.py"), str(killed), "57")  # or it could end before it is killed
-    job = run(world, world.scratch / "cwd", ELASTICRUN, f"snapshots_{name}.py", *flags, *held)
+    script, steps = f"snapshots_{name}.py", "110"
+    job = run(world, world.scratch / "cwd", ELASTICRUN, script, *flags, *held, steps=steps)
     (rank,) = world.hub.ranks(1)
     os.kill(rank.pid, signal.SIGKILL)
-    assert outcome(job) == ("1", undisturbed(name))
+    assert outcome(job) == ("1", undisturbed(name, steps))
     again = [int(step) for step in re.findall(r"step=(\d+) life=1", job.stdout)]
     assert again
     assert min(again) > 10
     kept = committed(world.scratch / "cwd" / "runs" / name)
-    assert {100, 200} <= set(kept)
+    assert 100 in kept
     assert min(kept) >= 10
 
 
@@ -176,7 +177,7 @@ def until_committed(folder: Path, step: int) -> None:
 @further(
     "checkpointing/test_ranks::test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number"
 )
-def test_the_same_script_under_torchrun(undisturbed: Callable[[str], str], world: World) -> None:
+def test_the_same_script_under_torchrun(undisturbed: Callable[..., str], world: World) -> None:
     """No agent: torch's own asynchronous save, the same folder, and one warning."""
     folder = world.scratch / "cwd"
     job = run(world, folder, TORCHRUN, "snapshots_ddp.py")

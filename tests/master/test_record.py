@@ -365,6 +365,7 @@ def test_three_masters_that_fail_on_one_state_within_a_minute(
     assert ("3 masters have failed on it" in caplog.text) != kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rounds", [120, pytest.param(720, marks=pytest.mark.soak)], ids=["five-days", "thirty-days"]
 )
@@ -412,6 +413,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 7, 30])
 def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> None:
     """What was called done is there, and never one half of a version."""

@@ -33,6 +33,7 @@ def test_no_golden_is_left_over() -> None:
     assert {file.name for file in GOLDENS.iterdir()} == set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_current_clusters_would_take_it(name: str) -> None:
     printed = render(*CASES[name])

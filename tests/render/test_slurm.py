@@ -120,6 +120,7 @@ def test_a_step_has_one_agent_a_node_and_outlives_a_node(tmp_path: Path) -> None
     assert ran.step[ran.step.index("bash") + 4] == "elasticrun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "own", "ends"),
     [

@@ -14,6 +14,7 @@ import pytest
 from elasticrun.training import telling
 from elasticrun.training.telling import Teller
 from elasticrun.wire.progress import Own, place
+from tests.further import further
 from tests.harness import LIMIT, World, clean_environment
 from tests.training.ranks import Listener, listening, start_ranks
 
@@ -30,6 +31,7 @@ def test_the_slow_rank_has_the_longer_own_part_and_waits_least(world: World) -> 
         assert max(one.own + one.waited for one in said) >= 0.1
 
 
+@further("training/test_recorder::test_the_ring_is_small_only_where_no_accelerator_is")
 def test_the_recorder_is_asked_for_a_small_ring_though_torch_was_there_before(
     world: World,
 ) -> None:
@@ -43,6 +45,7 @@ def test_the_recorder_is_asked_for_a_small_ring_though_torch_was_there_before(
     assert kept == int(telling.recorder.SMALL_RING) or (accelerated and kept > 300)
 
 
+@further("training/test_recorder::test_what_the_user_has_set_stands")
 def test_a_recorder_that_the_user_turned_off_leaves_the_step_time(world: World) -> None:
     with listening() as listener:
         ranks = start_ranks(world, listener, "60", "0.01", env={"TORCH_FR_BUFFER_SIZE": "0"})
@@ -52,6 +55,10 @@ def test_a_recorder_that_the_user_turned_off_leaves_the_step_time(world: World) 
     assert all(one.seconds >= 0.01 for one in said)
 
 
+@further(
+    "test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still",
+    "health/test_straggler::test_a_straggler_is_swapped_for_a_spare",
+)
 def test_a_planted_slowness_makes_the_own_part_three_times_as_long(world: World) -> None:
     with listening() as listener:
         ranks = start_ranks(

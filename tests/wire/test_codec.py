@@ -54,6 +54,7 @@ def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.slow
 @given(draw.reports, st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_message_is_a_message_or_a_sentence(report: m.Report, data: Any) -> None:

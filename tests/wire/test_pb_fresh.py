@@ -19,6 +19,7 @@ MADE = ROOT / "elasticrun" / "wire" / "pb"
 NAMES = {RoundName: "Round", Endpoint: "Endpoint", m.JobStatus: "StatusReply"}
 
 
+@pytest.mark.slow
 def test_the_generated_code_is_fresh() -> None:
     pytest.importorskip("grpc_tools")
     script = ROOT / "scripts" / "gen_proto.py"
@@ -26,6 +27,7 @@ def test_the_generated_code_is_fresh() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_stale_file_is_found(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     for name in ("protos/elasticrun/v1/job.proto", "scripts/gen_proto.py"):
