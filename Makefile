@@ -6,9 +6,10 @@ BIN = $(VENV)/bin
 INSTALL = bash scripts/install.sh $(BIN)/python
 # bytecode is kept where the environment says otherwise too: every process would compile all it imports
 unexport PYTHONDONTWRITEBYTECODE
-# tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one
-WORKERS ?= 3
-TOGETHER = -n $(WORKERS) --dist loadfile
+# tests run in so many processes at once, each with whole files (docs/decisions/018); 0: in one.
+# Half of their time they wait, so two cores are kept busy by more than two
+WORKERS ?= 5
+TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK = not slow and not soak
 # rooms whose quick tests import torch as they are collected: one process does, and not every one
 WITH_TORCH = $(addprefix tests/,accelerators api checkpointing compat dcp forkserver)

@@ -31,6 +31,10 @@ STARTERS = frozenset({"world", "torchrun_world", "lab", "elastic_job", "inner"})
 """Fixtures, also of other fixtures, with which a test starts processes: it is `slow` by itself."""
 
 
+LONG = ("faults", "snapshots", "slurm", "partitions", "etcd", "health", "containers", "training")
+"""Rooms with files that take minutes, in the order in which they begin."""
+
+
 def pytest_configure() -> None:
     """A run in the background (a shell's `&`, `nohup`) is born ignoring SIGINT or SIGHUP, and so
     would be all that the tests start: what they send would be lost. With a handler that does
@@ -47,12 +51,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if SLOW_AS_A_WHOLE.search(text) else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who starts a job is not one of the quick tests (`make check`)."""
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Who starts a job is not one of the quick tests (`make check`). Of several processes that
+    share the files none is left with a long one at the end: those begin, and quick ones are last
+    (`--no-loadscope-reorder`; else the files with few tests would be, which are the long ones)."""
     for item in items:
         if STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+    yield
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def turn(item: pytest.Item) -> int:
+        room = item.path.parent.name
+        if item.path not in slow:
+            return len(LONG) + 1
+        return LONG.index(room) if room in LONG else len(LONG)
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -22,6 +22,7 @@ from elasticrun.wire.frames import FrameBuffer
 from elasticrun.wire.spawner import FromSpawner, Notice
 from elasticrun.wire.title import AGENT
 from tests.api import functions
+from tests.further import cases, further
 from tests.harness import LIMIT, await_exit, free_port, until_file
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,7 @@ assert float(open(f"{folder}/ended").read()) > returned
 """
 
 
+@further("test_no_rank_ends_before_all_have_returned")
 def test_no_rank_of_two_nodes_ends_before_all_of_its_node_have_returned(tmp_path: Path) -> None:
     port = str(free_port())
     nodes = []
@@ -115,7 +117,7 @@ def test_results_larger_than_a_pipe() -> None:
     assert results == {rank: bytes([rank]) * size for rank in (0, 1)}
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+@pytest.mark.parametrize("how", cases(["sys.exit(0)", "os._exit(0)"], kept=["os._exit(0)"]))
 def test_a_rank_that_ends_well_without_returning(how: str) -> None:
     assert elastic_launch(config(), functions.end_early)(how) == {0: None, 1: "result"}
 
@@ -143,6 +145,7 @@ def test_an_exception_in_a_rank(method: str) -> None:
     assert "<NO_OTHER_FAILURES>" in text
 
 
+@further("test_an_exception_in_a_rank")
 def test_an_exit_code_of_its_own() -> None:
     error = launch_failing(functions.end_early, "7")
     assert error.failures[0].exitcode == 7
