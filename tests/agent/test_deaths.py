@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -323,11 +324,15 @@ def test_a_port_of_somebody_else_is_one_sentence(world: World, web_server: int) 
 
 
 def test_a_taken_master_port_is_one_sentence(world: World, web_server: int) -> None:
+    logs = ("--redirects=3", f"--log-dir={world.scratch}/logs")
     job = world.launch(
-        ELASTICRUN, "--nnodes=2", "--node-rank=0", f"--master-port={web_server}", PUPPET
+        ELASTICRUN, "--nnodes=2", "--node-rank=0", f"--master-port={web_server}", *logs, PUPPET
     )
     assert job.wait() == 1
     assert f"cannot listen on the master port 127.0.0.1:{web_server}" in job.stderr
+    # of several nodes each says first where its ranks' output is
+    said = rf"^elasticrun\[.+\]: the output of its ranks is in {re.escape(logs[1][10:])}/\S+$"
+    assert re.search(said, job.stderr, re.MULTILINE), job.stderr
     assert "Traceback" not in job.stderr
 
 
