@@ -85,8 +85,9 @@ class Checkpointer:
     with an agent none of them is a collective. The state is given by name: a Module (plain, DDP,
     fully_shard, tensor parallel; FSDP1 is refused, since its state can only be had by collectives),
     its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor (overwritten), or a
-    dict (refilled in place), which is where plain values go: `state={"tokens": 0}`. This rank's
-    random states are part of it. Checkpoints are plain ones of torch.distributed.checkpoint, under
+    dict (refilled in place), which is where plain values go: `state={"tokens": 0}`. In the dict
+    `state` objects with a `state_dict` may stand too: `state={"m": m}` is `m=m`. This rank's random
+    states are part of it. Checkpoints are plain ones of torch.distributed.checkpoint, under
     these names.
 
     A save that fails never ends the training: it is counted in `stats` and the operator is told,

@@ -141,6 +141,30 @@ class PlainPart:
             self._value.copy_(values[()])
 
 
+class RestPart(PlainPart):
+    """A dict without the objects in it, which are parts of their own."""
+
+    def __init__(self, name: str, value: dict[Any, Any], apart: Mapping[Any, Any]) -> None:
+        super().__init__(name, value)
+        self._all = value
+        self._apart = apart
+
+    def loose(self) -> dict[Any, Any]:
+        for key, one in self._apart.items():
+            if self._all.get(key) is not one:
+                what = f"{self._name}[{key!r}] is not the {type(one).__name__} that it was"
+                raise StateError(f"{what} when the Checkpointer was made")
+        return {key: value for key, value in self._all.items() if key not in self._apart}
+
+    def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
+        if () in saved:
+            return super().targets(saved)  # which refuses that
+        return fitting(self.loose(), saved, in_place=True)
+
+    def adopt(self, values: Mapping[Path, Any]) -> None:
+        refill(self._all, {**self._apart, **unflatten(values, self.loose())})
+
+
 class StatefulPart:
     """What has `state_dict()` and `load_state_dict()`."""
 

@@ -21,6 +21,7 @@ from elasticrun.checkpointing.parts import (
     Part,
     Path,
     PlainPart,
+    RestPart,
     StateError,
     StatefulPart,
     Watch,
@@ -99,7 +100,7 @@ class State:
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
             self.own[RNG] = Own(self._rng, None)
-        self.parts = self._sort(parts)
+        self.parts = self._sort(*_spread(parts))
         self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: Plan | None = None
@@ -108,7 +109,8 @@ class State:
         self._places: dict[str, tuple[bool, int]] = {}
         self._serialised: dict[tuple[type, str], bytes] = {}
 
-    def _sort(self, parts: Mapping[str, Any]) -> dict[str, Part]:
+    def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, Part]:
+        """`among`: those of `parts` that stand in the dict `state`, which is one of them."""
         for name in parts:
             if name.startswith(OWN_PREFIX):
                 raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
@@ -118,7 +120,9 @@ class State:
             if isinstance(value, nn.Module)
         }
         for name, value in parts.items():
-            if name not in made:
+            if name == STATE and among:
+                made[name] = RestPart(name, value, among)
+            elif name not in made:
                 made[name] = self._part(name, value, list(made.values()))
         return {name: made[name] for name in parts}
 
@@ -132,9 +136,8 @@ class State:
                 raise StateError(f"{name} is a {type(value).__name__}, which cannot be refilled")
             for key, inner in value.items():
                 if isinstance(inner, Stateful | nn.Module):
-                    raise StateError(
-                        f"{name}[{key!r}] is a {type(inner).__name__}: pass it by a name of its own"
-                    )
+                    what = f"{name}[{key!r}] is a {type(inner).__name__}"
+                    raise StateError(f"{what}: pass it by a name of its own, or in state={{...}}")
         return PlainPart(name, value)
 
     def _optimizer(
@@ -400,6 +403,29 @@ class State:
         self._plan = None
         self._below = ({}, {})
 
+
+def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parts by name, with what has a `state_dict` in the dict `state` by its key there; and the
+    latter alone. StateError."""
+    state = given.get(STATE)
+    if type(state) is not dict:
+        return dict(given), {}
+    among = {key: one for key, one in state.items() if _is_object(one)}
+    for key, one in among.items():
+        what = f"{STATE}[{key!r}] is a {type(one).__name__}"
+        if not isinstance(key, str):
+            raise StateError(f"{what}: its key is to be a text, by which it is saved")
+        if key in given:
+            raise StateError(f"{what}, and {key}= is given too: it needs another key")
+    return {**given, **among}, among
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Stateful | nn.Module) and not isinstance(value, type)
+
+
+STATE = "state"
+"""The name whose dict may have objects with a `state_dict` beside plain values."""
 
 _VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
 """Types whose values can always be loaded."""

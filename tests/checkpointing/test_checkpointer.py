@@ -164,6 +164,43 @@ def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
         assert bool(same.all()) if isinstance(same, torch.Tensor) else same
 
 
+def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: Path) -> None:
+    """Beside plain values, and saved as if each were given by its name."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        return model, optim
+
+    (model, optim), (second, other) = made(1), made(2)
+    state = {"m": model, "optim": optim, "tokens": 7, "seen": {"a": 1}}
+    one = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    one.restore()
+    state["late"] = torch.ones(2)
+    one.step(1)
+    names = {piece.item.fqn for piece in one._state.take().pieces}
+    by_name = State({"m": model, "optim": optim, "state": {"tokens": 7}}, 0)
+    assert {piece.item.fqn for piece in by_name.take().pieces} < names
+    agent.next_life(1, 1)
+    after: dict[str, Any] = {"m": second, "optim": other, "tokens": 0, "seen": {}, "gone": 1}
+    two = Checkpointer(tmp_path, state=after, every_steps=1, persist_every_seconds=None)
+    assert two.restore() == 1
+    one.close()
+    assert torch.equal(second.weight, model.weight)  # type: ignore[arg-type]
+    assert str(other.state_dict()) == str(optim.state_dict())
+    assert after["m"] is second
+    rest = {key: after[key] for key in after if key not in ("m", "optim", "late")}
+    assert rest == {"tokens": 7, "seen": {"a": 1}}
+    assert torch.equal(after["late"], torch.ones(2))
+    after["m"] = nn.Linear(1, 1)
+    with pytest.raises(StateError, match="is not the Linear that it was when"):
+        two._state.take()
+    two.close()
+
+
 def test_the_plan_is_kept_until_something_is_replaced() -> None:
     model = nn.Linear(3, 3)
     state = State({"model": model, "loose": {"a": 1, "t": torch.zeros(2)}}, 0)
@@ -388,6 +425,8 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         ({"m": FullyShardedDataParallel()}, "fully_shard"),
         ({"__rank0": {"x": 1}}, "cannot be a name"),
         ({"d": {"m": nn.Linear(1, 1)}}, "by a name of its own"),
+        ({"state": {"m": nn.Linear(1, 1)}, "m": {}}, r"and m= is given too"),
+        ({"state": {1: nn.Linear(1, 1)}}, r"state\[1\] is a Linear: its key is to be a text"),
         ({}, "there is no state"),
         ({"half": Half()}, r"half is a Half, which has state_dict\(\) and no load_state_dict"),
         (
