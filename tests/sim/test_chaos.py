@@ -22,7 +22,7 @@ def in_words(findings: Findings) -> str:
     return f"seed {findings.seed}: {findings.faults[:5]}\n{tail}"
 
 
-@pytest.mark.parametrize("first", cases(range(0, SEEDS, BATCH), kept=[0, BATCH]))
+@pytest.mark.parametrize("first", cases(range(0, SEEDS, BATCH), kept=[0]))
 def test_invariants_hold(first: int) -> None:
     events = rounds = 0
     for seed in range(first, first + BATCH):

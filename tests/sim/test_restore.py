@@ -5,6 +5,7 @@ nothing had happened: the same worlds, one at a time, the same bill, the same ou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from elasticrun.sim.script import read, run
 from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Order, Start
+from tests.further import cases
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +83,9 @@ SCENARIOS = {
         "job 2:3 join_timeout=20 max_restarts=2\n0 node a b\n40 kill b\n149 end", 0, exits=(1,)
     ),
 }  # fmt: skip
+
+BLIND = ("a rank fails", "a node dies and comes back")
+"""Those that `make test` plays for a master without a record, too."""
 
 
 def play(
@@ -151,8 +156,14 @@ def check(world: World, scenario: Scenario, *, record: bool) -> None:
         assert status.restart_count <= scenario.charged, in_words(world)
 
 
-@pytest.mark.parametrize("record", [True, False], ids=["with record", "without"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "record"),
+    cases(
+        product(SCENARIOS, [True, False]),
+        soaked=[(name, False) for name in SCENARIOS if name not in BLIND],
+        several=True,
+    ),
+)
 def test_killed_at_every_moment(name: str, record: bool) -> None:
     scenario = SCENARIOS[name]
     undisturbed = play(scenario)
@@ -165,7 +176,7 @@ def test_killed_at_every_moment(name: str, record: bool) -> None:
             check(world, scenario, record=record)
 
 
-@pytest.mark.parametrize("name", ["a rank fails", "a node dies and comes back"])
+@pytest.mark.parametrize("name", cases(BLIND, kept=["a rank fails"]))
 def test_the_successor_is_killed_at_every_moment_too(name: str) -> None:
     scenario = SCENARIOS[name]
     acts = play(scenario).acts
@@ -179,7 +190,7 @@ def test_the_successor_is_killed_at_every_moment_too(name: str) -> None:
     assert died > 100, "most of the successors must have died as well"
 
 
-@pytest.mark.parametrize("name", ["a rank fails", "a node joins"])
+@pytest.mark.parametrize("name", cases(["a rank fails", "a node joins"], kept=["a rank fails"]))
 def test_killed_while_the_disk_is_slow(name: str) -> None:
     """What was decided after a record that is not durable yet was told to nobody."""
     scenario = SCENARIOS[name]
