@@ -284,6 +284,22 @@ def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
     assert saves.taken() == [], "nobody asks any more"
 
 
+def test_who_comes_back_without_it_is_not_waited_for() -> None:
+    """A node that tells of other things has said before what it holds, if it holds anything."""
+    saves = Saves()
+    saves.both(100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.forget("b", 1.0)
+    saves.where("a", m.WhereIs(R1, 100, 1))
+    saves.taken()
+    saves.has_said_all("c")
+    assert saves.taken() == [], "it is b that may have it"
+    saves.has_said_all("b")
+    order = saves.last()
+    assert isinstance(order, m.Holder)
+    assert (order.saver, order.reason) == (None, "no node holds it any more")
+
+
 # ---------------------------------------------------------------- what is written
 
 
