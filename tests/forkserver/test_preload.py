@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,18 +58,23 @@ def test_a_preloaded_module_is_there_when_it_is_imported(tmp_path: Path, package
     assert count.read_text() == "x"
 
 
+def spoils(text: str, word: str, *, soaked: bool = False) -> Any:
+    """`soaked`: a torch that does it is refused by the same look (`test_trust`), in less time."""
+    return pytest.param(text, word, marks=[pytest.mark.soak] if soaked else [], id=word)
+
+
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+SPOILT_CUDA = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("import os\nrank = os.environ.get('RANK')\n", "reads RANK"),
-        (
-            "import threading\n"
-            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
-            "outlast a fork",
-        ),
-        ("import sys\nsys.path.append('/nowhere')\n", "changed sys.path"),
-        ("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n", "torch.cuda"),
-        ("raise RuntimeError('no licence')\n", "no licence"),
+        spoils("import os\nrank = os.environ.get('RANK')\n", "reads RANK"),
+        spoils(THREAD, "outlast a fork", soaked=True),
+        spoils("import sys\nsys.path.append('/nowhere')\n", "changed sys.path"),
+        spoils(SPOILT_CUDA, "torch.cuda", soaked=True),
+        spoils("raise RuntimeError('no licence')\n", "no licence"),
     ],
 )
 def test_what_must_not_be_shared_is_refused(
