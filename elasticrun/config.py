@@ -22,7 +22,7 @@ LAST_CALL_TIMEOUT: Final = 30.0
 """Cap of last call, the wait for more nodes once `min` are there; raise it when nodes start far
 apart and a small first round costs more than the wait. Cut short when `max` are there."""
 
-LAST_CALL_QUIET: Final = 1.0
+LAST_CALL_QUIET: Final = 0.5
 """Last call ends when no node has joined for this long (or for twice the largest gap between joins
 so far, if that is longer); raise it and every elastic start takes longer."""
 
@@ -32,9 +32,13 @@ LAST_CALL_CAP_FACTOR: Final = 5.0
 HEARTBEAT_TIMEOUT: Final = 5.0
 """Silence on every channel after which a node is dead; raise it for networks that pause."""
 
-SUSPECT_CONFIRM: Final = 0.5
-"""A node whose stream broke is dead this much later if another node's ranks lost it too; raise it
-and node loss costs more, but fewer resets look like deaths."""
+SUSPECT_CONFIRM: Final = 0.2
+"""A node whose stream its kernel has closed is dead this much later if another node's ranks lost it
+too: an agent that lives dials again 0.05 to 0.1 s after a reset. Raise it and node loss costs more,
+but fewer resets look like deaths."""
+
+REDIAL_GRACE: Final = 0.5
+"""After a silence a node has at least this long to dial again, once its stream is found broken."""
 
 BEAT_INTERVAL: Final = 1.0
 """How often an agent's loop says that it lives; raise it to save CPU at thousands of nodes."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from elasticrun.config import (
     MAX_SESSIONS,
     REATTACH_GRACE,
+    REDIAL_GRACE,
     SLUGGISH_DEAD,
     STOPPED_AFTER,
     SUSPECT_CONFIRM,
@@ -221,9 +222,10 @@ class Membership:
         return member.node
 
     def _patience(self, member: Member) -> float:
-        confirm = min(SUSPECT_CONFIRM, self._timeout)
+        confirm = min(REDIAL_GRACE, self._timeout)
         if member.corroborated:
-            return confirm
+            closed = member.quiet < STOPPED_AFTER  # by its kernel: no ping was missed
+            return min(SUSPECT_CONFIRM, confirm) if closed else confirm
         if len(self._present) == 1 and member.quiet >= STOPPED_AFTER:
             return max(confirm, max(self._timeout, SLUGGISH_DEAD) - member.quiet)
         return max(confirm, self._timeout - member.silent)

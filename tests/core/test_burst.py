@@ -114,7 +114,7 @@ def test_last_call_at_the_door_counts_from_the_moment_a_node_appears() -> None:
     door = begun(4, 0.0, 0.1)
     door.appeared("x", 10.0)
     door.joined("x", 10.4)
-    assert entry(door, 2, 3, 4)[0] == 11.0
+    assert entry(door, 2, 3, 4)[0] == 10.5
     door = begun(4, 0.0, 0.1)
     door.appeared("x", 10.0)
     door.joined("x", 18.0)  # its torch came from a slow disk

@@ -159,7 +159,7 @@ def test_last_call() -> None:
     call = LastCall(30.0)
     call.arrival(0.0)
     call.begin(0.0)
-    assert call.ends(announced=False) == 1.0
+    assert call.ends(announced=False) == 0.5
     assert call.ends(announced=True) == 30.0
     call.arrival(6.0)
     assert call.ends(announced=False) == 18.0, "twice the largest gap"

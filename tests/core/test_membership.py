@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config import MASS_SILENCE_HOLD, SLUGGISH_DEAD, SUSPECT_CONFIRM
+from elasticrun.config import (
+    MASS_SILENCE_HOLD,
+    REDIAL_GRACE,
+    SLUGGISH_DEAD,
+    STOPPED_AFTER,
+    SUSPECT_CONFIRM,
+)
 from elasticrun.core.members import Admission, Health
 from elasticrun.core.membership import Membership
 
@@ -217,9 +223,21 @@ def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:
     assert session is not None
     crowd.m.detached(session, 10.0, corroborated=False, clean=False, silent=TIMEOUT)
     crowd.breaks("c", 10.0)
-    assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["b"]
+    assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == []
+    assert crowd.deaths(10.0 + REDIAL_GRACE) == ["b"]
     assert crowd.health("c") is Health.SUSPECT
     assert crowd.deaths(10.0 + TIMEOUT) == ["c"]
+
+
+def test_two_witnesses_kill_at_once_only_where_the_kernel_closed_the_stream() -> None:
+    """Of an agent that died nothing more can come; one whose pings failed has a network that may be
+    back, and dials again."""
+    crowd = Crowd("a", "b", "c")
+    for node, quiet in (("a", 0.2), ("b", STOPPED_AFTER)):
+        crowd.m.detached(crowd.sessions[node], 10.0, corroborated=True, clean=False, quiet=quiet)
+    assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["a"]
+    assert crowd.deaths(10.0 + REDIAL_GRACE - 0.01) == []
+    assert crowd.deaths(10.0 + REDIAL_GRACE) == ["b"]
 
 
 def test_the_only_node_of_all_may_be_silent_for_longer() -> None:

@@ -65,9 +65,9 @@ def test_who_waits_at_the_door_is_told_for_how_long() -> None:
     world.run_until(100.0)
     world.start_node(NodeSetup("b", SPEC))
     first, later = status(world, 110.0), status(world, 200.0)
-    assert first.reason.endswith("(1 ready, 1 needed, 3 at most; at most 192 s more)")
-    assert later.reason.endswith("at most 102 s more)")
-    assert reason_of(world, "b", 210.0).endswith("or when a node is lost; at most 92 s more")
+    assert first.reason.endswith("(1 ready, 1 needed, 3 at most; at most 191 s more)")
+    assert later.reason.endswith("at most 101 s more)")
+    assert reason_of(world, "b", 210.0).endswith("or when a node is lost; at most 91 s more")
 
 
 def test_a_spare_waits_without_end_and_says_what_for() -> None:
