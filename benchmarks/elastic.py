@@ -95,7 +95,7 @@ def comings(few: int) -> list[Row]:
     return [
         Row(
             "2 agents of `1:4` started together → first step of world 2",
-            *("s", 2.5, partial(start, ELASTICRUN), partial(start, TORCHRUN), few),
+            *("s", 1.5, partial(start, ELASTICRUN), partial(start, TORCHRUN), few),
         ),
         Row(
             "a node joins a young round and fills it (`2:3`): its command → first step of world 3",
@@ -126,7 +126,7 @@ def goings(few: int) -> list[Row]:
         made.append(
             Row(
                 f"kill -9 of an agent and its ranks, {name} → survivors' first step",
-                *("s", 1.0, partial(take, ELASTICRUN), partial(take, TORCHRUN), few),
+                *("s", 0.3, partial(take, ELASTICRUN), partial(take, TORCHRUN), few),
             )
         )
     return [

@@ -195,7 +195,10 @@ def cpu_seconds(pid: int) -> float:
 def name_of(process: psutil.Process) -> str:
     """Which of a launcher's processes this is."""
     command = " ".join(process.cmdline())
-    for name, mark in (("master", "elasticrun.master"), ("fork server", "forkserver")):
+    for name, mark in (
+        ("master", "elasticrun: master"),
+        ("fork server", "elasticrun: fork server"),
+    ):
         if mark in command:
             return name
     return "agent" if "elasticrun" in command or "distributed.run" in command else "other"

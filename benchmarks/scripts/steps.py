@@ -11,16 +11,20 @@ import signal
 import sys
 import time
 
-import torch
-import torch.distributed as dist
 from report import report
+
+report("begins")
+import torch  # noqa: E402  # what it takes is part of what is measured
+import torch.distributed as dist  # noqa: E402
 
 
 def main() -> None:
     """Step until it is time to die or to end."""
     deaths, seconds, for_ever = int(sys.argv[1]), float(sys.argv[2]), len(sys.argv) > 3
     is_last_life = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= deaths
+    report("imported")
     dist.init_process_group("gloo")
+    report("grouped")
     is_last_rank = dist.get_rank() == dist.get_world_size() - 1
     value = torch.ones(1000)
     dist.all_reduce(value)

@@ -129,9 +129,10 @@ class Records:
         taken: asyncio.Future[int] = loop.create_future()
 
         def answer(fd: int, wrong: Exception | None) -> None:
-            if taken.done():
-                return
-            if wrong is None:
+            if taken.done():  # it came after its limit
+                if fd >= 0:
+                    os.close(fd)
+            elif wrong is None:
                 taken.set_result(fd)
             else:
                 taken.set_exception(wrong)

@@ -18,14 +18,15 @@ from tests.harness import LIMIT
 def test_a_folder_that_answers_too_late_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once, and what comes afterwards disturbs nobody."""
+    """It is said once, and what comes afterwards disturbs nobody and holds no lock."""
     monkeypatch.setattr(records, "FOLDER_LIMIT", 0.01)
-    may, troubles = threading.Event(), list[object]()
+    may, troubles, held = threading.Event(), list[object](), list[int]()
 
     class Slow(records.Records):
         def _hold(self, folder: Path) -> int:
             assert may.wait(LIMIT)
-            return os.open(folder, os.O_RDONLY)
+            held.append(os.open(folder, os.O_RDONLY))
+            return held[0]
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -41,4 +42,6 @@ def test_a_folder_that_answers_too_late_is_done_without(
 
     aio.run(run())
     assert not troubles
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0])
     assert caplog.text.count(f"{tmp_path} has not answered for 0.01 s") == 1
