@@ -22,14 +22,20 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KILLED = "tests/e2e/test_examples_snapshots.py::test_a_killed_rank_costs_no_bit_of_the_result"
+SNAPSHOTS = "tests/e2e/test_examples_snapshots.py::"
+KILLED = SNAPSHOTS + "test_a_killed_rank_costs_no_bit_of_the_result"
 CELLS = {
     "launcher": ["tests/e2e/test_surroundings.py::test_two_jobs_on_one_host"],
+    "warm": [
+        "tests/forkserver/test_warm.py::test_ranks_have_torch_and_the_launchers_place",
+        "tests/forkserver/test_warm.py::test_a_job_leaves_one_behind",
+    ],
     "restart": [
         "tests/e2e/test_kills.py::test_a_rank",
         "tests/compat/test_defects.py::TestStaleStore::test_ours_restarts_ten_times",
     ],
     "snapshots, DDP": [KILLED + "[ddp-0]"],
+    "from storage": [SNAPSHOTS + "test_a_second_job_goes_on_from_storage_and_torch_reads_it"],
     "snapshots, FSDP2": [KILLED + "[fsdp2-1]"],
     "functions": [
         "tests/api/test_functions.py::test_ranks_meet_and_return",
@@ -54,7 +60,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run real jobs with one version of torch.")
     parser.add_argument("torch", metavar="VERSION", help="such as 2.6.0")
     parser.add_argument("--python", help="of an environment that has this torch; none is made")
+    parser.add_argument("--cell", action="append", choices=CELLS, help="this one; may be repeated")
     arguments = parser.parse_args()
+    cells = arguments.cell or list(CELLS)
     version = arguments.torch.removeprefix("torch==")
     python = arguments.python or environment(version)
     facts = subprocess.run([python, "-c", FACTS], check=True, capture_output=True, text=True)
@@ -64,15 +72,15 @@ def main() -> int:
         print(f"matrix: {python} has torch {row['torch']}, not {version}", file=sys.stderr)
         return 1
     notes: list[str] = []
-    for name, tests in CELLS.items():
-        row[name] = cell(python, tests, notes)
+    for name in cells:
+        row[name] = cell(python, CELLS[name], notes)
         print(f"matrix: {version}: {name}: {row[name]}", file=sys.stderr, flush=True)
     row["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     print("| " + " | ".join(row) + " |")
     print("|---" * len(row) + "|")
     print("| " + " | ".join(row.values()) + " |")
     print(*notes, sep="\n")
-    return int(any(row[name].startswith("no") for name in CELLS))
+    return int(any(row[name].startswith("no") for name in cells))
 
 
 def environment(version: str) -> str:
@@ -97,7 +105,7 @@ def environment(version: str) -> str:
 def cell(python: str, tests: list[str], notes: list[str]) -> str:
     """`yes`, `no (2 of 3 failed)`, or `-` where all were skipped; notes say why."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        words = ["-m", "pytest", "-q", "-p", "no:randomly", "-m", "not soak"]
+        words = ["-m", "pytest", "-q", "-p", "no:randomly"]
         done = subprocess.run(
             [python, *words, f"--junitxml={report.name}", *tests],
             cwd=ROOT, capture_output=True, text=True, check=False,

@@ -66,8 +66,8 @@ class Board:
         stands, and is returned."""
         if self._alone:
             return objection
-        stands = self._tell(key, lambda store, name: store.compare_set(name, "", f"no {objection}"))
-        return bytes(stands).decode().partition(" ")[2]
+        stands: str = self._tell(key, lambda store, name: _first(store, name, f"no {objection}"))
+        return stands.partition(" ")[2]
 
     def agreed(self, key: str) -> str:
         """This rank has no objection: wait until no rank has one (""), or for the first one's.
@@ -77,7 +77,7 @@ class Board:
 
         def agree(store: Any, name: str) -> None:
             if store.add(f"{name}/ranks", 1) == self._world_size:
-                store.compare_set(name, "", "yes")
+                _first(store, name, "yes")
 
         self._tell(key, agree)
         return self._heard(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
@@ -93,3 +93,12 @@ class Board:
                 limit = timedelta(seconds=LIMIT)
                 self._store = c10d.TCPStore(address, port, is_master=False, timeout=limit)
         return self._store
+
+
+def _first(store: Any, name: str, text: str) -> str:
+    """Say it unless something has been said; what stands. torch's older store server, which runs
+    where its libuv one cannot, wakes nobody who waits for a key that compare_set makes: it is set
+    once more, to what it is."""
+    stands = bytes(store.compare_set(name, "", text)).decode()
+    store.set(name, stands)
+    return stands

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from elasticrun.checkpointing.parts import StateError, unflatten
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
+from elasticrun.dcp.torches import load_alone
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.wire.layout import Item, ItemKind
@@ -184,7 +184,7 @@ def _load(values: dict[str, Any], reader: Any, weights_only: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this rank loads alone is meant so
         try:
-            load(values, storage_reader=reader, planner=Loading(weights_only), no_dist=True)
+            load_alone(values, reader, Loading(weights_only))
         except CheckpointException as error:  # which is no Exception
             failures: list[Any] = list(error.failures.values())
             raise failures[0][0] from error

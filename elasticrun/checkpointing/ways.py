@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elasticrun.checkpointing.board import Board
 from elasticrun.checkpointing.choosing import Choice, Setting
@@ -26,6 +26,7 @@ from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.recalling import Recall, Unusable
 from elasticrun.checkpointing.state import State
 from elasticrun.checkpointing.taking import Taker
+from elasticrun.dcp.torches import save_alone
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.timeline import chain
 from elasticrun.wire.ids import RoundName
@@ -245,7 +246,7 @@ class TorchWay:
     def _write(self, step: int) -> None:
         state, path = self._state.whole(), self._setting.folder.path(step)
         try:
-            save(state, checkpoint_id=path, no_dist=True)
+            save_alone(state, path)
         except CheckpointException as error:  # which is no Exception
             raise StorageError(_failed(step, error)) from error
         self._retain()
