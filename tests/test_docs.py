@@ -1,4 +1,5 @@
-"""What pages name is there: other pages and their headings, tests, flags and their defaults."""
+"""What is named is there: documents that files cite; and in pages other pages and their headings,
+tests, flags and their defaults."""
 
 from __future__ import annotations
 
@@ -11,6 +12,16 @@ from elasticrun.cli.table import FLAGS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
+
+ROOMS = ("elasticrun", "tests", "docs", "benchmarks", "examples", "protos", "scripts", ".ci")
+SPOKEN = ("*.py", "*.pyi", "*.proto", "*.md", "*.txt", "*.sh", "*.toml", "Makefile", "run")
+CITED = re.compile(
+    r"(?<![\w-])(?P<page>[\w-]+\.md)\b"
+    r"|\b[Dd]ecisions? (?P<decision>\d+)"
+    r"|\b(?:COORDINATIO[N]|DROP-I[N]|DESIG[N]|HOUS[E])\b|\b[Ll]aws?\s+\d+"  # of other places
+)
+LIKELY = re.compile(r"\.md|ecisions? \d|COORDINATIO[N]|DROP-I[N]|DESIG[N]|HOUS[E]|aws?\s+\d")
+"""In whatever has something that is `CITED`; five times as fast."""
 
 
 def prose(page: Path) -> str:
@@ -37,6 +48,24 @@ def test_links_lead_somewhere() -> None:
             elif heading and heading not in headings(target):
                 wrong.append(f"{page.relative_to(ROOT)}: {name or page.name} has no #{heading}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_cites_a_document_that_is_not_there() -> None:
+    """Who reads a comment has this repository and nothing else."""
+    files = {path for pattern in SPOKEN for path in ROOT.glob(pattern)}
+    files |= {path for room in ROOMS for pattern in SPOKEN for path in (ROOT / room).rglob(pattern)}
+    there = {path.name for path in files}
+    there |= {path.name[:3] for path in (ROOT / "docs/decisions").iterdir()}
+    wrong = []
+    for path in sorted(files):
+        text = path.read_text(encoding="utf-8")
+        for found in CITED.finditer(text) if LIKELY.search(text) else ():
+            if (found["page"] or found["decision"]) not in there:
+                line = text.count("\n", 0, found.start()) + 1
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {' '.join(found[0].split())}")
+    what = "This is not in the repository. Write the reason itself, or the decision that gives it:"
+    assert len(files) > 500
+    assert not wrong, "\n".join([what, *wrong])
 
 
 def test_the_tests_of_what_survives_what_exist() -> None:

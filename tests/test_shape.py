@@ -68,7 +68,8 @@ def test_every_room_has_a_door_sign() -> None:
 
 
 def test_no_lock_no_pickle_no_fixed_tmp_path() -> None:
-    """Laws 4, 6 and 9. elastic_launch's own children are law 6's one exception."""
+    """A state has one owner, so nothing needs a lock. Unpickling runs what the other side sent, so
+    only elastic_launch's caller and its own children do it. Two jobs would share a fixed path."""
     wrong = []
     for path in SOURCES:
         text = path.read_text()

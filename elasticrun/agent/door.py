@@ -1,10 +1,10 @@
 """The door: one port of the user's, behind which the master and the current store both live.
 
-Where a user names a master port, ranks see exactly that MASTER_PORT (DROP-IN 12), and agents dial
-the same port for the job master. The door holds it and reads the first bytes of each connection:
-what begins as HTTP/2 or TLS does goes to the master, all else to the store of the current round.
-When the agent names another store, connections to the older one are closed. While there is no
-store, or no master yet, connections wait.
+Where a user names a master port, ranks see exactly that MASTER_PORT, as under torchrun, and agents
+dial the same port for the job master (decision 008). The door holds it and reads the first bytes of
+each connection: what begins as HTTP/2 or TLS does goes to the master, all else to the store of the
+current round. When the agent names another store, connections to the older one are closed. While
+there is no store, or no master yet, connections wait.
 
 A process of its own, so that a busy agent delays nobody's store; standard library alone. The agent
 binds the port, starts `command(...)` in a new session with both descriptors inherited, and writes

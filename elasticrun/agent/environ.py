@@ -24,8 +24,8 @@ class BadEnvironment(Exception):
 def master_endpoint(config: AgentConfig, start: Start) -> Endpoint:
     """What the ranks see as MASTER_ADDR and MASTER_PORT.
 
-    Of a static job it is exactly what the user named (DROP-IN 12): the door there leads on to the
-    round's store. Else it is the round's store itself."""
+    Of a static job it is exactly what the user named, as under torchrun: the door there leads on to
+    the round's store (decision 008). Else it is the round's store itself."""
     where = config.rendezvous
     if where.kind == "static":
         return Endpoint(where.host, where.port)

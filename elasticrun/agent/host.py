@@ -1,9 +1,9 @@
-"""Where the job's master is, and whether this agent is the one to start it (DROP-IN 2, 12).
+"""Where the job's master is, and whether this agent is the one to start it (decision 021).
 
 standalone  we start one on loopback, on a free port
 elastic     the agent that can bind the very address which the endpoint's name resolves to starts
             it; to whom the address is another host's, or taken, the master is somebody else's
-static      node rank 0 starts it behind a door on the port that the user named
+static      node rank 0 starts it behind a door on the port that the user named (decision 008)
 external    somebody has started it
 """
 

@@ -1,4 +1,4 @@
-"""Who this node is over the lives of its agent, and where others reach it (COORDINATION 13)."""
+"""Who this node is over the lives of its agent, and where others reach it."""
 
 from __future__ import annotations
 

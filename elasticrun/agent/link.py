@@ -3,7 +3,7 @@
 A stream that breaks is no event of the job: the link dials again, with a short jittered back-off,
 for as long as the agent lives, and the brain decides how long a silence may last. Where the master
 does not echo a beat within a second, a fresh connection is dialled beside the old one: a new SYN
-does not wait for the old stream's retransmissions (COORDINATION 5).
+does not wait for the old stream's retransmissions, which come at ever longer intervals.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ class Meeting(MeetingBase):
     """By way of an endpoint that every node was given.
 
     An agent that found the endpoint of its own host taken attaches to the master there. Should that
-    one end while nobody starts it again (the agent it belonged to is gone, COORDINATION 12), or
-    should it be no master at all (a connection of somebody's holds the port for a moment), this
-    agent is the next that can: it tries to take the endpoint whenever no master has answered for
-    HEIR_AFTER seconds."""
+    one end while nobody starts it again (the agent it belonged to is gone), or should it be no
+    master at all (a connection of somebody's holds the port for a moment), this agent is the next
+    that can: it tries to take the endpoint whenever no master has answered for HEIR_AFTER
+    seconds."""
 
     def __init__(
         self,

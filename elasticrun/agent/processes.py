@@ -1,8 +1,8 @@
 """The agent's children: who they are, their reaping, and the sweep that leaves none behind.
 
 The agent is a child subreaper: when its spawner dies, the ranks and all that they started become
-children of the agent, which kills and reaps them (COORDINATION 7). The same reaping makes the
-agent a fair process 1 of a container.
+children of the agent, which kills and reaps them. Parent-death signals would not do: they are not
+inherited over a fork. The same reaping makes the agent a fair process 1 of a container.
 """
 
 from __future__ import annotations

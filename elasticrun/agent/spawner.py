@@ -49,7 +49,7 @@ READ_BYTES: Final = 256 * 1024
 
 PET_LIMIT: Final = 90.0
 """A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
-must not leave ranks of an old round at work (COORDINATION 1)."""
+must not leave ranks of an old round at work, since a next one may write the same checkpoints."""
 
 PETS: Final = 3
 """How often within that time it is told that the loop lives."""

@@ -1,8 +1,7 @@
 """The c10d store hosts of this node: one made ready for every round, and their ports held.
 
 A store's port stays bound by the agent, without listening, after its host has ended: a rank of an
-old round that still dials it must not meet the store of a later one under a reused number
-(COORDINATION 13).
+old round that still dials it must not meet the store of a later one under a reused number.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class Reader:
         self._read_all([tail])  # what stood there before the watch makes no event of its own
 
     def _fall_back(self, error: OSError) -> None:
-        """Law 12: say which slower way is taken, and take it."""
+        """Say which slower way is taken, and take it."""
         words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
         words += f"{TIMER_SECONDS:g} s instead"
         if words not in self.told:

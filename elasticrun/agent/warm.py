@@ -1,7 +1,7 @@
 """Asks a warm process for a fork server: in milliseconds instead of the time that torch takes.
 
 Where there is none, or it must not be used, the caller starts a fork server as ever; why one that
-is there is not used is one line (law: no silent fallback). Nothing heavy is imported here.
+is there is not used is said in one line. Nothing heavy is imported here.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _around(machine: Machine, place: whereabouts.Whereabouts) -> Around:
 
 
 def _static_id(kind: str, node_rank: int) -> str:
-    """In a static job the node rank says who a node is over its lives (COORDINATION 13)."""
+    """In a static job the node rank says who a node is over its lives."""
     return f"rank-{node_rank}" if kind == "static" and node_rank >= 0 else ""
 
 

@@ -36,8 +36,8 @@ MEETING_FLAGS: Final = (
 """Flags that say where nodes meet."""
 
 PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
-"""Flags that say where nodes meet, or which of them this is. With any of them torchrun's rules are
-all there is (DROP-IN 11)."""
+"""Flags that say where nodes meet, or which of them this is. No scheduler overrules
+one: with any of them torchrun's rules are all there is."""
 
 
 def settle(asked: Asked, machine: Machine, facts: Facts) -> Whereabouts:

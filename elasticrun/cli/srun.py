@@ -1,6 +1,7 @@
 """`elasticrun --srun ...` in a Slurm batch script or under salloc: this process becomes srun, which
-starts the same command once on each node of the job. Only ever on request (DROP-IN 11). With
-`--dry-run` it starts nothing, and the command is printed."""
+starts the same command once on each node of the job. Only ever on request: under torchrun the bare
+command runs on this host alone, and a script that starts it on each node by ssh counts on that.
+With `--dry-run` it starts nothing, and the command is printed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Facts that have lain in a record for a while: their ages have grown, what remains has shrunk.
 
 Without this every crash of a master would start an exclusion or a window of the restart budget
-anew, and a master that crashes often enough would never let anything end (COORDINATION 3).
+anew, and a master that crashes often enough would never let anything end.
 """
 
 from __future__ import annotations

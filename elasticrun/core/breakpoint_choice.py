@@ -1,9 +1,10 @@
 """Which snapshot the next round goes on from, and who can give which shard of it.
 
-A snapshot is named (round, step); steps of different rounds are never combined (COORDINATION 9).
-Two rounds are believed: the present one, and the one that it was restored from, up to the step that
-it was restored from, for as long as nodes hold it. What a node holds counts while its stream
-stands: it says all of it again on every stream, before it says that its ranks have stopped.
+A snapshot is named (round, step). Steps of different rounds are never combined: after a restart
+the same number may stand for another state. Two rounds are believed: the present one, and the one
+that it was restored from, up to the step that it was restored from, for as long as nodes hold it.
+What a node holds counts while its stream stands: it says all of it again on every stream, before it
+says that its ranks have stopped.
 
 *The watermark* is the newest whole step of the present round; older ones are needed no more. With
 replicas it is the newest of which every part is on two nodes (`breakpoint_replicas`). Where

@@ -5,7 +5,8 @@ is written of the newest whole step that the ranks want written, and with --save
 the one that a failure left; one at a time. A failed attempt is made anew, later and later; a node
 that goes ends it, unless its part is in. The snapshot of a later failure takes the place of an
 older one, whose slot is needed. A node that is told to go, or says so, counts for nothing but the
-attempt that it takes part in: its agent stays until that is over (COORDINATION 9).
+attempt that it takes part in: its agent stays until that is over, for it may hold the only copy of
+a shard.
 """
 
 from __future__ import annotations

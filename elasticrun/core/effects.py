@@ -86,7 +86,8 @@ class JobOver(Struct, frozen=True):
 
 class Record(Struct, frozen=True):
     """Make these facts durable. Every effect after this one, of this step and of later ones, is
-    carried out only when that is done; events are taken in meanwhile (COORDINATION 3)."""
+    carried out only when that is done, so that nobody is told what the next master would not know;
+    events are taken in meanwhile (decision 012)."""
 
     facts: Facts
 

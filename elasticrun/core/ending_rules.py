@@ -12,7 +12,7 @@ SIGTERM = 15
 
 SWEEP_GRACE = 5.0
 """Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
-4.7 s to flush (DROP-IN 10). Never more than the grace of the ranks themselves."""
+4.7 s to flush. Never more than the grace of the ranks themselves."""
 
 
 class EndingRules(ProbingRules):

@@ -2,7 +2,7 @@
 
 A brain says `Record(facts)` before the orders that the facts permit; whoever starts the next master
 hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
-(COORDINATION 3). Facts are bounded: a round, the order of first joins, the budget, who is left out
+(decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
 and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the
 next master has another clock.
 """

@@ -308,7 +308,7 @@ class Window:
     """The failures of one round from the first report until the next round forms.
 
     Survivors are stopped when it opens; what it costs is settled when the next round forms,
-    because only then is it known whether a node had gone (COORDINATION 11).
+    because only then is it known whether a node had gone.
     """
 
     def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:

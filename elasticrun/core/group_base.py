@@ -166,7 +166,7 @@ class GroupBase:
 
     def _exit(self, outcome: Exit) -> None:
         """End the agent; no rank lives here any more. It stays for the snapshots of this node that
-        are being written out: nobody else may have them (COORDINATION 9)."""
+        are being written out: there may be no other copy of them."""
         if self._persists:
             self._hold(outcome)
         else:

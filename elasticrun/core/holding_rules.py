@@ -1,5 +1,5 @@
 """What the agent's brain makes of orders about snapshots: it passes them on, and counts attempts to
-persist, since the agent must not end under one (COORDINATION 9).
+persist, since the agent must not end under one: it may hold the only copy of a shard.
 
 An attempt begins with Persist and ends with PersistOver, or when the time is over that the order
 gave it: a master that is gone, or was replaced, ends none.

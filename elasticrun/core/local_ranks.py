@@ -14,7 +14,7 @@ SIGKILL = 9
 
 SIGNAL_MEMORY = 5.0
 """A rank that dies of a signal within this many seconds of the agent receiving the same signal was
-stopped by whoever sent both (schedulers signal every process at once; COORDINATION 10)."""
+stopped by whoever sent both (schedulers signal every process at once)."""
 
 
 class LocalRanks:

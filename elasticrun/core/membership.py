@@ -1,13 +1,14 @@
 """Which nodes are there: ALIVE, SUSPECT, DEAD, LEFT, from streams, beats and incarnations.
 
-Three witnesses speak of a node (COORDINATION 5). *Process*: its stream; the transport's pings break
-it when the process is gone or stopped. *Loop*: its beats; a node whose stream stands but that says
-nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks of the same round that fail
-on another node. A broken stream makes a node SUSPECT; it is DEAD after SUSPECT_CONFIRM if the world
-agrees, at once if a newer incarnation of it attaches, and otherwise when it has been silent for
-`heartbeat_timeout`; that includes the silence for which pings broke the stream. The only node of
-all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until SLUGGISH_DEAD or until
-another node comes: giving it up would help nobody (decision 026).
+Three witnesses speak of a node, because a slow loop or a broken stream is no death yet, and a node
+that is wrongly taken for dead costs all the others a restart. *Process*: its stream; the
+transport's pings break it when the process is gone or stopped. *Loop*: its beats; a node whose
+stream stands but that says nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks
+of the same round that fail on another node. A broken stream makes a node SUSPECT; it is DEAD after
+SUSPECT_CONFIRM if the world agrees, at once if a newer incarnation of it attaches, and otherwise
+when it has been silent for `heartbeat_timeout`; that includes the silence for which pings broke the
+stream. The only node of all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until
+SLUGGISH_DEAD or until another node comes: giving it up would help nobody (decision 026).
 
 Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
 more than half of a round's nodes fall silent together the verdict waits (`mass_silence`).

@@ -5,7 +5,8 @@ from __future__ import annotations
 from elasticrun.config import BEAT_INTERVAL, SLUGGISH_DEAD
 
 BEATS_PER_SECOND = 500
-"""Beats that one master hears per second at most; more nodes beat less often (COORDINATION 5)."""
+"""Beats that one master hears per second at most; more nodes beat less often. With more to hear
+it would fall behind, and judge late."""
 
 
 def beat_interval(streams: int) -> float:

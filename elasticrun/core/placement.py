@@ -98,8 +98,8 @@ def _number(seats: list[Candidate]) -> World:
 
 
 def store_host(seats: Sequence[Candidate]) -> Candidate:
-    """The node with group rank 0, as torchrun has it; but where it offers only its loopback and
-    another node offers a real address, the first that others can dial (COORDINATION 13)."""
+    """The node with group rank 0, as torchrun has it; but where it offers only its loopback, under
+    which the others find nothing, the first that offers an address that others can dial."""
     if is_loopback(seats[0].store.host):
         for one in seats:
             if not is_loopback(one.store.host):

@@ -14,7 +14,8 @@ stands; one that has not joined yet (it imports torch) is waited for.
 *A later round* needs no last call: the nodes that are expected are known. It forms as soon as every
 living member of the last round is back, with whoever else is ready. Last call is for those who are
 not expected; so a live survivor that is still stopping holds the round open until the time it has
-named and SURVIVOR_SLACK more, and only then goes on without (COORDINATION 6).
+named and SURVIVOR_SLACK more: left out, it would come back and cost another restart. Only then do
+the others go on without it.
 
 *While RUNNING*, a member that dies or leaves before its ranks are done reopens the round at once. A
 newcomer waits at the door while training goes on; when it is let in is the affair of `door`. Nodes
@@ -29,11 +30,11 @@ the master knows nothing of a storm; the first loss that it sees is answered at 
 
 The fence. A round whose ranks may still run somewhere must not be followed by another that writes
 the same checkpoints. Collectives need every rank, so it is enough that *one* member of the round
-has reported that its ranks are gone, or has come back as a newer life (COORDINATION 1). Where no
-member can be heard, the next round waits until every agent of the last one has stopped its ranks by
-itself: after the last word of the last of them, `heartbeat_timeout` for it to notice (two beats in
-a large job, which beats slowly), `master_lost_timeout` in which it goes on, `restart_grace` for its
-ranks to end, and FENCE_SLACK.
+has reported that its ranks are gone, or has come back as a newer life. Where no member can be
+heard, the next round waits until every agent of the last one has stopped its ranks by itself: after
+the last word of the last of them, `heartbeat_timeout` for it to notice (two beats in a large job,
+which beats slowly), `master_lost_timeout` in which it goes on, `restart_grace` for its ranks to
+end, and FENCE_SLACK.
 
 A successor with a record takes the round of the record as RUNNING, or as ended, with its members:
 none begins beside it, whoever finds the new master first. A member that was never told its place is

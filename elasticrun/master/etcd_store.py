@@ -12,7 +12,7 @@ LEADER_RENEW seconds. Three fences, each enough against a master that was stoppe
 
 Whoever cannot renew ends (`lost`). It might wait for etcd instead, but its agents must know at once
 that nobody guards their round: their own deadline to stop their ranks begins with the end of
-the stream (COORDINATION 1), and the next master's wait counts on that.
+the stream, and the next master's wait counts on that.
 """
 
 from __future__ import annotations

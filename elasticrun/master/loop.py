@@ -2,12 +2,12 @@
 
 A turn drains the inbox before it judges: while a report lies here unread, its sender is not silent.
 A turn that begins more than OVERSLEPT seconds later than its deadline tells the brain so first,
-because silence counts only while the listener listened (COORDINATION 4).
+because silence counts only while the listener listened.
 
 The loop sleeps until an event comes or the brain's next deadline; there is no other timer.
 
 What follows a `Record` waits in line until the store has called it done, in the order in which the
-brain said it; events are taken in meanwhile, and beats are echoed (COORDINATION 3).
+brain said it (decision 012); events are taken in meanwhile, and beats are echoed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from elasticrun.wire import codec
 from elasticrun.wire.messages import Beat, Echo, JobStatus, Order, Start, Welcome
 
 OVERSLEPT: Final = 0.2
-"""A turn this many seconds late was not listening in time (COORDINATION 4)."""
+"""A turn this many seconds late was not listening in time: silence until then proves nothing."""
 
 MAX_BATCH: Final = 1024
 """Events handled before those who write orders get their turn."""

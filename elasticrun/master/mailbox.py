@@ -3,7 +3,8 @@
 Orders are level-triggered, so an older one about the same thing is worth nothing once a newer one
 stands. Most are about the node itself, so that one of a kind is enough; what is said of an attempt
 to persist, or of a shard, is no word about another. A mailbox therefore holds few orders, however
-slow its reader is, and a stream is not dropped because its agent reads late (COORDINATION 5).
+slow its reader is, and no stream is dropped because its agent reads late: that would make a healthy
+node suspect.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ PLACEMENT_VARIABLES: Final = (
     "KMP_AFFINITY",
 )
 """An OpenMP runtime fixes its places by these when it is loaded, so a mask that is set after a fork
-comes too late; ranks that are bound to cores are exec'd where one is set (DROP-IN 14)."""
+comes too late; ranks that are bound to cores are exec'd where one is set."""
 
 # ---------------------------------------------------------------- elasticrun's own
 

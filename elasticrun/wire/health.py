@@ -81,8 +81,8 @@ class Steps(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """Probe this machine, and its links to the other nodes of a small group (law 7: this node's
-    own place in it). A newer `check` takes the place of one that is under way."""
+    """Probe this machine, and its links to the other nodes of a small group, of which only this
+    node's own place is told. A newer `check` takes the place of one that is under way."""
 
     check: str  # unique name of this group's probe; also the prefix of its keys in the store
     perf: bool  # the all_reduce over all good nodes, in several sizes; no matmul

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """The whole name of a round; every fence compares all three parts (COORDINATION 2).
+    """The whole name of a round; every fence compares all three parts.
 
     A number alone is ambiguous once a master has come back empty and counted again, so a
     round also carries the master's term and a nonce that nobody could have guessed.

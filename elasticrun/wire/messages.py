@@ -60,7 +60,8 @@ PROTOCOL_VERSION = 6
 """Raised with every change of the wire that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""No message on `Attend` is longer (COORDINATION 8); a longer one is refused, not truncated."""
+"""No message on `Attend` is longer: beats would wait behind it, in the stream and while it is
+decoded. A longer one is refused, not truncated."""
 
 MAX_TEXT = 4096
 """Longest sentence, traceback or name in a message, in characters; the sender cuts."""
@@ -320,7 +321,8 @@ class Wait(Struct, frozen=True):
 
 
 class Start(Struct, frozen=True):
-    """This node's place in a new round, and nothing about anybody else's (law 7)."""
+    """This node's place in a new round, and nothing about anybody else's, so that its size does not
+    grow with the number of nodes."""
 
     round: RoundName
     group_rank: int

@@ -26,7 +26,7 @@ SHIELDED = (
     signal.SIGUSR2,
 )
 """Signals that schedulers and terminals send to every process at once; our helpers ignore them
-and obey their socket, so that the script's own handler can finish (DROP-IN 9)."""
+and obey their socket, so that the script's own handler can finish."""
 
 ARGV_PAD = 1024
 """Blank bytes at the end of the server's command line: where the kernel does not let a child move

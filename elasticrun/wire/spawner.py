@@ -137,7 +137,8 @@ class Quit:
 @dataclass(frozen=True, slots=True)
 class Pet:
     """The agent's loop is alive. From the first one on, `limit` seconds without another end every
-    rank (a stopped agent must not leave ranks of an old round at work, COORDINATION 1)."""
+    rank: a stopped agent must not leave ranks of an old round at work, since a next one may write
+    the same checkpoints."""
 
     limit: float
 
@@ -251,7 +252,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One sentence for the operator: a fallback, a refused preload (law 12)."""
+    """One sentence for the operator: a fallback, a refused preload."""
 
     text: str
 

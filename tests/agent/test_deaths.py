@@ -402,7 +402,7 @@ def test_standard_streams_may_be_closed(world: World) -> None:
 
 @further("master/test_return::test_a_master_that_outlives_its_agent_takes_its_record_with_it")
 def test_the_hosting_agents_death_is_one_lost_node(world: World) -> None:
-    """COORDINATION 12: its master lives on for the others, and a new agent finds it."""
+    """Its master lives on for the others, and a new agent finds it."""
     command = (
         "--nnodes=2",
         "--nproc-per-node=1",

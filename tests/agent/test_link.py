@@ -308,7 +308,7 @@ def test_the_probe_knows_strangers_and_nobody() -> None:
 
 def test_a_master_that_says_nothing_counts_as_lost(master: tuple[MasterProcess, Endpoint]) -> None:
     """The stream stands, as with a cable that was pulled: no kernel would tell of its end for a
-    quarter of an hour, and meanwhile another world could begin elsewhere (COORDINATION 1)."""
+    quarter of an hour, and meanwhile another world could begin elsewhere."""
 
     async def main() -> None:
         heard = Heard()

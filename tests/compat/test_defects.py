@@ -164,7 +164,7 @@ class TestNodeLossWithIdleRanks:
 
 
 class TestFixedSizeWithoutBudget:
-    """DROP-IN 6: `--nnodes=2` and no restarts: a lost node ends the job at once, as under
+    """With `--nnodes=2` and no restarts a lost node ends the job at once, as under
     torchrun, so that the scheduler can requeue it."""
 
     @pytest.mark.parametrize("launcher", BOTH)

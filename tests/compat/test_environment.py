@@ -222,7 +222,7 @@ def test_counting_restarts(pairs: Pairs) -> None:
 
 
 def test_a_user_port_serves_tcp_init(pairs: Pairs) -> None:
-    """DROP-IN 12: `init_method="tcp://127.0.0.1:<--master-port>"` works from two agents."""
+    """`init_method="tcp://127.0.0.1:<--master-port>"` works from two agents."""
     case = Case(
         ("--nnodes=2", "--master-addr=127.0.0.1", "--master-port={port}", PATIENT),
         ("tcp_init.py", "{port}"),

@@ -302,7 +302,7 @@ def test_no_flag_reads_a_variable_that_elasticrun_sets_for_itself() -> None:
 
 
 def test_reading_flags_imports_no_heavy_module() -> None:
-    """Flags and settings are read without torch, grpc, asyncio and rich (law 8)."""
+    """Flags and settings are read without torch, grpc, asyncio and rich, which import slowly."""
     code = (
         "import sys, json, os\n"
         "from elasticrun.cli.flags import get_args_parser\n"

@@ -126,7 +126,7 @@ def test_the_list_of_signals_is_replaced(theirs_or_ours: World, launcher: str) -
 def test_a_group_signal_reaches_a_handler_that_saves(
     theirs_or_ours: World, launcher: str, signum: int
 ) -> None:
-    """DROP-IN 9: Ctrl-C goes to the whole foreground group; the script's save is finished."""
+    """Ctrl-C goes to the whole foreground group; the script's save is finished."""
     world = theirs_or_ours
     launched = job(world, launcher, "--nproc-per-node=2")
     peers = world.hub.ranks(2)

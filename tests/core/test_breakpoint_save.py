@@ -150,7 +150,7 @@ def test_equal_state_is_never_given_up() -> None:
 
 
 def test_steps_of_two_rounds_are_not_combined() -> None:
-    """COORDINATION 9 a: a holds 101 of the old round, b of the new one."""
+    """a holds 101 of the old round, b of the new one: they are not the same state."""
     saves = Saves()
     saves.both(100)
     saves.holds("a", 100, 101)

@@ -208,7 +208,7 @@ def test_a_new_master_hears_of_it() -> None:
 @pytest.mark.parametrize("signum", [15, 2, 1, 10])
 @pytest.mark.parametrize("shell", [False, True])
 def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: bool) -> None:
-    """COORDINATION 10: a scheduler signals every process. Later it is a failure like another."""
+    """A scheduler signals every process at once. Later it is a failure like another."""
     code = 128 + signum if shell else -signum
     for late, stopped in ((SIGNAL_MEMORY, True), (SIGNAL_MEMORY + 0.1, False)):
         ranks = LocalRanks(2, "here")

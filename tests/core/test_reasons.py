@@ -105,8 +105,9 @@ def test_the_end_of_somebody_elses_bar_is_not_the_end_of_this_wait() -> None:
 def test_who_joins_is_counted_at_once_in_a_small_job_and_now_and_then_in_a_large_one(
     needed: int, counts: list[int]
 ) -> None:
-    """Law 7. Where a node comes every second, the first one of a large job hears of it after 2 s,
-    after 4 more, and so on; of the last one too, within a minute."""
+    """Else n nodes would be sent n sentences each. Where a node comes every second, the first one
+    of a large job hears of it after 2 s, after 4 more, and so on; of the last one too, within a
+    minute."""
     spec = replace(SPEC, min_nodes=needed, max_nodes=needed)
     told: list[str] = []
     world = World(beats=True)

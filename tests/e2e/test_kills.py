@@ -131,8 +131,8 @@ def test_an_agent_of_two(world: World, which: int) -> None:
 
 @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_all_of_a_node_of_three_costs_nothing(world: World) -> None:
-    """COORDINATION 11: every process of one of three nodes at the same moment, no restarts left:
-    the others go on, and no budget was charged."""
+    """Every process of one of three nodes is killed at the same moment, and no restarts are left:
+    the lost node is the cause, so the others go on, and no budget was charged."""
     conf = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=60"
     jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), conf)
     peers = world.hub.ranks(3, world_size=3)  # two of them may have begun without the third
@@ -165,8 +165,8 @@ def test_an_agent_at_any_moment(world: World, seed: int) -> None:
 
 @pytest.mark.parametrize("trap", cases([False, True], kept=[True]))
 def test_descendants_of_a_dead_rank(world: World, trap: bool) -> None:
-    """DROP-IN 10: what shares its group goes at once; what made a session of its own gets SIGTERM
-    and time to write its last rows. The next life starts when all have gone."""
+    """What shares its group goes at once; what made a session of its own gets SIGTERM and time to
+    write its last rows. The next life starts when all have gone."""
     launched = job(world, ELASTICRUN, "--max-restarts=1")
     (peer,) = world.hub.ranks(1)
     note = world.scratch / "flushed"
@@ -184,7 +184,7 @@ def test_descendants_of_a_dead_rank(world: World, trap: bool) -> None:
 
 @further("forkserver/test_ranks::test_two_ranks_and_two_lives_draw_different_numbers")
 def test_random_numbers_of_every_life(world: World) -> None:
-    """DROP-IN 1: unseeded ranks and lives draw different numbers, from every generator."""
+    """Unseeded ranks and lives draw different numbers, from every generator."""
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1")
     drawn = []
     for life in range(2):

@@ -26,7 +26,7 @@ for order in stage.orders():
 
 
 def test_a_bug_mended_between_two_lives(world: World) -> None:
-    """DROP-IN 5: the script and a module beside it are read anew in every life."""
+    """The script and a module beside it are read anew in every life."""
     script, module = world.scratch / "train.py", world.scratch / "beside.py"
     script.write_text(SPEAKER)
     module.write_text("TEXT = 'old'\n")
@@ -94,7 +94,7 @@ def has_psutil(pid: int) -> bool:
     ],
 )
 def test_no_orphan_where_ranks_are_execed(world: World, words: tuple[str, ...]) -> None:
-    """COORDINATION 7: behind a shell the orphan is the trainer itself."""
+    """Behind a shell the orphan is the trainer itself."""
     launched = world.launch(ELASTICRUN, "--nproc-per-node=2", *words)
     pids = []
     for peer in world.hub.ranks(2):

@@ -22,8 +22,8 @@ TIMES = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
 
 @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
-    """COORDINATION 11 and 13: one of three falls silent, with `--max-restarts=0`: the others go
-    on, nothing is charged. When it thaws its ranks of the old round end, and it joins anew."""
+    """One of three falls silent, with `--max-restarts=0`: the others go on, nothing is charged.
+    When it thaws its ranks of the old round end, and it joins anew."""
     counted = counting.start("2:3", TIMES, "--grow=now", nodes=3)
     first = counting.first(3)
     at = counted.freeze_node(first.nodes[2])
@@ -40,9 +40,9 @@ def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
 
 @further("faults/test_fencing::test_an_agent_that_was_replaced_while_it_stood_still")
 def test_a_node_that_is_there_twice(world: World) -> None:
-    """COORDINATION 13 (d): two pods that are one node do not fight. In a static job the node rank
-    says who a node is, else `--node-id`: the later one is told and ends. One of another id is a
-    spare, which ends well with the job."""
+    """Two pods that are one node do not fight. In a static job the node rank says who a node is,
+    else `--node-id`: the later one is told and ends. One of another id is a spare, which ends well
+    with the job."""
     port = free_port()
     jobs = agents(world, ELASTICRUN, 2, "2", port, static=True)
     peers = world.hub.ranks(2)
@@ -102,8 +102,8 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
 
 @further("containers/test_first_process::test_it_reaps_orphans_and_forwards_signals")
 def test_an_agent_that_is_pid_1(world: World) -> None:
-    """COORDINATION 7: a container's entry point. Nobody's parent-death check takes the agent for
-    a dead one, orphans are reaped, the job restarts, and SIGTERM is obeyed."""
+    """A container's entry point. Nobody's parent-death check takes the agent for a dead one,
+    orphans are reaped, the job restarts, and SIGTERM is obeyed."""
     apart = ("--pid", "--fork", "--mount-proc")
     needs.namespaces(*apart)
     flags = ("--nproc-per-node=2", "--max-restarts=1")

@@ -53,7 +53,7 @@ def test_two_jobs_on_one_host(world: World) -> None:
 
 
 def test_behind_a_proxy(world: World) -> None:
-    """DROP-IN 2: a proxy that answers nothing stands in the environment."""
+    """A proxy that answers nothing stands in the environment; gRPC would go through it."""
     dead = f"http://127.0.0.1:{free_port()}"
     env = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), dead)
     jobs = agents(world, ELASTICRUN, 2, "2", free_port(), env=env)
@@ -229,8 +229,8 @@ def test_a_master_of_another_version(world: World) -> None:
 
 
 def test_a_frozen_terminal(world: World) -> None:
-    """DROP-IN 8: nobody reads the console of two agents with `-t 3`; the ranks train on, far
-    beyond what a pipe holds, and the agents do what they are there for: they pass a signal on."""
+    """Nobody reads the console of two agents with `-t 3`; the ranks train on, far beyond what a
+    pipe holds, and the agents do what they are there for: they pass a signal on."""
     port = free_port()
     readers, jobs = [], []
     for _ in range(2):

@@ -139,7 +139,7 @@ def test_the_masters_host_dies(world: World, etcd_server: EtcdServer) -> None:
     "etcd/test_masters::test_one_that_was_stopped_past_its_lease_says_nothing_more",
 )
 def test_the_masters_host_freezes(world: World, etcd_server: EtcdServer) -> None:
-    """COORDINATION 2c, whole: it stands still past its lease, another takes over; thawed, its
+    """It stands still past its lease, with its agent and ranks, and another takes over; thawed, its
     master ends without a decision, its old ranks end, and the node joins anew."""
     jobs = [start(world, etcd_server, f"n{i}", "1:2") for i in range(2)]
     peers = world.hub.ranks(2, world_size=2)

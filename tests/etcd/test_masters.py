@@ -79,8 +79,8 @@ class Agent:
 
 
 def test_one_that_was_stopped_past_its_lease_says_nothing_more(etcd_server: EtcdServer) -> None:
-    """COORDINATION 2c. It is stopped with a decision at hand (last call is about to end) and a beat
-    unanswered; it wakes when another leads: not one order more leaves it, and it ends."""
+    """It is stopped with a decision at hand (last call is about to end) and a beat unanswered; it
+    wakes when another leads: not one order more leaves it, and it ends."""
 
     async def body(first: Process) -> None:
         old = Agent(first)

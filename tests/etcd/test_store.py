@@ -215,8 +215,8 @@ def test_the_same_agents_next_master_waits_for_no_lease(etcd_server: EtcdServer)
 
 
 def test_a_master_that_was_stopped_past_its_lease(etcd_server: EtcdServer) -> None:
-    """COORDINATION 2c. It wakes in the middle of deciding: it may not speak, its decision is
-    void, and it knows so before anything else happens in it."""
+    """It wakes in the middle of deciding: it may not speak, its decision is void, and it knows so
+    before anything else happens in it."""
 
     async def body(s: Stage) -> None:
         clock = Clock()

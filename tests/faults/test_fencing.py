@@ -97,8 +97,8 @@ def test_two_agents_of_one_node(world: World) -> None:
 
 @further("faults/test_master::test_while_ranks_are_restarted")
 def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
-    """COORDINATION 6: its rank needs longer than any last call to obey SIGTERM. It keeps its place:
-    one round, not two."""
+    """Its rank needs longer than any last call to obey SIGTERM. It keeps its place: one round, not
+    two."""
     team = Team(world, "1:3", "--max-restarts=1", times(last_call_timeout=1), "--restart-grace=60")
     first = team.start(3)
     slow = team.rank(first, 2)

@@ -107,8 +107,8 @@ def test_eight_agents_started_over_forty_seconds(
     "sim/test_chaos", "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another"
 )
 def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> None:
-    """COORDINATION 6: each of its joins could begin last call anew. It cannot keep two others from
-    their world, and when it stays away they go on undisturbed."""
+    """Each of its joins could begin last call anew. It cannot keep two others from their world, and
+    when it stays away they go on undisturbed."""
     # a newcomer whose end nobody else has seen is given up for its silence: not after a minute
     job = counting.start("2:8", times(last_call_timeout=2, heartbeat_timeout=10), nodes=1)
     stay = 0, job.nodes.index(job.add_node())

@@ -20,7 +20,7 @@ def test_kill_9_of_an_agent_and_its_ranks(
     counting: Counting, request: pytest.FixtureRequest, lost: int
 ) -> None:
     """Each node in turn, the one that started the master too: the master outlives it. No restart
-    is left, and none is needed (COORDINATION 11 and 12)."""
+    is left, and none is needed: a node that is lost costs none."""
     job = counting.start("1:3", nodes=3)
     counting.first(3)
     assert any(map(processes.is_master, job.nodes[0].pids()))
@@ -37,7 +37,7 @@ def test_kill_9_of_an_agent_and_its_ranks(
     "agent/test_deaths::test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing",
 )
 def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
-    """Its ranks are gone with it within moments, and they were the fence (law 9)."""
+    """Its ranks are gone with it within moments, and they were the fence."""
     job = counting.start("1:2", nodes=2)
     first = counting.first(2)
     (rank,) = (rank for rank, node in first.nodes.items() if node == 1)
@@ -85,9 +85,9 @@ def test_an_agent_that_is_stopped_while_its_ranks_run(counting: Counting) -> Non
 
 
 def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
-    """COORDINATION 1 (c): the only node of the round has its agent stopped, and its rank computes
-    on. Another node waits, with the reason, until the fork server has ended that rank by itself;
-    that is before the wait is over."""
+    """The only node of the round has its agent stopped, and its rank computes on. Another
+    node waits, with the reason, until the fork server has ended that rank by itself; that is before
+    the wait is over."""
     flags = (
         times(last_call_timeout=1, heartbeat_timeout=10, master_lost_timeout=20),
         "--restart-grace=20",  # which that rank does not need, and the other node waits for

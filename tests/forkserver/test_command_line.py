@@ -1,4 +1,4 @@
-"""`ps`, `pkill -f` and psutil see the script that a rank runs (DROP-IN 13)."""
+"""`ps`, `pkill -f` and psutil see the script that a rank runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--preload: what is refused and why, what is stale, and what --preload=learn tells (DROP-IN 5)."""
+"""--preload: what is refused and why, what is stale, and what --preload=learn tells."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(
 
 
 def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:
-    """DROP-IN 9: from its first instruction on."""
+    """From its first instruction on; ranks would end with it, in a handler that saves."""
     entry = script(tmp_path / "s.py", "raise SystemExit(3)\n")
     with Driver(entry, env=plain_environment(), cold=True) as driver:
         for signum in SHIELDED:
@@ -281,7 +281,7 @@ def test_sweep_kills_what_does_not_obey_in_its_grace(tmp_path: Path) -> None:
 
 
 def test_sweep_lets_a_descendant_finish_in_its_grace(tmp_path: Path) -> None:
-    """DROP-IN 10: an uploader in a session of its own writes its last rows."""
+    """An uploader in a session of its own writes its last rows."""
     done = tmp_path / "done"
     uploader = (
         "import os, signal, sys, time\n"

@@ -1,4 +1,4 @@
-"""When a fork cannot be trusted, ranks are exec'd and the reason is one sentence (DROP-IN 4)."""
+"""When a fork cannot be trusted, ranks are exec'd and the reason is one sentence."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_an_open_device_means_exec(tmp_path: Path) -> None:
 def test_a_torch_folder_in_the_cwd_does_not_disturb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DROP-IN 13: the server's path begins with neither the cwd nor our folder."""
+    """The server's path begins with neither the cwd nor our folder."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
     (tmp_path / "protocol.py").write_text("raise ImportError('not ours')\n")

@@ -55,7 +55,7 @@ def test_five_hundred_idle_sessions(tmp_path: Path) -> None:
 @further(why="benchmarks/idle_sessions.py measures it")
 @pytest.mark.timeout(1800)
 def test_five_thousand_idle_sessions_for_ten_minutes(tmp_path: Path) -> None:
-    """COORDINATION 15: steady CPU, a broadcast of Start, nobody suspected, no false death."""
+    """Steady CPU, a broadcast of Start, nobody suspected, no false death."""
     found = measure(tmp_path, 5000, 600, 1500)
     assert found["sessions"] == 5000
     nobody_was_lost(found)

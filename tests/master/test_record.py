@@ -196,7 +196,7 @@ def test_the_newest_facts_are_loaded_and_are_private(tmp_path: Path) -> None:
 
 
 def test_what_was_recorded_has_aged_when_it_is_loaded(tmp_path: Path) -> None:
-    """COORDINATION 3 (e): a wait neither begins anew at each crash, nor ends at once."""
+    """A wait neither begins anew at each crash, nor ends at once."""
 
     async def run() -> None:
         await _keep(tmp_path, facts(charges=(7.0,)), now=1000.0)

@@ -289,9 +289,9 @@ def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
 @pytest.mark.parametrize("fact", cases(["over", "formed"], kept=["formed"]))
 @pytest.mark.parametrize("moment", cases(["before", "after"], kept=["after"]))
 def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> None:
-    """COORDINATION 3 (d). That the round is over, or that the next one was formed and charged, has
-    (not) become durable, and nobody has been told: the next master goes on from there, and one
-    restart is charged."""
+    """That the round is over, or that the next one was formed and charged, has (not) become
+    durable, and nobody has been told: the next master goes on from there, and one restart is
+    charged."""
     flag, env = deadly(world, fact, moment)
     flags = ("--max-restarts=1", "--restart-backoff=0")
     jobs = agents(world, ELASTICRUN, 2, "2", free_port(), *flags, env=env)
@@ -341,7 +341,7 @@ if "elasticrun.master" in sys.orig_argv:
 
 @pytest.mark.parametrize("poison", cases(["at once", "later"], kept=["at once"]))
 def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -> None:
-    """COORDINATION 3 (c): no crash loop. The agents bring the round back, nothing is restarted."""
+    """No crash loop. The agents bring the round back, nothing is restarted."""
     env = unhurried(POISONED, POISON=poison)
     launched = job(world, ELASTICRUN, "--nproc-per-node=2", "--max-restarts=1", env=env)
     peers = world.hub.ranks(2)

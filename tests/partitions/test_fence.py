@@ -1,6 +1,6 @@
-"""COORDINATION 1: an agent cannot tell a lost master from a partition, nor a master a lost node
-from one that trains on. Nothing begins before the old world is known to have ended, or, where
-nobody can be heard, before every agent of it has given the master up and stopped its ranks.
+"""An agent cannot tell a lost master from a partition, nor a master a lost node from one that
+trains on. Nothing begins before the old world is known to have ended, or, where nobody can be
+heard, before every agent of it has given the master up and stopped its ranks.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:
-    """COORDINATION 11: with --max-restarts=0 the loss of one of three nodes costs nothing, whether
-    its cable is cut or all its processes are killed; the node comes back."""
+    """With --max-restarts=0 the loss of one of three nodes costs nothing, whether its cable is cut
+    or all its processes are killed; the node comes back."""
     job = cluster("2:3", 3, max_restarts=0)
     at = job.cut(2)
     job.wait_for(step=3, world_size=2, since=at, timeout=LIMIT)
@@ -73,7 +73,7 @@ def test_a_node_that_does_not_hear_the_masters_host(cluster: Build) -> None:
 
 def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
     """Ranks see each other and train on; when the master is back nothing has happened to them: the
-    mass silence was its own (COORDINATION 4)."""
+    mass silence was its own."""
     job = cluster("2:3", 3, master=True)
     began = job.steps()[-1]
     job.cut("master")

@@ -82,7 +82,7 @@ def master_says(world: World) -> tuple[int, int]:
 
 
 def test_agents_are_told_their_own_place_and_no_counts() -> None:
-    """Law 7: a rendezvous of n nodes costs O(n) messages in all."""
+    """A rendezvous of n nodes costs O(n) messages in all."""
     world = World()
     told: list[object] = []
     world.on_order = lambda node, order: told.append(order)

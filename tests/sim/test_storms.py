@@ -108,7 +108,7 @@ def test_small_jobs_answer_each_loss_at_once() -> None:
 
 @pytest.mark.parametrize("first", cases([0, 10, 20, 30], kept=[0]))
 def test_eight_agents_started_unevenly_over_forty_seconds(first: int) -> None:
-    """COORDINATION's bar, from seeds and not only at even distances: two rounds at most."""
+    """Two rounds at most: a further one would restart all who train. Seeds say when they start."""
     for seed in range(first, first + 10):
         rng = random.Random(seed)
         spec = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=8)

@@ -1,5 +1,5 @@
 """A bare command finds out by itself where it is, and means one node where nobody has asked for
-more (DROP-IN 11)."""
+more, as under torchrun."""
 
 from __future__ import annotations
 

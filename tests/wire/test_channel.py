@@ -102,7 +102,7 @@ def held_port() -> Iterator[int]:
         yield int(sock.getsockname()[1])
 
 
-# ---------------------------------------------------------------- the two defaults of DROP-IN 2
+# ---------------------------------------------------------------- defaults of gRPC turned off
 
 
 def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
