@@ -33,8 +33,8 @@ from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
 from elasticrun.core.effects import Heard
-from elasticrun.sim.trace_reader import Step, read
 from elasticrun.testing.watch import Deadline, Watch
+from elasticrun.trace.replay import Step, read
 from elasticrun.wire.messages import Probed
 
 BAR = 2.0

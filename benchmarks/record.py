@@ -18,14 +18,12 @@ import time
 from pathlib import Path
 
 from msgspec import structs
+from simulator import DEFAULT_SPEC, NodeSetup, World
 
 from elasticrun.core.effects import Tick
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
 from elasticrun.master.sqlite_store import SqliteStore
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
 from elasticrun.wire.ids import mint_nonce
 
 DAY = 24 * 3600.0

@@ -29,11 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
-
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.ranks import Rank, Worlds
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
+from simulator import DEFAULT_SPEC, NodeSetup, Rank, World, Worlds
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 256, 1000, 4000, 10_000)

@@ -28,6 +28,8 @@ PY
 "$PYTHON" - "$work"/dist/*.whl <<'PY'
 import re, sys, zipfile
 wheel = zipfile.ZipFile(sys.argv[1])
+strange = [n for n in wheel.namelist() if not re.match(r"elasticrun(-[^/]*\.dist-info)?/", n)]
+assert not strange, f"files that do not ship: {strange}"
 text = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
 broken = re.findall(r"\]\((?!https?://)[^)]*\)", text)
 assert "](https://" in text and not broken, f"links that lead nowhere on a package index: {broken}"
@@ -35,6 +37,8 @@ PY
 cd "$work"
 "$bin/elasticrun" --version
 "$bin/elasticrun" --help > /dev/null
-"$bin/elasticrun" --nproc-per-node=2 ok.py
+ELASTICRUN_TRACE_DIR="$work/traces" "$bin/elasticrun" --nproc-per-node=2 ok.py
+"$bin/elasticrun" replay "$work"/traces/* > "$work/replayed"
+grep -q "the replay says what was recorded" "$work/replayed"
 "$bin/python" -m elasticrun --standalone --nproc-per-node=2 ok.py
 echo "wheel: the installed commands work"

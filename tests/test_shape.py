@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
     p for p in (ROOT / "elasticrun").rglob("*.py") if "pb" not in p.relative_to(ROOT).parts
 )
+SIMULATOR = sorted((ROOT / "tests/simulator").glob("*.py"))
 MAX_FILE = 700
 MAX_FUNCTION = 60
 
@@ -33,7 +34,7 @@ def _lines(path: Path) -> int:
 
 def test_a_file_fits_into_one_head() -> None:
     wrong = []
-    for path in SOURCES:
+    for path in SOURCES + SIMULATOR:
         name = str(path.relative_to(ROOT))
         if name in LONG_FILES and _lines(path) <= MAX_FILE:
             wrong.append(f"{name} is short again: take it off the list")
@@ -44,7 +45,7 @@ def test_a_file_fits_into_one_head() -> None:
 
 def test_a_function_fits_on_a_screen() -> None:
     wrong = []
-    for path in SOURCES:
+    for path in SOURCES + SIMULATOR:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -81,6 +82,23 @@ def test_no_lock_no_pickle_no_fixed_tmp_path() -> None:
             wrong.append(f"pickle in {path}")
         if '"/tmp' in text:
             wrong.append(f"a fixed path in {path}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_simulator_has_the_brains_and_nothing_real() -> None:
+    """It is no part of the package, so that no import contract sees it. Other tests are not its."""
+    ours = r"elasticrun\.(core|trace\.words|wire\.ids|wire\.messages|config|config_json)\b"
+    may = re.compile(rf"{ours}|tests\.simulator\b|msgspec\b")
+    standard = {"__future__", "collections", "dataclasses", "difflib", "functools", "heapq"}
+    standard |= {"itertools", "pathlib", "random", "sys", "typing"}
+    wrong = []
+    for path in SIMULATOR:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            strange = [n for n in names if n.split(".")[0] not in standard and not may.match(n)]
+            wrong += [f"{path.name} imports {name}" for name in strange]
+    assert SIMULATOR
     assert not wrong, "\n".join(wrong)
 
 

@@ -37,8 +37,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """`elasticrun replay` with its own arguments; raises UsageError."""
     asked = parser().parse_args(argv)
-    # Late: the simulator's room is needed here alone.
-    from elasticrun.sim.replay import NoTrace, Wanted, replay
+    # Late: the brain is needed here alone.
+    from elasticrun.trace.replay import NoTrace, Wanted, replay
 
     wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)
     try:

@@ -76,7 +76,7 @@ class Brain(Protocol):
 
 
 class Tracer(Protocol):
-    """Who writes down what the brain took in and said (`master/trace.py`)."""
+    """Who writes down what the brain took in and said (`trace/writer.py`)."""
 
     def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None: ...
 

@@ -49,7 +49,7 @@ from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
 from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.master.status import StatusPage, page_url
-from elasticrun.master.trace import Life
+from elasticrun.trace.writer import Life
 from elasticrun.wire import ended, published, title, tls
 from elasticrun.wire.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.ids import mint_nonce

@@ -18,7 +18,7 @@ from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.facts import Facts
 from elasticrun.master.fact_store import FactStore, StoreRefused
 from elasticrun.master.sqlite_store import SqliteStore
-from elasticrun.master.trace import Life, TraceWriter
+from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import env, record_folder
 
 TRACE_END: Final = 1.0

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.burst import DOUBT, Burst
 from elasticrun.core.door import Door
-from elasticrun.sim.script import DEFAULT_SPEC
+from tests.simulator.script import DEFAULT_SPEC
 
 
 def burst(**changes: float) -> Burst:

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.core.effects import Tick
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
 from elasticrun.wire.messages import JobSpec, JobStatus, Wait
+from tests.simulator.node import NodeSetup
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import World
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=1, max_nodes=3, grow_cooldown=300.0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.sim.script import ScriptError, difference, main, read, run
+from tests.simulator.script import ScriptError, difference, main, read, run
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 

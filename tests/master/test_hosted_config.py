@@ -10,8 +10,8 @@ from msgspec import structs
 from elasticrun import config_json
 from elasticrun.config import MasterConfig, Tls
 from elasticrun.master.main import config_from_json
-from elasticrun.sim.script import DEFAULT_SPEC
 from elasticrun.wire.messages import CheckSpec
+from tests.simulator.script import DEFAULT_SPEC
 
 
 @pytest.mark.parametrize("tls", [None, Tls("a", "b", "c")])

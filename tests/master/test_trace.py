@@ -22,9 +22,9 @@ from elasticrun.core.effects import (
     Tell,
     Tick,
 )
-from elasticrun.core.trace_form import effect_in_words, event_from_plain, event_to_plain
-from elasticrun.master import trace
-from elasticrun.master.trace import Life, TraceWriter
+from elasticrun.trace import writer as trace_writer
+from elasticrun.trace.words import effect_in_words, event_from_plain, event_to_plain
+from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import messages as m
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, SPEC, hello
@@ -125,19 +125,19 @@ def test_beats_do_not_wait_for_ever(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    begin = trace._Ring.begin
+    begin = trace_writer._Ring.begin
 
-    def slow(ring: trace._Ring) -> None:
+    def slow(ring: trace_writer._Ring) -> None:
         assert gate.wait(LIMIT)
         begin(ring)
 
-    monkeypatch.setattr(trace._Ring, "begin", slow)
-    monkeypatch.setattr(trace, "MAX_QUEUED", 10)
+    monkeypatch.setattr(trace_writer._Ring, "begin", slow)
+    monkeypatch.setattr(trace_writer, "MAX_QUEUED", 10)
     writer = TraceWriter(tmp_path, LIFE)
     for number in range(17):
         writer.took(Overslept(float(number)), 1.0, [])
     gate.set()
-    monkeypatch.setattr(trace, "MAX_QUEUED", 1000)
+    monkeypatch.setattr(trace_writer, "MAX_QUEUED", 1000)
     writer.took(Tick(), 2.0, [])
     writer.close(LIMIT)
     lines = _lines(tmp_path / "trace")[1:]

@@ -9,10 +9,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from elasticrun.config import GROW_COOLDOWN
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.ranks import Rank, Worlds
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
+from tests.simulator.node import NodeSetup
+from tests.simulator.ranks import Rank, Worlds
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import World
 
 LOST = 17
 SPREADS = (0.0, 1.0, 10.0, 30.0, 60.0, 120.0)

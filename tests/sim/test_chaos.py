@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.core import rendezvous, succession
-from elasticrun.sim.chaos import Chaos, Findings
-from elasticrun.sim.script import read, run
 from tests.further import cases, further
+from tests.simulator.chaos import Chaos, Findings
+from tests.simulator.script import read, run
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,6 @@ from msgspec.structs import replace
 from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Tick
 from elasticrun.core.job import Job
 from elasticrun.core.membership import Membership
-from elasticrun.sim.node import Node, NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
 from elasticrun.wire.messages import (
     Beat,
     CheckSpec,
@@ -26,6 +23,9 @@ from elasticrun.wire.messages import (
     Probed,
     ProbePhase,
 )
+from tests.simulator.node import Node, NodeSetup
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import World
 
 pytestmark = pytest.mark.slow
 

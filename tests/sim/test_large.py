@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
 from elasticrun.wire.messages import CheckSpec, Order, Probe
 from tests.further import cases
+from tests.simulator.node import NodeSetup
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import World
 
 pytestmark = pytest.mark.slow
 

@@ -14,15 +14,15 @@ from elasticrun.cli.main import main
 from elasticrun.core.effects import JobEffect, JobEvent, Tick
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
-from elasticrun.master import trace
-from elasticrun.master.trace import Life, TraceWriter
-from elasticrun.sim import master as sim_master
-from elasticrun.sim.chaos import Chaos
-from elasticrun.sim.replay import DIFFERS, SAME, Wanted, replay
-from elasticrun.sim.script import read, run
+from elasticrun.trace import writer as trace_writer
+from elasticrun.trace.replay import DIFFERS, SAME, Wanted, replay
+from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire.messages import JobSpec
 from tests.further import cases
 from tests.master.people import LIMIT
+from tests.simulator import master as sim_master
+from tests.simulator.chaos import Chaos
+from tests.simulator.script import read, run
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Traced.now = 0.0
     monkeypatch.setattr(sim_master, "Job", Traced)
     # a thread writes, and may stand still while days of the world pass
-    monkeypatch.setattr(trace, "MAX_QUEUED", 10**9)
+    monkeypatch.setattr(trace_writer, "MAX_QUEUED", 10**9)
     yield Traced.folder
     for writer in Traced.writers:
         writer.close(LIMIT)

@@ -14,12 +14,12 @@ from elasticrun.config_json import dumps, loads
 from elasticrun.core.effects import JobEffect, JobEvent, Record
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
-from elasticrun.sim.node import Node
-from elasticrun.sim.script import read, run
-from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Order, Start
 from tests.further import cases
+from tests.simulator.node import Node
+from tests.simulator.script import read, run
+from tests.simulator.world import Doom, World
 
 pytestmark = pytest.mark.slow
 

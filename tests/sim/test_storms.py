@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.core import burst, rendezvous
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import World
 from tests.further import cases, further
+from tests.simulator.node import NodeSetup
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import World
 
 from .storms import SPREADS, strike, strike_and_return
 

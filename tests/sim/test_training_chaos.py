@@ -1,4 +1,4 @@
-"""Snapshots in a world in which everything goes wrong: what must hold stands in `sim.memory`."""
+"""Snapshots in a world in which all goes wrong: what must hold stands in `simulator.memory`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elasticrun.core.breakpoint_replicas import Replicas
 from elasticrun.core.breakpoint_save import BreakpointSave
 from elasticrun.core.breakpoint_writing import Part, divide
 from elasticrun.core.departing_rules import DepartingRules
-from elasticrun.sim.script import read, run
-from elasticrun.sim.training import TrainingChaos
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import Start
 from tests.further import cases, further
+from tests.simulator.script import read, run
+from tests.simulator.training import TrainingChaos
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,6 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.core.breakpoint_writing import order_of
-from elasticrun.sim.replicas import Replicas
-from elasticrun.sim.shelves import Kept, Key, Shelves as Shelves
 from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import (
     CommitCheckpoint,
@@ -44,10 +42,12 @@ from elasticrun.wire.messages import (
     WentOn,
     WhereIs,
 )
+from tests.simulator.replicas import Replicas
+from tests.simulator.shelves import Kept, Key, Shelves as Shelves
 
 if TYPE_CHECKING:
-    from elasticrun.sim.node import Node
-    from elasticrun.sim.world import World
+    from tests.simulator.node import Node
+    from tests.simulator.world import World
 
 SAVER_PORT = 7000
 WRITING = 0.5

@@ -37,12 +37,6 @@ from elasticrun.core.effects import (
 )
 from elasticrun.core.failures import classify
 from elasticrun.core.worker_group import WorkerGroup
-from elasticrun.sim.memory import Memory
-from elasticrun.sim.network import Stream
-from elasticrun.sim.probes import ProbeShell, report_steps
-from elasticrun.sim.ranks import Rank
-from elasticrun.sim.setup import NodeSetup as NodeSetup
-from elasticrun.sim.words import in_short
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import (
     PROTOCOL_VERSION,
@@ -55,9 +49,15 @@ from elasticrun.wire.messages import (
     Wait,
     Welcome,
 )
+from tests.simulator.memory import Memory
+from tests.simulator.network import Stream
+from tests.simulator.probes import ProbeShell, report_steps
+from tests.simulator.ranks import Rank
+from tests.simulator.setup import NodeSetup as NodeSetup
+from tests.simulator.words import in_short
 
 if TYPE_CHECKING:
-    from elasticrun.sim.world import World
+    from tests.simulator.world import World
 
 SIGKILL, SIGTERM = 9, 15
 DEATH = 0.002

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elasticrun.core.effects import Attached, Detached, Heard
-from elasticrun.sim.clock import Clock
 from elasticrun.wire.messages import Hello, Order, Report
+from tests.simulator.clock import Clock
 
 
 class AgentEnd(Protocol):

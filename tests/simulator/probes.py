@@ -15,8 +15,8 @@ from elasticrun.core.effects import CallOffProbe, ProbeEnded, RunProbe
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Steps, Transfer
 
 if TYPE_CHECKING:
-    from elasticrun.sim.node import Node
-    from elasticrun.sim.world import World
+    from tests.simulator.node import Node
+    from tests.simulator.world import World
 
 OWN_PART = 0.15
 """Seconds from the order until a probe has done what it does alone."""

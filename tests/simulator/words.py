@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrun.core.trace_form import snapshot_words
+from elasticrun.trace.words import snapshot_words
 from elasticrun.wire.messages import (
     Beat,
     CommitCheckpoint,

@@ -1,6 +1,6 @@
 """Chaos with training on top: ranks take snapshots, want checkpoints, and go on from memory.
 
-What must hold of them stands in `sim.memory`. Ranks are killed in the middle of their copies, disks
+What must hold of them stands in `memory`. Ranks are killed in the middle of their copies, disks
 fill up or hang, bytes flip, and nodes that have the only copy of something are told to go.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from elasticrun.sim.chaos import Chaos, Findings
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, SaveSpec
+from tests.simulator.chaos import Chaos, Findings
 
 STEP = 0.7
 """Seconds between two snapshots."""

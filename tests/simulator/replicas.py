@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrun.core.breakpoint_writing import order_of
-from elasticrun.sim.shelves import Kept
 from elasticrun.wire.messages import Holding, NotReplicated, Replicate
+from tests.simulator.shelves import Kept
 
 if TYPE_CHECKING:
-    from elasticrun.sim.node import Node
-    from elasticrun.sim.world import World
+    from tests.simulator.node import Node
+    from tests.simulator.world import World
 
 COPIES = 2
 """Snapshots of one rank that are kept."""

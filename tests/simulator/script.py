@@ -14,7 +14,7 @@ at the next such act), `master start TERM` (it knows nothing), `master start TER
 `record=N`: one as old as round N.
 
 Node health: `check network=1 slow_for=5` (a line like `job`) sets how the job looks after it;
-`fault b compute` (or comm, hang, none; `fault b link c`) and `slow b 3` plant what `sim.probes`
+`fault b compute` (or comm, hang, none; `fault b link c`) and `slow b 3` plant what `probes`
 knows; `world steps=1` has nodes report their steps.
 
 Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
@@ -23,9 +23,9 @@ has ranks do a step without a snapshot; `world
 state=sharded slots=3` gives each rank a part of the state, else each has all of it, and room for so
 many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1` starts an agent
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
-`spoil a 120` plant what `sim.memory` knows.
+`spoil a 120` plant what `memory` knows.
 
-`python -m elasticrun.sim FILE` runs it and shows where the trace differs; `--rewrite` writes what
+`python -m tests.simulator FILE` runs it and shows where the trace differs; `--rewrite` writes what
 was seen into the file, to be read before it is committed.
 """
 
@@ -51,9 +51,9 @@ from elasticrun.config import (
     SHUTDOWN_TIMEOUT,
 )
 from elasticrun.core.facts import Facts
-from elasticrun.sim.node import NodeSetup
-from elasticrun.sim.world import Doom, World
 from elasticrun.wire.messages import JobSpec
+from tests.simulator.node import NodeSetup
+from tests.simulator.world import Doom, World
 
 SEPARATOR = "---"
 SIGNALS = {"SIGHUP": 1, "SIGINT": 2, "SIGUSR1": 10, "SIGUSR2": 12, "SIGTERM": 15}

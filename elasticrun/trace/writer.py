@@ -30,7 +30,7 @@ from elasticrun import __version__
 from elasticrun.config_json import plain
 from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Record
 from elasticrun.core.facts import Facts
-from elasticrun.core.trace_form import TRACE_VERSION, effect_in_words, event_to_plain
+from elasticrun.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
 from elasticrun.wire.ids import mint_nonce
 from elasticrun.wire.messages import Beat, JobSpec
 

@@ -25,11 +25,11 @@ from elasticrun.core.effects import (
 )
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
-from elasticrun.sim.network import Stream
 from elasticrun.wire.messages import JobSpec
+from tests.simulator.network import Stream
 
 if TYPE_CHECKING:
-    from elasticrun.sim.world import World
+    from tests.simulator.world import World
 
 
 def act_name(effect: JobEffect) -> str:

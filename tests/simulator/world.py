@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from elasticrun.core.effects import JobEffect, JobEvent, JobOver
 from elasticrun.core.facts import Facts
 from elasticrun.core.pace import beat_interval
-from elasticrun.sim.clock import Clock
-from elasticrun.sim.master import Master, act_name
-from elasticrun.sim.network import Stream
-from elasticrun.sim.node import Node, NodeSetup
-from elasticrun.sim.probes import Bench
-from elasticrun.sim.ranks import Rank, Worlds
-from elasticrun.sim.shelves import Shelves
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, Order
+from tests.simulator.clock import Clock
+from tests.simulator.master import Master, act_name
+from tests.simulator.network import Stream
+from tests.simulator.node import Node, NodeSetup
+from tests.simulator.probes import Bench
+from tests.simulator.ranks import Rank, Worlds
+from tests.simulator.shelves import Shelves
 
 PEER_LOST = "Connection closed by peer"
 
 
 @dataclass(slots=True)
 class Doom:
-    """When the master is to die by itself: at the act of this name (see `sim.master`), or at the
+    """When the master is to die by itself: at the act of this name (see `master`), or at the
     one of this number since the world began, before or after it is carried out."""
 
     act: str = ""

@@ -11,7 +11,7 @@ from elasticrun.core.breakpoint_writing import order_of
 from elasticrun.wire.ids import RoundName
 
 if TYPE_CHECKING:
-    from elasticrun.sim.memory import Memory
+    from tests.simulator.memory import Memory
 
 SLOTS = 2
 

@@ -1,7 +1,7 @@
 """How the trace writes down what the master's brain takes in and says: events so that they can be
 read again exactly, effects in words that tell any two of them apart.
 
-Pure functions; the file is `master/trace.py`, who reads it is `sim/replay.py`.
+Pure functions; the file is `writer.py`, who reads it is `replay.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A world in which everything goes wrong, drawn from a seed, and what must hold nevertheless.
 
 After every event:
-* at most one round steps at a time, and never an earlier one again (`sim.ranks`);
+* at most one round steps at a time, and never an earlier one again (`ranks`);
 * no rank lives twice in a round; the ranks of a round are 0 .. world size - 1, all there;
 * of the restart budget no more is spent than there was, at most one restart a round, and none for
   anything but a rank or a fork server that failed by itself: the loss of a node is free;
@@ -23,12 +23,12 @@ from msgspec.structs import replace
 from elasticrun.config_json import dumps, loads
 from elasticrun.core.effects import Attached, Heard, JobEvent
 from elasticrun.core.facts import Facts
-from elasticrun.sim.master import Master
-from elasticrun.sim.node import Node, NodeSetup
-from elasticrun.sim.script import DEFAULT_SPEC
-from elasticrun.sim.world import Doom, World
 from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
+from tests.simulator.master import Master
+from tests.simulator.node import Node, NodeSetup
+from tests.simulator.script import DEFAULT_SPEC
+from tests.simulator.world import Doom, World
 
 EXCLUDED_FOR = 10.0
 """Seconds for which a node is excluded here."""
