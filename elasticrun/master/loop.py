@@ -1,4 +1,5 @@
-"""The master's loop: one queue of events, one brain, and the carrying out of its effects.
+"""The master's loop: one queue of events, one brain, and the carrying out of its effects; the
+mailboxes in which its orders wait for those who send them, and what it counts on the way.
 
 A turn drains the inbox before it judges: while a report lies here unread, its sender is not silent.
 A turn that begins more than OVERSLEPT seconds later than its deadline tells the brain so first,
@@ -39,12 +40,28 @@ from elasticrun.core.effects import (
     Tick,
 )
 from elasticrun.core.pace import beat_interval
-from elasticrun.master.fact_store import FactStore
-from elasticrun.master.figures import Figures
-from elasticrun.master.mailbox import Mailbox, subject
+from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.wire import codec
-from elasticrun.wire.messages import Beat, Echo, JobStatus, Order, Start, Welcome
+from elasticrun.wire.ids import RoundName
+from elasticrun.wire.messages import (
+    Beat,
+    CommitCheckpoint,
+    Echo,
+    Holder,
+    Holdings,
+    JobStatus,
+    Order,
+    Persist,
+    PersistOver,
+    Probed,
+    RanksFailed,
+    Replicate,
+    Report,
+    Start,
+    Steps,
+    Welcome,
+)
 
 OVERSLEPT: Final = 0.2
 """A turn this many seconds late was not listening in time: silence until then proves nothing."""
@@ -63,6 +80,10 @@ MAX_WAITING: Final = 500_000
 
 SLOW_RECORD: Final = 1.0
 """Seconds after which a wait for the record is shown as the reason why nothing goes on."""
+
+MAX_ORDERS: Final = 32_768
+"""Orders that wait for one reader, above all the shards that its ranks may ask for; with one more
+the stream is closed, and the agent, when it dials anew, asks again."""
 
 
 class Brain(Protocol):
@@ -108,7 +129,6 @@ class Loop:
         *,
         job_id: str = "",
         on_over: Callable[[JobOver], None],
-        figures: Figures | None = None,
         clock: Callable[[], float] = time.monotonic,
         store: FactStore | None = None,
         tracer: Tracer | None = None,
@@ -116,7 +136,7 @@ class Loop:
         self._brain = brain
         self._job_id = job_id
         self._on_over = on_over
-        self.figures = figures or Figures(clock)
+        self.figures = Figures(clock)
         self._clock = clock
         self._inbox: deque[JobEvent] = deque()
         self._wake = asyncio.Event()
@@ -317,3 +337,145 @@ class Loop:
     def _hang_up(self, session: int) -> None:
         if (box := self._boxes.get(session)) is not None:
             box.close()
+
+
+# ---------------------------------------------------------------- orders that wait
+
+
+def subject(order: Order) -> str:
+    """What an order is about: another of the same subject takes its place."""
+    kind = type(order).__name__
+    if isinstance(order, Persist | CommitCheckpoint):
+        return f"{kind} {order.attempt}"
+    if isinstance(order, PersistOver):
+        return f"{kind} {order.attempt or f'{order.round} {order.step}'}"
+    if isinstance(order, Holder):
+        return f"{kind} {order.round} {order.step} {order.rank}"
+    if isinstance(order, Replicate):
+        return f"{kind} {order.saver}"
+    return kind
+
+
+class Mailbox:
+    """Orders on their way to one agent: the newest about each thing, in the order of their last
+    change. Filled by the loop, emptied by the one task that writes to the stream.
+
+    Orders are level-triggered, so an older one about the same thing is worth nothing once a newer
+    one stands. Most are about the node itself, so that one of a kind is enough; what is said of an
+    attempt to persist, or of a shard, is no word about another. A mailbox therefore holds few
+    orders, however slow its reader is, and no stream is dropped because its agent reads late: that
+    would make a healthy node suspect.
+    """
+
+    def __init__(self) -> None:
+        self.on_close: Callable[[], object] = lambda: None
+        """Called once by `close`: whoever empties the box limits how long that may take."""
+        self._orders: dict[str, bytes] = {}
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def put(self, about: str, order: bytes) -> None:
+        """Leave an encoded order; it replaces one about the same (`subject`) that was not sent
+        yet."""
+        if self._closed:
+            return
+        self._orders.pop(about, None)  # the newest goes last: a Start after the Stop it answers
+        if about == "Start":  # it waits no more, and need not read why it did
+            self._orders.pop("Wait", None)
+        if len(self._orders) >= MAX_ORDERS:
+            self.close()
+            return
+        self._orders[about] = order
+        self._changed.set()
+
+    def close(self) -> None:
+        """No order follows; those that lie here are still sent."""
+        if not self._closed:
+            self._closed = True
+            self._changed.set()
+            self.on_close()
+
+    async def take(self) -> bytes | None:
+        """The next order, waiting for one; None when the box is closed and empty."""
+        while not self._orders:
+            if self._closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._orders.pop(next(iter(self._orders)))
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+class Figures:
+    """What the status shows and /metrics counts beside the brain's picture; it decides nothing:
+    failed ranks so far, how far training has come, and how old job and round are."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._round: RoundName | None = None
+        self._since = 0.0
+        self._step, self._stepped = -1, 0.0
+        self._stepped_in: RoundName | None = None
+        self.began = clock()
+        """When the job did, as far as is known here."""
+        self._failed: set[int] = set()
+        self._failed_in: RoundName | None = None
+        self.failures = 0
+        """Ranks that failed, each once per round, however often its node says so."""
+        self.rounds = 0
+        """Rounds this master has started."""
+        self.nodes = 0
+        """In the last of them."""
+        self.probes = 0
+        """Answers to probes, one a node and pass of the network check."""
+
+    def started(self, name: RoundName, nodes: int = 0) -> None:
+        """A Start of this round, which has so many nodes, goes out."""
+        self.nodes = nodes
+        if name != self._round:
+            self._round, self._since = name, self._clock()
+            self.rounds += 1
+
+    def heard(self, report: Report) -> None:
+        """A report reached the brain."""
+        if isinstance(report, Probed):
+            self.probes += 1
+        elif isinstance(report, Steps):
+            self._came_to(report.round, report.step)
+        elif isinstance(report, Holdings):
+            for held in report.held:
+                self._came_to(held.round, held.step)
+        if not isinstance(report, RanksFailed):
+            return
+        if report.round != self._failed_in:
+            self._failed_in = report.round
+            self._failed.clear()
+        new = {failure.rank for failure in report.failures} - self._failed
+        self._failed |= new
+        self.failures += len(new)
+
+    def _came_to(self, name: RoundName, step: int) -> None:
+        """Ranks of this round have told of a step, or hold it; a later life may begin further
+        back."""
+        if self._round in (None, name) and (name != self._stepped_in or step > self._step):
+            self._step, self._stepped, self._stepped_in = step, self._clock(), name
+
+    def shown(self, picture: JobStatus) -> JobStatus:
+        """The brain's picture, with the step and the ages of this moment."""
+        now = self._clock()
+        since = 0.0 if self._step < 0 else now - self._stepped
+        return replace(
+            picture,
+            step=self._step,
+            step_age=max(0.0, since),
+            age=max(0.0, now - self.began),
+        )
+
+    def round_age(self) -> float | None:
+        """Seconds since the newest round started; None before the first."""
+        return None if self._round is None else self._clock() - self._since

@@ -43,12 +43,11 @@ from elasticrun.config import (
 from elasticrun.core.effects import JobOver, Tick
 from elasticrun.core.facts import Facts
 from elasticrun.core.job import Job
-from elasticrun.master.fact_store import StoreRefused
 from elasticrun.master.lifetime import Lifetime
 from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
-from elasticrun.master.records import Records
+from elasticrun.master.page import StatusPage, page_url
+from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Ear
-from elasticrun.master.status import StatusPage, page_url
 from elasticrun.trace.writer import Life
 from elasticrun.wire import ended, published, title, tls
 from elasticrun.wire.channel import ListenError, listen, make_server, server_options

@@ -1,4 +1,5 @@
-"""Which record this master keeps (none, its own disk's, a shared one), and the trace beside it."""
+"""Which record this master keeps (none, its own disk's, a shared one) and what it promises to the
+loop, and the trace beside it."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.facts import Facts
-from elasticrun.master.fact_store import FactStore, StoreRefused
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.trace.writer import Life, TraceWriter
 from elasticrun.wire import env, record_folder
@@ -31,6 +32,50 @@ MAX_WORD: Final = 64
 """Characters of the job's id in the name of a trace that is kept."""
 
 logger = logging.getLogger("elasticrun")
+
+
+class StoreRefused(Exception):
+    """This master may not serve: the folder is another's, or another master leads. The text is one
+    sentence; `exit_code` is what the process ends with."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+class FactStore(Protocol):
+    """One job's durable record: what the loop needs of a disk or of etcd.
+
+    Two keep this promise: `sqlite_store.SqliteStore` (the master's own disk) and
+    `etcd_store.EtcdStore` (a shared one, which also says who leads). The loop lets no order pass
+    that a fact not yet `done` permits, and takes events in meanwhile.
+    """
+
+    lost: asyncio.Future[str]
+    """Done, with a sentence, when this master may decide nothing any more: another one leads."""
+
+    term: int
+    """The term that the store gives this master, known after `load`; 0: any that is higher than
+    its predecessor's."""
+
+    def leads(self) -> bool:
+        """Whether orders may go out at this very moment: asked before each, because a process may
+        be stopped between deciding and saying. False for good once `lost` is done."""
+
+    async def load(self) -> Facts | None:
+        """The facts of the master before this one; None if there was none. The port is bound
+        already, and nobody is served before this has returned. StoreRefused."""
+
+    def write(self, facts: Facts, done: Callable[[], None]) -> None:
+        """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer
+        facts replace older ones that were not written yet, whose `done` is called with theirs."""
+
+    async def crashed(self) -> None:
+        """The brain has failed on these facts. After a few such ends in a row the next `load` gives
+        none: then the agents are asked."""
+
+    async def close(self, *, over: bool) -> None:
+        """End. `over`: the job has ended and was told to everybody."""
 
 
 class Records:

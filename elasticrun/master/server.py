@@ -1,4 +1,5 @@
-"""The master's ear: one handler per stream, which lets in, decodes, checks, and enqueues.
+"""The master's ear: one handler per stream, which lets in, decodes, checks, and enqueues; and the
+bounds on those who are not in yet, on those who say too much, and on what readers ask for.
 
 Nothing of a stream reaches the brain or the trace before its peer has proved the job's token
 (`wire.proof`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
@@ -10,21 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
+import logging
+import os
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import unquote
 
 from elasticrun import __version__
-from elasticrun.config import MAX_SESSIONS
+from elasticrun.config import BEAT_INTERVAL, MAX_SESSIONS
 from elasticrun.core.effects import Attached, Detached, Heard
 from elasticrun.core.failures import Ending, code_of
-from elasticrun.master.doorstep import MAX_UNPROVED, PROVE_LIMIT, Doorstep, Late, Refusals
-from elasticrun.master.listening import Listening
-from elasticrun.master.loop import Loop
-from elasticrun.master.mailbox import Mailbox
-from elasticrun.master.reaching import MAX_REACHING, reach
+from elasticrun.core.pace import beat_interval
+from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.wire import codec
 from elasticrun.wire.channel import grpc
 from elasticrun.wire.messages import (
@@ -35,12 +38,14 @@ from elasticrun.wire.messages import (
     JobStatus,
     Knock,
     Proof,
+    Reached,
     ReachMe,
     Refused,
     Report,
     Role,
 )
 from elasticrun.wire.proof import Denied, Doorkeeper, OutOfTurn
+from elasticrun.wire.route import mtu_to
 
 RATE: Final = 50.0
 """Reports per second that one stream may go on sending; an agent sends one or two."""
@@ -55,8 +60,29 @@ it sends waits at its own end; then it is dropped."""
 FLUSH_LIMIT: Final = 5.0
 """Seconds an agent that was hung up on has to read its last order."""
 
+PROVE_LIMIT: Final = 5.0
+"""Seconds from the opening of a stream to the end of its introduction."""
+
+MAX_UNPROVED: Final = 4096
+"""Streams that may be on their way in at a time; ten thousand agents that come back together are
+answered faster than they dial."""
+
+TELL_EVERY: Final = 60.0
+"""Seconds after which a refusal of the same kind is logged again: a flood fills no log."""
+
+DIAL_LIMIT: Final = 2.0
+"""Seconds from the SYN to the last byte of the nonce; a second SYN goes out after one."""
+
+MAX_REACHING: Final = 32
+"""Readers that are served at a time; each holds one connection of ours for DIAL_LIMIT at most."""
+
+DEAF: Final = 2.5 * BEAT_INTERVAL
+"""Seconds without a word of anybody that prove nothing about anybody: two nodes beat more often."""
+
 MAX_CALLS: Final = MAX_SESSIONS + MAX_UNPROVED + 256
 """Streams of all kinds that the server takes at a time; the bounds below it speak in sentences."""
+
+logger = logging.getLogger("elasticrun")
 
 
 class Wrong(Exception):
@@ -178,13 +204,11 @@ class Ear:
     ) -> None:
         """Carry the introduction. Denied, Wrong."""
         try:
-            async with self._doorstep.step():
+            async with self._doorstep.step(lambda: keeper.awaits):
                 while not keeper.is_in:
                     answer = keeper.hear(await _first(context, keeper.awaits))
                     if answer is not None:
                         await context.write(encode(answer))
-        except Late as late:
-            raise _too_late(late, keeper.awaits) from None
         except OutOfTurn as wrong:
             raise Wrong(str(wrong)) from None
 
@@ -202,11 +226,9 @@ class Ear:
 
     async def _dial(self, context: Any, _keeper: Doorkeeper) -> None:
         """Hear where the reader wants to be dialled, and tell what came of it."""
-        try:
-            async with self._doorstep.step():  # who says no more takes a place there and none here
-                asked = await _first(context, "ReachMe")
-        except Late as late:
-            raise _too_late(late, "ReachMe") from None
+        # Who says no more takes a place on the doorstep and none here.
+        async with self._doorstep.step(lambda: "ReachMe"):
+            asked = await _first(context, "ReachMe")
         if not isinstance(asked, ReachMe):
             raise Wrong(f"{type(asked).__name__} came in the place of ReachMe")
         if self._reaching >= MAX_REACHING:
@@ -298,14 +320,6 @@ class Ear:
         return last
 
 
-def _too_late(late: Late, awaited: str) -> Wrong:
-    if late.crowded:
-        # No refusal: whoever dials again is no stranger.
-        reason = "too many others are on their way in"
-        return Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    return Wrong(f"no {awaited} came in time", grpc.StatusCode.DEADLINE_EXCEEDED)
-
-
 async def _first(context: Any, awaited: str) -> Report:
     """The next message of an introduction. Wrong; Denied for another protocol."""
     data = await context.read()
@@ -327,3 +341,166 @@ async def _write(context: Any, box: Mailbox) -> None:
     """Send what the loop leaves in the box, until it is closed and empty."""
     while (order := await box.take()) is not None:
         await context.write(order)
+
+
+# ---------------------------------------------------------------- who is on the way in
+
+
+class Doorstep:
+    """The streams that are on their way in, oldest first: of peers who have not proved yet that
+    they belong to the job.
+
+    A stranger can open streams as fast as a network carries them, and each takes memory. So a
+    stream has PROVE_LIMIT seconds until it is in, and where more than MAX_UNPROVED wait, the one
+    that has waited longest goes: an honest agent is in within milliseconds, and dials again if it
+    was not.
+    """
+
+    def __init__(self, limit: float = PROVE_LIMIT, most: int = MAX_UNPROVED) -> None:
+        self._limit = limit
+        self._most = most
+        self._waiting: dict[asyncio.Timeout, None] = {}  # in the order of arrival
+        self._pushed: set[asyncio.Timeout] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
+        """For as long as a stream introduces itself. Wrong when it has to go; `awaits`: what of
+        it is still to come."""
+        limit = asyncio.timeout(self._limit)
+        try:
+            async with limit:
+                self._waiting[limit] = None
+                if len(self._waiting) > self._most:
+                    self._push_off()
+                yield
+        except TimeoutError:
+            if limit not in self._pushed:
+                reason = f"no {awaits()} came in time"
+                raise Wrong(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
+            # No refusal: whoever dials again is no stranger.
+            reason = "too many others are on their way in"
+            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
+        finally:
+            self._waiting.pop(limit, None)
+            self._pushed.discard(limit)
+
+    def _push_off(self) -> None:
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        self._pushed.add(oldest)
+        oldest.reschedule(asyncio.get_running_loop().time())
+
+
+class Refusals:
+    """Tells the operator about strangers in fixed words, each kind at most once in TELL_EVERY."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        self._count: dict[str, int] = {}
+
+    def add(self, word: str) -> None:
+        """Count one refusal of this kind; `word` is one of a few sentences of ours, "" for none."""
+        if not word:
+            return
+        now = self._clock()
+        self._count[word] = self._count.get(word, 0) + 1
+        if now - self._told.get(word, -TELL_EVERY) >= TELL_EVERY:
+            times = self._count.pop(word)
+            logger.warning("%s%s", word, f" ({times} times)" if times > 1 else "")
+            self._told[word] = now
+
+
+# ---------------------------------------------------------------- who was heard, and when
+
+
+class Listening:
+    """When anything was heard, and since when without a gap; so for how long a stream was silent,
+    as far as this process can say: it was, if it listened.
+
+    Unanswered pings break a stream some seconds after its node fell silent, and gRPC does not say
+    why a stream broke. What tells is when something came on it last; and what was heard of others
+    in that time tells that the silence was the node's and not ours.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = self._since = clock()
+
+    def heard(self) -> float:
+        """Something came, on any stream; when."""
+        now = self._clock()
+        if now - self._last > DEAF:
+            self._since = now
+        self._last = now
+        return now
+
+    def quiet(self, last: float) -> float:
+        """Seconds since a stream was heard last, at `last`, whether or not others were heard."""
+        return max(0.0, self._clock() - last)
+
+    def silence(self, last: float, streams: int) -> float:
+        """Seconds for which nothing came on a stream that was heard last at `last`, more than the
+        pace of so many streams allows; 0.0 where it may have been we who did not hear."""
+        now = self._clock()
+        if now - self._last > DEAF:
+            return 0.0
+        slack = beat_interval(streams) - BEAT_INTERVAL
+        return max(0.0, now - max(last, self._since) - slack)
+
+
+# ---------------------------------------------------------------- a reader that wants to be dialled
+
+
+def peer_address(peer: str) -> str:
+    """The address in numbers out of gRPC's word for a peer (`ipv4:10.0.0.7:41234`,
+    `ipv6:%5B::1%5D:41234`); "" if it is no address of a network."""
+    kind, _, rest = unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
+async def reach(peer: str, asked: ReachMe) -> Reached:
+    """Dial the peer as it asks (`elasticrun doctor`): whether this host can dial a reader's own.
+    The one place where the master opens a connection.
+
+    It dials the address that the reader's stream comes from and no other, at a port above the
+    system's (the codec lets no other through), reads a nonce that the reader chose, and says
+    nothing: nobody can aim it at a third host.
+    """
+    began = time.time_ns()
+    address = peer_address(peer)
+    reason = await _why_not(address, asked) if address else "its address is not known here"
+    return Reached(
+        ok=not reason,
+        reason=reason,
+        address=address,
+        mtu=mtu_to(address) if address else 0,
+        # The middle, as the reader takes the middle between its asking and our answer for it.
+        clock_us=(began + time.time_ns()) // 2000,
+        host=socket.gethostname(),
+    )
+
+
+async def _why_not(address: str, asked: ReachMe) -> str:
+    """What keeps the nonce from being read there, "" if it was."""
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(DIAL_LIMIT):
+            reader, writer = await asyncio.open_connection(address, asked.port)
+            said = await reader.readexactly(len(asked.nonce))
+    except TimeoutError:
+        return f"no answer within {DIAL_LIMIT:g} s"
+    except asyncio.IncompleteReadError:
+        return "the connection ended before its nonce"
+    except OSError as wrong:
+        return os.strerror(wrong.errno).lower() if wrong.errno else str(wrong)
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return "" if hmac.compare_digest(said, asked.nonce) else "something else answers there"

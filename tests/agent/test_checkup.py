@@ -16,7 +16,7 @@ from elasticrun.config import EXIT_BAD_NODE, Rendezvous
 from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Check
 from elasticrun.doctor.verdict import failed, ok, warning
-from elasticrun.master import reaching
+from elasticrun.master import server
 from elasticrun.wire.findings import Finding
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
@@ -156,7 +156,7 @@ def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
 
 
 def test_the_master_is_asked_for_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaching, "DIAL_LIMIT", LIMIT)
+    monkeypatch.setattr(server, "DIAL_LIMIT", LIMIT)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
 
     async def run() -> None:

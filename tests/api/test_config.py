@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
 from elasticrun import config_json, errors
@@ -183,7 +184,7 @@ def test_without_torch_the_shape_is_the_same() -> None:
         "import sys, pickle\n"
         "from elasticrun import errors\n"
         "from elasticrun.wire.messages import Failure, FailureKind\n"
-        f"boom = Failure{tuple(getattr(BOOM, f.name) for f in dataclasses.fields(BOOM))!r}\n"
+        f"boom = Failure{structs.astuple(BOOM)!r}\n"
         "error = errors.child_failed_error('train', [boom])\n"
         "assert isinstance(error, errors.ChildFailedError)\n"
         "rank, failure = error.get_first_failure()\n"

@@ -328,6 +328,7 @@ newer.close()
 
 WITH_AN_AGENT = """
 import os, signal, threading
+from dataclasses import replace
 from elasticrun.checkpointing import ways
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import AwaitRoom

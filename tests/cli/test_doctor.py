@@ -58,8 +58,8 @@ WITH_TIME = (
 """The same where a master is asked that may stand still for a while, as this process does."""
 
 MASTER = (
-    "import sys; from elasticrun.cli import main; from elasticrun.master import reaching; "
-    "reaching.DIAL_LIMIT = float(sys.argv.pop(1)); sys.exit(main.main(sys.argv[1:]))"
+    "import sys; from elasticrun.cli import main; from elasticrun.master import server; "
+    "server.DIAL_LIMIT = float(sys.argv.pop(1)); sys.exit(main.main(sys.argv[1:]))"
 )
 """A master by hand that takes so many seconds at most for dialling whoever asks it to."""
 
@@ -293,7 +293,7 @@ def test_bad_input_is_one_sentence(
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A master in this process dials the doctor's ports."""
-    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
+    monkeypatch.setattr("elasticrun.master.server.DIAL_LIMIT", LIMIT)
 
 
 def test_what_the_master_says(environ: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from elasticrun.agent.link import Link
 from elasticrun.agent.trust import Trust
 from elasticrun.core.effects import LinkLost
-from elasticrun.master.doorstep import TELL_EVERY
+from elasticrun.master.server import TELL_EVERY
 from elasticrun.wire import channel as c, messages as m
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.proof import reader_token
@@ -53,7 +53,7 @@ def attacked(world: World, port: int, victim: str, *more: str) -> Iterator[dict[
 
 
 def job_hello(node: str) -> m.Hello:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return hello(node, spec=replace(SPEC, job_id="agents"))
 

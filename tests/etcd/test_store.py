@@ -11,9 +11,9 @@ import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_SAVED, MasterConfig
 from elasticrun.core.facts import Facts
-from elasticrun.master import etcd_record, etcd_store
-from elasticrun.master.etcd_store import EtcdStore, boot_clock
-from elasticrun.master.fact_store import StoreRefused
+from elasticrun.master import etcd_store
+from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes, facts_to_bytes
+from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import MAX_CRASHES
 from elasticrun.wire import codec, etcd
 from elasticrun.wire.etcd_place import Keys, parse_place
@@ -91,7 +91,7 @@ class Stage:
         return {item.key: item for item in (await self.etcd.read(KEYS.base)).items}
 
     async def recorded(self) -> Facts:
-        return etcd_record.decode((await self.there())[KEYS.record].value)
+        return facts_from_bytes((await self.there())[KEYS.record].value)
 
     @staticmethod
     async def vanish(store: EtcdStore) -> None:
@@ -339,7 +339,7 @@ def test_a_record_that_is_none(etcd_server: EtcdServer) -> None:
     """Damaged, or of another version: the agents are asked instead, and it is written anew."""
 
     async def body(s: Stage) -> None:
-        for data in (b"", b"elasticrun facts 9\n{}", etcd_record.encode(facts(1))[:-5]):
+        for data in (b"", b"elasticrun facts 9\n{}", facts_to_bytes(facts(1))[:-5]):
             await s.etcd.txn((), (etcd.put(KEYS.record, data),))
             store = s.store()
             assert await store.load() is None
@@ -393,7 +393,7 @@ def test_ten_thousand_nodes_fit(etcd_server: EtcdServer) -> None:
 def test_a_record_that_fits_nowhere_is_a_sentence(
     etcd_server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_record, "MAX_BYTES", 1000)
+    monkeypatch.setattr(etcd_store, "MAX_BYTES", 1000)
 
     async def body(s: Stage) -> None:
         store = await s.leader()
@@ -419,6 +419,6 @@ def test_an_etcd_that_is_not_there(
 def test_what_unpacks_without_end_is_refused() -> None:
     import zlib
 
-    bomb = etcd_record.HEAD + zlib.compress(bytes(etcd_record.MAX_TEXT + 1))
+    bomb = etcd_store.HEAD + zlib.compress(bytes(etcd_store.MAX_TEXT + 1))
     with pytest.raises(ValueError, match="does not end"):
-        etcd_record.decode(bomb)
+        facts_from_bytes(bomb)

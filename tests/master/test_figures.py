@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from elasticrun.master.figures import Figures
+from elasticrun.master.loop import Figures
 from elasticrun.wire.messages import Holding, Holdings, Steps
 from tests.master.people import ROUND, status
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.master.listening import DEAF, Listening
+from elasticrun.master.server import DEAF, Listening
 
 
 class Clock:

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
-from elasticrun.master import mailbox
-from elasticrun.master.loop import BrainFault, Loop
-from elasticrun.master.mailbox import Mailbox, subject
+from elasticrun.master import loop as master_loop
+from elasticrun.master.loop import BrainFault, Loop, Mailbox, subject
 from elasticrun.wire import codec, messages as m
 from elasticrun.wire.ids import Endpoint
 from tests import aio
@@ -165,7 +164,7 @@ def test_what_is_said_of_one_thing_is_no_word_about_another() -> None:
 
 
 def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "MOST", 3)
+    monkeypatch.setattr(master_loop, "MAX_ORDERS", 3)
     closed: list[str] = []
 
     async def run() -> None:

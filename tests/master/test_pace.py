@@ -10,8 +10,7 @@ from elasticrun.agent.link import Link
 from elasticrun.core.effects import AgentEvent, Attached, Detached, Heard
 from elasticrun.core.pace import BEATS_PER_SECOND, beat_interval
 from elasticrun.master import loop as master_loop
-from elasticrun.master.loop import Loop
-from elasticrun.master.mailbox import Mailbox
+from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.wire import codec, messages as m
 from tests import aio
 from tests.master.people import LIMIT, Recorder, hello, serving

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.doctor.ports import open_port
 from elasticrun.master import server
-from elasticrun.master.reaching import peer_address, reach
+from elasticrun.master.server import peer_address, reach
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import LinkError, grpc, open_channel
 from elasticrun.wire.codec import answer_from_wire, report_to_wire
@@ -28,7 +28,7 @@ TOKEN = "a secret of the job that nobody guesses"
 @pytest.fixture(autouse=True)
 def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master dials a port of this very process, which stands still now and then."""
-    monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", LIMIT)
+    monkeypatch.setattr("elasticrun.master.server.DIAL_LIMIT", LIMIT)
 
 
 def test_a_port_of_ours_is_reached() -> None:
@@ -69,7 +69,7 @@ def test_a_port_that_says_too_little(
     hang_up: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hang_up:
-        monkeypatch.setattr("elasticrun.master.reaching.DIAL_LIMIT", 0.3)
+        monkeypatch.setattr("elasticrun.master.server.DIAL_LIMIT", 0.3)
 
     async def visited(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"half")

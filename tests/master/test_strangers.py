@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.master.doorstep import TELL_EVERY, Refusals
+from elasticrun.master.server import TELL_EVERY, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.channel import (
     ATTEND,

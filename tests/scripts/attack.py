@@ -36,7 +36,7 @@ TRIES: Counter[str] = Counter()
 
 def insider(node: str) -> m.Hello:
     """A Hello that is right in all but its purpose."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     spec = replace(SPEC, job_id=JOB)
     return replace(hello(node, spec=spec), incarnation=mint_incarnation())

@@ -1,8 +1,8 @@
 """The page that people and scrapers read: /status (JSON), /healthz, /metrics. Reading only.
 
 Its socket listens from the start, so that agents can be told the address; the HTTP server behind it
-is imported at the first connection, in a thread. Most jobs are never looked at: they pay neither
-the memory nor the time.
+is imported at the first connection, in a thread, and what writes /metrics when first asked for it.
+Most jobs are never looked at: they pay neither the memory nor the time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import ipaddress
 import json
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,6 +23,9 @@ from elasticrun import __version__
 from elasticrun.master.loop import Loop
 from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import JobStatus
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily, Metric
 
 MAX_CONNECTIONS: Final = 64
 """Connections served at a time; for one more, the one that has been silent longest is closed."""
@@ -39,6 +43,9 @@ PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
 """How names end that no public name server answers for; Kubernetes' end on .svc.cluster.local."""
 
 PATHS: Final = ("/status", "/healthz", "/metrics")
+
+STATES: Final = ("alive", "suspect", "dead", "left", "parked")
+PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 logger = logging.getLogger("elasticrun")
 
@@ -140,9 +147,7 @@ class StatusPage:
 
     def _metrics(self) -> bytes:
         if self._render is None:
-            from elasticrun.master.metrics import renderer
-
-            self._render = renderer(self._loop)
+            self._render = _metrics_writer(self._loop)
         return self._render()
 
 
@@ -249,3 +254,88 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
         h11_max_incomplete_event_size=MAX_HEAD,
     )
     return Quiet(config)
+
+
+# ---------------------------------------------------------------- /metrics
+
+
+def _metrics_writer(loop: Loop) -> Callable[[], bytes]:
+    """A function that writes the picture and the figures of this moment as prometheus-client does,
+    in a registry of our own."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.registry import Collector
+
+    class JobCollector(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return _families(loop)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobCollector())
+    return lambda: generate_latest(registry)
+
+
+def _families(loop: Loop) -> Iterator[Metric]:
+    """The metrics of one job as they hold at this moment: nothing is kept between scrapes."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    status, figures = loop.status(), loop.figures
+    yield _labelled(
+        "elasticrun_job",
+        "The job and the version of elasticrun that serves it.",
+        ("job_id", "version"),
+        {(status.job_id, __version__): 1},
+    )
+    states = Counter(node.state for node in status.nodes)
+    yield _labelled(
+        "elasticrun_nodes",
+        "Nodes by membership.",
+        ("state",),
+        {(state,): states[state] for state in (*STATES, *sorted(set(states) - set(STATES)))},
+    )
+    activities = Counter(node.activity for node in status.nodes)
+    yield _labelled(
+        "elasticrun_nodes_doing",
+        "Nodes by what they do.",
+        ("activity",),
+        {(activity,): count for activity, count in sorted(activities.items())},
+    )
+    yield _labelled(
+        "elasticrun_phase",
+        "1 for the phase the job is in.",
+        ("phase",),
+        {(phase,): phase == status.phase for phase in PHASES},
+    )
+    number = status.round.number if status.round else 0
+    yield GaugeMetricFamily("elasticrun_round", "Number of the current round.", number)
+    age = figures.round_age()
+    if age is not None:
+        yield GaugeMetricFamily(
+            "elasticrun_round_age_seconds", "Seconds since the newest round started.", age
+        )
+    gauges = {
+        "world_size": ("Ranks of the current round.", status.world_size),
+        "restarts_left": ("Restarts left in the budget.", status.restarts_left),
+        "max_restarts": ("Restarts the budget began with.", status.max_restarts),
+        "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"elasticrun_{name}", text, value)
+    counters = {
+        "restarts": ("Restarts charged to the budget.", status.restart_count),
+        "rounds_started": ("Rounds started by this master.", figures.rounds),
+        "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
+        "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"elasticrun_{name}", text, value)
+
+
+def _labelled(
+    name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
+) -> GaugeMetricFamily:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for words, value in values.items():
+        family.add_metric(words, float(value))
+    return family
