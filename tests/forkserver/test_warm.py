@@ -15,6 +15,7 @@ import pytest
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.wire import frames, warm
 from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.spawner import Notice
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -90,6 +91,20 @@ def test_ranks_have_torch_and_the_launchers_place(place: Path, tmp_path: Path) -
             assert driver.ready().mode == "fork"
             assert driver.run(entry, stdout=str(out)).code == 0
     assert out.read_text().split() == [str(tmp_path), "w", "False", "2.0", "2"]
+
+
+def test_what_is_imported_after_the_fork_sees_the_launchers_variables(
+    place: Path, tmp_path: Path
+) -> None:
+    """LOGLEVEL is read by what a Checkpointer needs, which the warm process has not imported: its
+    own value is nothing to anybody, and the rank is not too late with another one."""
+    entry = script(
+        tmp_path / "s.py", "from elasticrun.training import Checkpointer\nimport torch\n"
+    )
+    with Driver(entry, env=plain_environment(LOGLEVEL="ERROR"), warm=place) as driver:
+        assert driver.ready().mode == "fork"
+        assert driver.run(entry).code == 0
+        assert driver.all_of(Notice) == []
 
 
 def test_all_ends_with_the_agent(place: Path, tmp_path: Path) -> None:

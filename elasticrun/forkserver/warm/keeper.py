@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import selectors
 import signal
@@ -24,6 +25,7 @@ from elasticrun.forkserver import linux, trust
 from elasticrun.forkserver.child import set_environ
 from elasticrun.forkserver.lazy import OURS, Baseline, Stash
 from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.reread import C_READS
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
@@ -428,11 +430,15 @@ class Keeper:
         return words
 
     def _adopt(self, environ: dict[bytes, bytes]) -> None:
-        """Have the launcher's variables, and what our imports have set beside our own."""
-        saw = self.stock.stash.saw
-        made = {name: value for name, value in os.environ.items() if name not in saw}
+        """Have the launcher's variables, and what our imports have set beside our own. Variables
+        that they read keep the value they saw; what is imported from now on sees the launcher's."""
+        stash = self.stock.stash
+        made = {name: value for name, value in os.environ.items() if name not in stash.saw}
         set_environ(environ)
         self.stock.baseline.environ = dict(environ)
+        read = {*stash.reads, *itertools.chain.from_iterable(C_READS.values())}
+        before = {name: value for name, value in stash.saw.items() if name in read}
+        stash.saw = {n: v for n, v in os.environ.items() if n not in read} | before
         for name, value in made.items():
             os.environ.setdefault(name, value)
 
