@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from elasticrun.testing.processes import command, is_fork_server, is_master
+from elasticrun.wire.env import WARM_SERVER
+from tests.forkserver.driver import warm_process
 from tests.further import cases, further
 from tests.harness import (
     ELASTICRUN,
@@ -142,19 +144,21 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
 
 def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
     """What a rank has started in a session of its own goes, too, and only then comes the next."""
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
-    children = with_children(world, ranks[0])
-    server = helper(job, is_fork_server)
-    guard = server.parent()
-    if guard is None or guard.pid == job.pid:
-        pytest.skip("the tests' warm process is not in use: no fork server has a guard")
-    below = [process.pid for process in server.children(recursive=True)]
-    assert set(children) <= set(below)
-    guard.kill()
-    assert await_exit([server.pid, *below]) == set()
-    again = world.hub.ranks(2, restart=1)
-    assert helper(job, is_fork_server).pid != server.pid
-    finish(world, job, again)
+    with warm_process(world.tmp / "warm.sock", world.environment(PATIENT)) as place:
+        flags, env = ("--max-restarts=1", "--restart-backoff=0"), {WARM_SERVER: str(place)}
+        job, ranks = puppets(world, *flags, **env)
+        children = with_children(world, ranks[0])
+        server = helper(job, is_fork_server)
+        guard = server.parent()
+        assert guard is not None
+        assert guard.pid != job.pid, "the warm process was not used: no fork server has a guard"
+        below = [process.pid for process in server.children(recursive=True)]
+        assert set(children) <= set(below)
+        guard.kill()
+        assert await_exit([server.pid, *below]) == set()
+        again = world.hub.ranks(2, restart=1)
+        assert helper(job, is_fork_server).pid != server.pid
+        finish(world, job, again)
     assert "s: restart 1 of 1 (rank 0: the fork server ended: its guard was killed" in job.stderr
 
 
