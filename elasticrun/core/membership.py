@@ -5,10 +5,11 @@ that is wrongly taken for dead costs all the others a restart. *Process*: its st
 transport's pings break it when the process is gone or stopped. *Loop*: its beats; a node whose
 stream stands but that says nothing is sluggish, and dead only after SLUGGISH_DEAD. *World*: ranks
 of the same round that fail on another node. A broken stream makes a node SUSPECT; it is DEAD after
-SUSPECT_CONFIRM if the world agrees, at once if a newer incarnation of it attaches, and otherwise
-when it has been silent for `heartbeat_timeout`; that includes the silence for which pings broke the
-stream. The only node of all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until
-SLUGGISH_DEAD or until another node comes: giving it up would help nobody (decision 026).
+SUSPECT_CONFIRM if the world agrees (REDIAL_GRACE where pings broke it: its network may be back), at
+once if a newer incarnation of it attaches, and otherwise when it has been silent for
+`heartbeat_timeout`; that includes the silence for which pings broke the stream. The only node of
+all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until SLUGGISH_DEAD or until
+another node comes: giving it up would help nobody (decision 026).
 
 Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
 more than half of a round's nodes fall silent together the verdict waits (`mass_silence`).

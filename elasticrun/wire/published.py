@@ -31,6 +31,7 @@ DEAD_KEPT: Final = 600.0
 has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
 
 LIVING, DEAD = "master-*.json", "dead-master-*.json"
+"""Names of the files as masters write them, and once somebody has found their masters dead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -127,38 +128,33 @@ def test_kill_9_of_the_agent_before_its_ranks_leaves_nothing(world: World) -> No
     world.nothing_left()
 
 
-def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
-    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0")
+def restarted(world: World, victim: Callable[[psutil.Process], Any], **env: str) -> Launched:
+    """A job of which `victim` of its fork server was killed, to its end: what a rank has started in
+    a session of its own goes, too, and only then comes the next life."""
+    job, ranks = puppets(world, "--max-restarts=1", "--restart-backoff=0", **env)
     children = with_children(world, ranks[0])
     server = helper(job, is_fork_server)
     below = [process.pid for process in server.children(recursive=True)]
     assert set(children) <= set(below)
-    server.kill()
+    killed = victim(server)
+    assert killed.pid != job.pid, "the warm process was not used: no fork server has a guard"
+    killed.kill()
     assert await_exit([server.pid, *below]) == set()
     again = world.hub.ranks(2, restart=1)
     assert helper(job, is_fork_server).pid != server.pid
     finish(world, job, again)
+    return job
+
+
+def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
+    job = restarted(world, lambda server: server)
     assert "the fork server ended: it was killed" in job.stderr
     assert "s: restart 1 of 1 (rank 0: the fork server ended: it was killed" in job.stderr
 
 
 def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
-    """What a rank has started in a session of its own goes, too, and only then comes the next."""
     with warm_process(world.tmp / "warm.sock", world.environment(PATIENT)) as place:
-        flags, env = ("--max-restarts=1", "--restart-backoff=0"), {WARM_SERVER: str(place)}
-        job, ranks = puppets(world, *flags, **env)
-        children = with_children(world, ranks[0])
-        server = helper(job, is_fork_server)
-        guard = server.parent()
-        assert guard is not None
-        assert guard.pid != job.pid, "the warm process was not used: no fork server has a guard"
-        below = [process.pid for process in server.children(recursive=True)]
-        assert set(children) <= set(below)
-        guard.kill()
-        assert await_exit([server.pid, *below]) == set()
-        again = world.hub.ranks(2, restart=1)
-        assert helper(job, is_fork_server).pid != server.pid
-        finish(world, job, again)
+        job = restarted(world, psutil.Process.parent, **{WARM_SERVER: str(place)})
     assert "s: restart 1 of 1 (rank 0: the fork server ended: its guard was killed" in job.stderr
 
 
