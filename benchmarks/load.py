@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticrun import __version__
-from elasticrun.agent.link import Link
-from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.agent.link.link import Link
+from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, mint_incarnation
+from elasticrun.wire.types import Endpoint, mint_incarnation
 
 JOB_ID = "sessions"
 PATIENCE = 120.0

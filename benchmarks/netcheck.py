@@ -32,8 +32,8 @@ from report import RESULTS, machine
 from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
-from elasticrun.core.effects import Heard
-from elasticrun.testing.watch import Deadline, Watch
+from elasticrun.core.events import Heard
+from elasticrun.testing.steps import Deadline, Watch
 from elasticrun.trace.replay import Step, read
 from elasticrun.wire.messages import Probed
 

@@ -2,7 +2,8 @@
 
     python benchmarks/netcheck_faults.py [--quick]
 
-The real decisions (core/netcheck.py) on simulated probes; no process runs. Tables are Markdown.
+The real decisions (core/health/netcheck.py) on simulated probes; no process runs. Tables are
+Markdown.
 
 Faults: `compute` the node's own part fails; `silent` its agent never answers; `comm` it fails with
 whomever it is probed, at once; `hang` likewise, by the probe's limit; `link` two nodes that work
@@ -24,8 +25,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elasticrun.core.netcheck import Group, NetCheck
-from elasticrun.core.outliers import outliers
+from elasticrun.core.health.netcheck import Group, NetCheck
+from elasticrun.core.health.speed import outliers
 from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
 
 OWN = ("compute", "silent")

@@ -139,8 +139,8 @@ def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
 
 def answers(port: int, limit: float) -> float:
     """When the master at this port answers who asks for the job's page; asked every 10 ms."""
-    from elasticrun.wire.channel import LinkError, get_status
-    from elasticrun.wire.ids import Endpoint
+    from elasticrun.wire.rpc.channel import LinkError, get_status
+    from elasticrun.wire.types import Endpoint
 
     async def ask() -> float:
         end = time.monotonic() + limit

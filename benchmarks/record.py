@@ -20,11 +20,11 @@ from pathlib import Path
 from msgspec import structs
 from simulator import DEFAULT_SPEC, NodeSetup, World
 
-from elasticrun.core.effects import Tick
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core.events import Tick
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.master.sqlite_store import SqliteStore
-from elasticrun.wire.ids import mint_nonce
+from elasticrun.wire.types import mint_nonce
 
 DAY = 24 * 3600.0
 LOAD_BAR = 0.3

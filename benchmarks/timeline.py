@@ -27,7 +27,7 @@ from stage import ELASTICRUN, TORCHRUN, Fact, Job, job
 
 from elasticrun.agent import warm
 from elasticrun.wire.env import WARM_SERVER
-from elasticrun.wire.published import start_time
+from elasticrun.wire.run_folder import start_time
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -16,8 +16,8 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any, Final
 
-from elasticrun.agent.errorfiles import read_error_file, signal_name
-from elasticrun.agent.summary import format_failures
+from elasticrun.agent.farewell import format_failures
+from elasticrun.agent.workers.exits import read_error_file, signal_name
 from elasticrun.wire.messages import Failure
 
 _TORCH_ERRORS: Final = "torch.distributed.elastic.multiprocessing.errors"

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elasticrun.caller.agent_process import AgentProcess, signals_passed_on
+from elasticrun.caller.consoles import log_words
 from elasticrun.caller.function_spawner import FunctionSpawner
-from elasticrun.caller.log_words import log_words
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.trust import withdraw
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
-from elasticrun.core.effects import Exit
+from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.wire import env
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.types import Entry, EntryKind
 
 __all__ = ["LaunchConfig", "LaunchError", "elastic_launch", "launch_agent"]
 

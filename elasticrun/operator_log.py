@@ -1,6 +1,6 @@
 """The operator's lines: what agent and master say on stderr, as `elasticrun: text`, and in a job of
 several nodes as `elasticrun[NODE]: text`. With LOGLEVEL=DEBUG they have the shape of torchrun's
-(glog) instead, with time and place: `W1121 02:57:27.668000 PID elasticrun/agent/loop.py:9] text`.
+(glog) instead, with time and place: `W1121 02:57:27.668000 PID elasticrun/agent/node.py:9] text`.
 
 A line of level NOTICE tells the story of the job (who came, what was lost, what it cost) and is
 shown by default; INFO and DEBUG are for who asks by LOGLEVEL.

@@ -28,17 +28,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elasticrun.caller.log_words import specs_of
+from elasticrun.caller.consoles import specs_of
 from elasticrun.cli import flags, values
 from elasticrun.cli.devices import this_machine
-from elasticrun.cli.main import say
-from elasticrun.cli.program import check_program
+from elasticrun.cli.main import check_program, say
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.trust import withdraw
 from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
-from elasticrun.wire.entry import EntryKind
+from elasticrun.wire.types import EntryKind
 
 __all__ = [
     "config_from_args",

@@ -6,7 +6,7 @@
 protoc writes the descriptor and the type stubs; the module around the descriptor is ours and uses
 protobuf's public functions alone. protoc's own Python refuses every runtime older than the protoc
 that made it, and its gRPC stubs likewise: a launcher must not tell its users which protobuf to
-have. No service needs a stub: methods are named in `wire/channel.py` and `wire/etcd.py`.
+have. No service needs a stub: methods are named in `wire/rpc/channel.py` and `wire/rpc/etcd.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 TARGET = ROOT / "elasticrun" / "wire" / "pb"
 
-PACKAGE = (
-    '"""Generated from protos/ by scripts/gen_proto.py; for `wire/codec.py`, `wire/etcd.py`."""\n'
-)
+PACKAGE = '"""Generated from protos/ by scripts/gen_proto.py; for `wire/rpc`."""\n'
 
 MODULE = '''"""Generated from {source} by scripts/gen_proto.py; do not edit."""
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from elasticrun.testing.hosts import Lab
-from elasticrun.wire.serverstart import ignored_signals
+from elasticrun.wire.spawning import ignored_signals
 from tests import needs
 from tests.counting import Counting
 from tests.harness import World

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.testing.worlds import World
+from elasticrun.testing.waits import World
 from tests.harness import SCRIPTS, shm_entries, shm_since
 
 

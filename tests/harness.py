@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import plan, processes, warm
+from elasticrun.testing import plan, plugin as warm, processes
 
 LIMIT = 240.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elasticrun.agent.helpers import PACKAGE_ROOT
+from elasticrun.agent.link.master_process import PACKAGE_ROOT
 from elasticrun.wire.env import WARM_SERVER
 from tests.forkserver.driver import warm_process
 from tests.harness import SCRIPTS, clean_environment

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elasticrun.accelerators.ascend import Ascend
-from elasticrun.accelerators.base import Accelerator
-from elasticrun.accelerators.builds import torch_build
-from elasticrun.accelerators.cpu import Cpu
+from elasticrun.accelerators.base import Accelerator, Cpu, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
 
 __all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "of"]

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.accelerators.asking import NoAnswer, text_of
-from elasticrun.accelerators.base import Accelerator, enough, in_use
-from elasticrun.accelerators.builds import installed
-from elasticrun.wire.findings import Finding, State
+from elasticrun.accelerators.base import Accelerator, enough, in_use, installed
+from elasticrun.wire.types import Finding, State
 
 NPU_SMI_LIMIT: Final = 20.0
 """Seconds for npu-smi, which asks every chip in turn."""

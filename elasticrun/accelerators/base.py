@@ -1,13 +1,62 @@
-"""What every kind of accelerator can be asked."""
+"""What is installed for which hardware, read from files instead of importing it.
+
+What every kind of accelerator can be asked.
+
+The CPU: what ranks compute on where there is nothing else, or where the user says so.
+"""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
+
+
+class Build(NamedTuple):
+    """What the installed torch was built for; "" where it was not (or where there is no torch)."""
+
+    cuda: str = ""
+    hip: str = ""
+    xpu: str = ""
+
+
+def torch_build(folder: str | None = None) -> Build:
+    """What torch was built for, read from its version.py without importing it."""
+    if folder is None:
+        import importlib.util
+
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return Build()
+        folder = os.path.dirname(spec.origin)
+    import ast
+
+    words: dict[str, str] = {}
+    try:
+        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return Build()
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            words[target.id] = value.value if isinstance(value.value, str) else ""
+    return Build(words.get("cuda", ""), words.get("hip", ""), words.get("xpu", ""))
+
+
+def installed(distribution: str) -> str:
+    """The version of an installed distribution, "" where it is not installed."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
 
 MEMORY_SHARE: Final = 0.3
 """A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
@@ -126,3 +175,25 @@ def descends_from_us(pid: int) -> bool | None:
         if pid <= 0:  # its line of parents has ended
             return False
     return None
+
+
+def cores() -> int:
+    """Cores that this process may be scheduled on, as torch counts them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Cpu(Accelerator):
+    """The cores of this node; ranks share them, so no number of ranks is too large."""
+
+    name = "cpu"
+    device = "cpu"
+    backend = "gloo"
+    visible_variable = ""
+
+    def count(self, environ: Mapping[str, str]) -> int | None:
+        return cores()
+
+    def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
+        return ()  # quota, cores and memory of the machine are the doctor's own checks

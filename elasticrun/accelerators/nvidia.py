@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.accelerators.base import Accelerator, enough, in_use
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 
 NVML_LIMIT: Final = 20.0
 """Seconds for asking NVML; a node of eight GPUs without persistence mode takes about ten."""

@@ -16,9 +16,9 @@ import socket
 import sys
 import threading
 
-from elasticrun import config_json
+from elasticrun import config as config_json
 from elasticrun.config import EXIT_USAGE, AgentConfig
-from elasticrun.wire.title import AGENT, set_title
+from elasticrun.system.title import AGENT, set_title
 
 
 def main(argv: list[str]) -> int:

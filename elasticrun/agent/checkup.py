@@ -18,20 +18,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.agent.threads import in_thread, tell_failure
-from elasticrun.agent.trust import trust_of
+from elasticrun.agent.link.trust import trust_of
+from elasticrun.agent.runtime import in_thread, tell_failure
 from elasticrun.config import AgentConfig
 from elasticrun.doctor.verdict import failures, in_a_line
 from elasticrun.operator_log import logger
-from elasticrun.wire import tls
-from elasticrun.wire.channel import LinkError
-from elasticrun.wire.findings import Finding, State
-from elasticrun.wire.ids import Endpoint
+from elasticrun.system.network import names_this_host_only
+from elasticrun.wire import auth as tls
+from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import MAX_RANKS
-from elasticrun.wire.proof import reader_token
-from elasticrun.wire.reaching import reach_me
-from elasticrun.wire.route import names_this_host_only
-from elasticrun.wire.tls import TlsError
+from elasticrun.wire.rpc.channel import LinkError, reach_me
+from elasticrun.wire.types import Endpoint, Finding, State
 
 if TYPE_CHECKING:
     from elasticrun.doctor.checkup import Subject

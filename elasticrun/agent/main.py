@@ -1,4 +1,10 @@
-"""The agent as a process: what happens before there is a loop, and its exit code.
+"""Signals to the agent: caught from the first moment, told to the loop when there is one.
+
+torchrun installs its handlers with the first ranks, so a SIGTERM that comes earlier ends it without
+any clean-up, and SIGUSR1 kills it while its ranks live on. Here the handlers stand before anything
+can be waited for, and USR1 and USR2 are passed on to the ranks.
+
+The agent as a process: what happens before there is a loop, and its exit code.
 
 The order matters. Signals are caught before anything can be waited for; the spawner is started
 next, so that torch is imported while everything else goes on; then the master, where it is plain
@@ -11,24 +17,95 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticrun import operator_log
-from elasticrun.agent.planted import misplanted
+from elasticrun.agent.boot import SpawnerProcess, start_spawner
+from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.processes import Reaper, become_subreaper
-from elasticrun.agent.signals import SignalInbox
-from elasticrun.agent.spawner_process import SpawnerProcess, start_spawner
-from elasticrun.agent.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
+from elasticrun.agent.workers.planted import misplanted
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
-from elasticrun.wire.serverstart import ignored_signals
+from elasticrun.wire.spawning import ignored_signals
 
 if TYPE_CHECKING:
     import asyncio
 
-    from elasticrun.agent.finding import Found
-    from elasticrun.core.effects import Exit
+    from elasticrun.agent.rendezvous.finding import Found
+    from elasticrun.core.events import Exit
+
+
+FORWARDED = ("SIGUSR1", "SIGUSR2")
+"""Passed on to the ranks' process groups without further meaning, unless they are death signals."""
+
+
+class SignalInbox:
+    """Catches the death signals and the forwarded ones, in the order in which they come."""
+
+    def __init__(self, death: Iterable[str]) -> None:
+        self._death: set[int] = set()
+        self._saved: dict[int, Any] = {}
+        self._early: list[int] = []
+        self._deliver: Callable[[int, bool], None] | None = None
+        self._on_child: Callable[[], None] | None = None
+        self.unknown: list[str] = []
+        """Names that no handler could be installed for."""
+        self._names = tuple(dict.fromkeys(name.strip() for name in death if name.strip()))
+
+    def install(self) -> None:
+        """Catch them from now on. Only a main thread can; elsewhere nothing is caught."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in self._names:
+            number = getattr(signal, name, None)
+            if not isinstance(number, signal.Signals):
+                self.unknown.append(name)
+                continue
+            try:
+                self._saved[number] = signal.signal(number, self._caught)
+            except (OSError, ValueError):  # SIGKILL and SIGSTOP
+                self.unknown.append(name)
+                continue
+            self._death.add(number)
+        for name in FORWARDED:
+            number = signal.Signals[name]
+            if number not in self._saved:
+                self._saved[number] = signal.signal(number, self._caught)
+        self._saved[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._child)
+
+    def attach(self, deliver: Callable[[int, bool], None], on_child: Callable[[], None]) -> None:
+        """Hand over what came so far and all that comes: `deliver(signum, is_death)`.
+
+        Both are called in the main thread between two bytecodes, so they may only schedule."""
+        self._deliver, self._on_child = deliver, on_child
+        early, self._early = self._early, []
+        for number in early:
+            deliver(number, number in self._death)
+        on_child()
+
+    def detach(self, unheard: Iterable[int] = ()) -> None:
+        """Keep what comes from now on, and these before it, for whoever attaches next."""
+        self._deliver = self._on_child = None
+        self._early[:0] = unheard
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._saved.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._saved.clear()
+        self._deliver = self._on_child = None
+
+    def _caught(self, number: int, _frame: object) -> None:
+        if self._deliver is None:
+            self._early.append(number)
+        else:
+            self._deliver(number, number in self._death)
+
+    def _child(self, _number: int, _frame: object) -> None:
+        if self._on_child is not None:
+            self._on_child()
 
 
 def run(config: AgentConfig) -> int:
@@ -46,7 +123,7 @@ def run_with_spawner(config: AgentConfig, spawner: socket.socket) -> Exit:
 
 def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
     """See `run` and `run_with_spawner`; the whole outcome."""
-    from elasticrun.core.effects import Exit
+    from elasticrun.core.events import Exit
 
     fill_standard_fds()
     writer = operator_log.set_up()
@@ -73,14 +150,14 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
                 spawner = SpawnerProcess(channel, None)
         except OSError as error:
             return _said(Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0))
-        from elasticrun.agent.helpers import early_master
+        from elasticrun.agent.link.master_process import early_master
 
         master = early_master(config)
         from elasticrun.agent.node import Node
 
         found: Found | None = None
         if config.rendezvous.kind in ("file", "open"):
-            from elasticrun.agent.finding import find
+            from elasticrun.agent.rendezvous.finding import find
 
             config, found = _runner().run(find(config, inbox))
         try:

@@ -1,4 +1,9 @@
-"""One node of a job: the agent's parts put together, the brain's effects, and the clean end."""
+"""Who this node is, found out before the first dial; a name server or a disk may be slow.
+
+Tells users why a node waits, when it waits long, and how long it may.
+
+One node of a job: the agent's parts put together, the brain's effects, and the clean end.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +11,43 @@ import asyncio
 import logging
 import os
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from elasticrun.agent import identity, last_words
+from elasticrun import __version__
+from elasticrun.agent import farewell as last_words
+from elasticrun.agent.boot import SpawnerProcess
 from elasticrun.agent.checkup import Checkup
-from elasticrun.agent.clearing import Clearing, end_callers_ranks
-from elasticrun.agent.directions import directed
-from elasticrun.agent.events import EventLog
-from elasticrun.agent.helpers import MasterProcess
-from elasticrun.agent.host import HostError
-from elasticrun.agent.introduction import hello, introduce
-from elasticrun.agent.link import Link
-from elasticrun.agent.logs import LogsUnusable, RankOutput
-from elasticrun.agent.loop import AgentLoop
-from elasticrun.agent.meeting import meeting_of
-from elasticrun.agent.planted import planted_in
-from elasticrun.agent.probing import Probing
+from elasticrun.agent.farewell import Story
+from elasticrun.agent.link import identity
+from elasticrun.agent.link.link import Link
+from elasticrun.agent.link.master_process import MasterProcess
+from elasticrun.agent.link.trust import trust_of
+from elasticrun.agent.logs.output import LogsUnusable, RankOutput
+from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.progress import Progress
-from elasticrun.agent.ranks import Ranks
-from elasticrun.agent.signals import SignalInbox
-from elasticrun.agent.snapshots import Snapshots
+from elasticrun.agent.rendezvous.c10d import HostError, meeting_of
+from elasticrun.agent.runtime import (
+    DISK_LIMIT,
+    AgentLoop,
+    NoThread,
+    Tasks,
+    in_thread,
+    own_defect,
+    threadsafe,
+)
+from elasticrun.agent.snapshots.snapshots import Snapshots
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.spawner_process import SpawnerProcess
-from elasticrun.agent.stores import HOLD, Stores
-from elasticrun.agent.story import Story
-from elasticrun.agent.threads import DISK_LIMIT, NoThread, Tasks, in_thread, own_defect, threadsafe
-from elasticrun.agent.trust import trust_of
-from elasticrun.agent.waiting import LongWaits
+from elasticrun.agent.workers.clearing import Clearing, end_callers_ranks
+from elasticrun.agent.workers.events import EventLog
+from elasticrun.agent.workers.planted import planted_in
+from elasticrun.agent.workers.probes import Probing
+from elasticrun.agent.workers.progress import Progress
+from elasticrun.agent.workers.ranks import Ranks, directed
+from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     AgentEffect,
     AgentEvent,
     CallOffProbe,
@@ -53,13 +64,20 @@ from elasticrun.core.effects import (
     SpawnRanks,
     SweepRanks,
 )
-from elasticrun.core.failures import Ending, code_of
-from elasticrun.core.group_states import State
-from elasticrun.core.worker_group import WorkerGroup
+from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.worker.group import WorkerGroup
+from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
-from elasticrun.wire.ids import mint_incarnation
-from elasticrun.wire.messages import Finished, Hello, RanksFailed, Running, Stopped, Stopping
-from elasticrun.wire.spawner import (
+from elasticrun.wire.messages import (
+    PROTOCOL_VERSION,
+    Finished,
+    Hello,
+    RanksFailed,
+    Running,
+    Stopped,
+    Stopping,
+)
+from elasticrun.wire.spawning import (
     Exited,
     FromSpawner,
     ProbeSaid,
@@ -68,9 +86,162 @@ from elasticrun.wire.spawner import (
     StoreListening,
     Swept,
 )
+from elasticrun.wire.types import mint_incarnation
 
 if TYPE_CHECKING:
-    from elasticrun.agent.finding import Found
+    from elasticrun.agent.rendezvous.finding import Found
+
+
+NAME_LIMIT: Final = 2.0
+"""Seconds that a name server may take to say how this host is called."""
+
+
+SLOT_LIMIT: Final = 15.0
+"""Seconds for the lock on this node's place in the job; the user's folder may be on a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What was found."""
+
+    identity: identity.Identity
+    host: str  # its name for people
+    events: EventLog
+
+
+def hello(
+    config: AgentConfig, node: str, incarnation: str, host: str, address: str, brain: WorkerGroup
+) -> Hello:
+    """What this node says to a master first. `host`: its name for people; `address`: what other
+    nodes dial."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        version=__version__,
+        node=node,
+        incarnation=incarnation,
+        host=host,
+        address=address,
+        pid=os.getpid(),
+        node_rank=config.node_rank,
+        local_world_size=config.nproc_per_node,
+        role=config.role,
+        spec=config.spec,
+        attached=brain.attached(),
+        last_term=brain.term,
+    )
+
+
+async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
+    """This node's id, its host's name, and the event log, which bears both."""
+    try:
+        found = await in_thread(
+            lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+            limit=SLOT_LIMIT,
+            name="identity",
+            late=identity.Identity.release,
+        )
+    except TimeoutError as error:
+        found = identity.for_this_life(str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s")
+    if found.note:
+        logger.warning("%s", found.note)
+    try:
+        host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
+    except TimeoutError:
+        host = os.uname().nodename
+    events = EventLog(
+        config.event_log_handler,
+        writer.write,
+        run_id=config.spec.job_id,
+        role=config.role,
+        host=host,
+        backend=config.rendezvous.kind,
+        entry_point=config.entry.target,
+    )
+    return Introduction(found, host, events)
+
+
+LEAVING: Final = 1.0
+"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
+Ctrl-C whose step is saved sooner is one line, that of the end."""
+
+SOON: Final = 3.0
+"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
+
+LATE: Final = 10.0
+"""The same for every other wait."""
+
+AGAIN: Final = 60.0
+"""Seconds after which it is told again, if it lasts."""
+
+FOR_NODES: Final = "waiting for nodes: "
+LAST_CALL: Final = "last call: "
+
+_ENDS: Final = (State.STOPPING, State.ENDING)
+_WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
+
+
+class LongWaits:
+    """One line per reason that has stood for a while, and one a minute from then on. `place` is
+    where the nodes meet, in words; `say` gets each line; `clock` is the brain's."""
+
+    def __init__(
+        self, place: Callable[[], str], say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        self._place = place
+        self._say = say
+        self._clock = clock
+        self._seen: tuple[State, str] | None = None
+        self._status: GroupStatus | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def look(self, status: GroupStatus) -> None:
+        """To be called with the brain's picture whenever it may have changed."""
+        self._status = status
+        if self._seen == (status.state, status.reason):
+            return
+        self._seen = (status.state, status.reason)
+        self.close()
+        if _leaves(status):
+            self._after(LEAVING)
+        elif status.state in _WAITS and status.reason:
+            quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
+            self._after(SOON if quick else LATE)
+
+    def _after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._tell)
+
+    def _tell(self) -> None:
+        if self._status is not None:
+            self._say(in_words(self._status, self._place(), self._clock()))
+        self._after(AGAIN)
+
+    def close(self) -> None:
+        """Say no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _leaves(status: GroupStatus) -> bool:
+    """It runs on only until its ranks have saved a step."""
+    return status.state is State.RUNNING and status.wait_ends is not None
+
+
+def in_words(status: GroupStatus, place: str, now: float) -> str:
+    """What is said of a wait at `now`."""
+    left = 0.0 if status.wait_ends is None else status.wait_ends - now
+    if _leaves(status):
+        lost = f"{status.master_lost}; this node leaves"
+        limit = f"in {max(left, 0):.0f} s at most; a second signal ends it at once"
+        return f"{lost if status.master_lost else status.reason}, {limit}"
+    if status.state in _ENDS:
+        limit = f"; killed in {left:.0f} s" if left > 0 else ""
+        return f"{status.reason}: waiting for the ranks to end{limit}"
+    reason = status.reason.removeprefix(FOR_NODES)
+    if reason != status.reason or reason.startswith(LAST_CALL):
+        reason = f"rendezvous {place}: {reason}"
+    return f"{reason}, {left:.0f} s left" if left > 0 else reason
+
 
 GOODBYE: Final = 2.0
 """Seconds for the last reports to reach the master."""

@@ -17,14 +17,14 @@ from itertools import count
 from typing import Final
 
 from elasticrun.agent import processes, warm
+from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.spawner_process import SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.threads import Tasks
+from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
 from elasticrun.wire import frames
-from elasticrun.wire.spawner import (
+from elasticrun.wire.spawning import (
     CloseStore,
     Exited,
     FromSpawner,

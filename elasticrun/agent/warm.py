@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import logger
 from elasticrun.wire import env, frames, warm
-from elasticrun.wire.serverstart import warm_command
+from elasticrun.wire.spawning import warm_command
 
 if TYPE_CHECKING:
     import asyncio

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from elasticrun import config_json
+from elasticrun import config as config_json
 from elasticrun.caller.consoles import Consoles
-from elasticrun.caller.own_module import command
+from elasticrun.caller.rank_process import command
 from elasticrun.config import EXIT_FAILED, AgentConfig
-from elasticrun.core.effects import Exit
+from elasticrun.core.events import Exit
 
 END_LIMIT: Final = 60.0
 """Seconds for an agent to end its ranks when the caller gives up; after that it is killed, and its

@@ -21,16 +21,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from elasticrun.agent.marked import Sweep, end_at_once, kill_group
 from elasticrun.caller.agent_process import AgentProcess
-from elasticrun.caller.forking import Sparing
-from elasticrun.caller.life import Life
 from elasticrun.caller.probes import Probes
-from elasticrun.caller.rank_process import RankPlan, run_rank
+from elasticrun.caller.rank_process import Life, RankPlan, Sparing, run_rank
 from elasticrun.caller.savers import Saver
 from elasticrun.caller.store_process import StoreProcess
 from elasticrun.config import STUCK_AFTER
-from elasticrun.wire import env, frames, spawner
+from elasticrun.system.sweep import Sweep, end_at_once, kill_group
+from elasticrun.wire import env, frames, spawning as spawner
 
 READ_BYTES: Final = 256 * 1024
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticrun.agent.marked import kill_group
 from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.probes import Telling, exec_command, order_file
-from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, SpawnProbe
+from elasticrun.system.sweep import kill_group
+from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnProbe
 
 
 @dataclass(eq=False)

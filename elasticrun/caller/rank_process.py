@@ -1,23 +1,101 @@
-"""What a rank does whose program is a function: everything around the call of it.
+"""Command lines for modules of ours that run as processes of their own.
+
+Forks of the caller, and what must not be destroyed in them.
+
+The caller is a program of the user's, with objects of any kind. The end of some waits for a thread
+of the caller (a gloo process group's does), and in a fork that thread is not there: the fork hangs,
+or crashes. Two things end objects in a fork: the garbage collector, and Python's own fork, which
+drops what other threads keep for themselves (DTensor keeps a cache in each thread that holds device
+meshes, and they their process groups).
+
+What a rank does whose program is a function: everything around the call of it.
 
 Runs in a child of the caller, made by multiprocessing with the start method that was asked for.
+
+One life of a rank, seen from its caller: the process, and what has come of its result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.forkserver.errorfile import write_error_file
-from elasticrun.forkserver.linux import die_with_parent
+from elasticrun.forkserver.program import write_error_file
+from elasticrun.system.processes import die_with_parent
+
+_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
+
+_START: Final = (
+    "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def command(module: str, *words: object) -> list[str]:
+    """Like `python -m module words...`, but found where this file was found, and never in the
+    working folder, where a file named like one of our imports may lie."""
+    return [sys.executable, "-P", "-u", "-c", _START, _ROOT, module, *map(str, words)]
+
+
+MODULE = "torch.distributed"
+"""Objects of its types are not destroyed in a fork that a thread among several makes."""
+
+
+class Sparing:
+    """Around a fork: the collector rests from before it until `in_fork`, in the child, and what is
+    not to be destroyed has a holder: here for as long as the fork takes, in the child to its end,
+    since that never leaves the block."""
+
+    def __init__(self) -> None:
+        self._collects = True
+        self._spared: list[object] = []
+
+    @contextmanager
+    def forking(self) -> Iterator[None]:
+        """The caller forks in this block."""
+        self._collects = gc.isenabled()
+        gc.disable()
+        try:
+            if MODULE in sys.modules and len(sys._current_frames()) > 1:
+                self._spared = _objects()
+            yield
+        finally:
+            self._spared = []
+            if self._collects:
+                gc.enable()
+
+    def in_fork(self) -> None:
+        """In the child: collect again, but never what the caller has made."""
+        gc.freeze()
+        if self._collects:
+            gc.enable()
+
+
+def _objects() -> list[object]:
+    """Looks at every object that the collector knows: some 20 ms where torch is imported."""
+    known: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        ours = known.get(kind)
+        if ours is None:
+            ours = known[kind] = str(kind.__module__).startswith(MODULE)
+        if ours:
+            found.append(one)
+    return found
+
 
 LENGTH_BYTES: Final = 8
 """A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
@@ -128,3 +206,52 @@ def _send(results: Connection, payload: bytes) -> None:
     with contextlib.suppress(OSError):  # the caller has died
         os.read(results.fileno(), len(LET_END))
     results.close()
+
+
+READ_BYTES: Final = 256 * 1024
+
+
+@dataclass(eq=False)
+class Life:
+    """One process that runs the function, and as much of its result as has come."""
+
+    key: int
+    local_rank: int
+    rank: int
+    of: int  # how many local ranks there are in this life
+    process: BaseProcess
+    results: Connection
+    received: bytearray = field(default_factory=bytearray)
+    ended_well: bool = False
+
+    def read(self) -> bool:
+        """Take in what it has sent; false when there is no more to come."""
+        try:
+            data = os.read(self.results.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.received += data
+        return bool(data)
+
+    def payload(self) -> bytes | None:
+        """The pickled result, None if it did not come whole."""
+        end = self._end()
+        return bytes(self.received[LENGTH_BYTES:end]) if self._is_whole() else None
+
+    def _end(self) -> int:
+        return LENGTH_BYTES + int.from_bytes(self.received[:LENGTH_BYTES], "big")
+
+    def _is_whole(self) -> bool:
+        return len(self.received) >= LENGTH_BYTES and len(self.received) >= self._end()
+
+    def has_returned(self) -> bool:
+        """Whether its function is over, or the process without a word, but well."""
+        return self.ended_well or self._is_whole()
+
+    def let_end(self) -> None:
+        """Its process waits for this after its function has returned."""
+        if not self.results.closed:
+            with contextlib.suppress(OSError):  # it has ended in another way
+                os.write(self.results.fileno(), LET_END)

@@ -11,10 +11,10 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from elasticrun.agent.marked import kill_group
 from elasticrun.config import STUCK_AFTER
-from elasticrun.forkserver.savers import ONE_THREAD, exec_command, order_file
-from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
+from elasticrun.saver.start import ONE_THREAD, exec_command, order_file
+from elasticrun.system.sweep import kill_group
+from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
 
 
 class Saver:

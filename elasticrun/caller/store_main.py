@@ -9,8 +9,8 @@ import sys
 from typing import NoReturn
 
 from elasticrun.forkserver import store_host
-from elasticrun.forkserver.linux import die_with_parent
-from elasticrun.wire.serverstart import SHIELDED
+from elasticrun.system.processes import die_with_parent
+from elasticrun.wire.spawning import SHIELDED
 
 
 def serve(port_fd: int, ready_fd: int, parent: int) -> NoReturn:

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Final
 
-from elasticrun.caller.own_module import command
+from elasticrun.caller.rank_process import command
 from elasticrun.caller.store_main import serve
 
 MAX_WORDS: Final = 4096

@@ -16,18 +16,17 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
-from elasticrun.checkpointing.board import Board, BoardError
-from elasticrun.checkpointing.choosing import Setting
-from elasticrun.checkpointing.departing import ASKED_LIMIT
+from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
+from elasticrun.checkpointing.choosing import Board, BoardError, Setting
+from elasticrun.checkpointing.drain import ASKED_LIMIT
 from elasticrun.checkpointing.line import LineError, own_place
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, State
-from elasticrun.checkpointing.ways import AgentWay, TorchWay, Way
-from elasticrun.dcp.collecting import no_collection
+from elasticrun.dcp.torches import no_collection
+from elasticrun.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.storage.folder import MAX_STEP, Folder
 from elasticrun.wire import env
-from elasticrun.wire.segment import MAX_SLOTS, MIN_SLOTS
 
 PERSIST_EVERY: Final = 1800.0
 """Seconds from one checkpoint to the next, where nothing is said."""

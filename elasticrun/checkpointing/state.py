@@ -1,4 +1,11 @@
-"""A user's whole state: taken for a snapshot, and put back.
+"""The random states of a rank: Python's, numpy's global generator, torch's of the CPU and of every
+device that is in use.
+
+All of them are one tensor of bytes, so that they cost a snapshot one item of a fixed length (about
+10 kB; a layout that changed would need new memory) and a checkpoint one entry a rank. They are
+taken with the snapshot, and put back at the end of a restore.
+
+A user's whole state: taken for a snapshot, and put back.
 
 What is asked of it at every snapshot is cheap while nothing but values has changed: the plan (which
 items there are, and where their tensors lie) is made once and kept for as long as the watched
@@ -7,17 +14,22 @@ tensors are the same objects and the loose state has the same names and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import importlib
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from elasticrun.checkpointing.modules import ModulePart, OptimizerPart
 from elasticrun.checkpointing.parts import (
+    ModulePart,
     Nested,
+    OptimizerPart,
     Part,
     Path,
     PlainPart,
@@ -25,9 +37,8 @@ from elasticrun.checkpointing.parts import (
     StateError,
     StatefulPart,
     Watch,
+    fitting,
 )
-from elasticrun.checkpointing.rng import NAME as RNG, RandomPart
-from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.items import (
     OWN_PREFIX,
     Flat,
@@ -43,8 +54,151 @@ from elasticrun.dcp.items import (
     serialise,
 )
 from elasticrun.dcp.loading import NotAllowed, deserialise
-from elasticrun.dcp.torches import DTensor
-from elasticrun.wire.layout import Item, ItemKind, Layout
+from elasticrun.dcp.torches import DTensor, no_collection
+from elasticrun.shm.layout import Item, ItemKind, Layout
+
+NAME: Final = "__rng"
+"""Below `__rank3`, beside what `per_rank` was given."""
+
+_HEAD: Final = struct.Struct("<8sHHI")
+"""Whose state follows, the number of the device, whether it was the current one, and the bytes."""
+
+_PYTHON: Final = struct.Struct("<625I?d")
+"""The words, and the second of two normal numbers that were drawn together, if it is left."""
+
+_NUMPY: Final = struct.Struct("<624Iiid?")
+"""The words, the place in them, whether a second number is left, and that; whether there is a state
+at all."""
+
+_NUMPY_KIND: Final = "MT19937"
+
+_PYTHON_VERSION: Final = 3
+_DEVICES: Final = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
+"""Names of torch's modules of devices; only of those that are there and initialised."""
+
+
+class RandomPart:
+    """The random states as a part of the state of one rank."""
+
+    def __init__(self, remark: Callable[[str], None]) -> None:
+        """`remark`: takes a sentence for the operator."""
+        self._remark = remark
+        self._saved: torch.Tensor | None = None  # what was restored
+        self._numpy()  # what is to be said of it is said with the restore
+
+    def steady(self) -> None:
+        return None
+
+    def loose(self) -> torch.Tensor:
+        return torch.cat(list(self._sections()))
+
+    def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
+        return fitting(None, saved, in_place=False)
+
+    def adopt(self, values: Mapping[Path, Any]) -> None:
+        self._saved = values[()]
+
+    def put_back(self) -> None:
+        """What was restored is what is drawn from now on; nothing where nothing was."""
+        if self._saved is None:
+            return
+        sections = list(_split(self._saved))
+        current = {name: int(module.current_device()) for name, module in _devices()}
+        before = {name: index for name, index, was_current, _ in sections if was_current}
+        for name, index, was_current, state in sections:
+            # a rank may have another device than before: its own state goes with it
+            if was_current:
+                index = current.get(name, index)
+            elif index == current.get(name):
+                index = before.get(name, index)
+            try:
+                if name in _SETTERS:
+                    _SETTERS[name](state)
+                else:
+                    _to_device(name, index, state)
+            except Exception as error:  # of another torch, say
+                self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
+
+    def _sections(self) -> Iterator[torch.Tensor]:
+        version, words, left = random.getstate()
+        if version == _PYTHON_VERSION:
+            packed = _PYTHON.pack(*words, left is not None, left or 0.0)
+            yield from _section("python", _tensor(packed))
+        if "numpy" in sys.modules:
+            yield from _section("numpy", _tensor(self._numpy()))
+        yield from _section("torch", torch.get_rng_state())
+        for name, module in _devices():
+            mine = module.current_device()
+            for index in range(module.device_count()):
+                state = module.get_rng_state(index).cpu()
+                yield from _section(name, state, index, index == mine)
+
+    def _numpy(self) -> bytes:
+        numpy_random: Any = sys.modules.get("numpy.random")  # torch loads numpy without it
+        if numpy_random is None:
+            return bytes(_NUMPY.size)
+        state = numpy_random.get_state(legacy=False)
+        if (kind := state["bit_generator"]) != _NUMPY_KIND:
+            self._remark(f"the state of numpy's global generator, a {kind}, is in no snapshot")
+            return bytes(_NUMPY.size)
+        words, place = state["state"]["key"].tolist(), state["state"]["pos"]
+        return _NUMPY.pack(*words, place, state["has_gauss"], state["gauss"], True)
+
+
+def _section(
+    name: str, state: torch.Tensor, index: int = 0, current: bool = False
+) -> Iterator[torch.Tensor]:
+    yield _tensor(_HEAD.pack(name.encode(), index, current, state.numel()))
+    yield state
+
+
+def _split(states: torch.Tensor) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
+    """Whose each section is, of which device, whether that was the current one, and the state."""
+    at = 0
+    while at < states.numel():
+        tag, index, was_current, length = _HEAD.unpack(bytes(states[at : at + _HEAD.size].tolist()))
+        at += _HEAD.size + length
+        yield tag.rstrip(b"\0").decode(), index, bool(was_current), states[at - length : at].clone()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    """torch's modules of devices that this process uses; it is not made to use one."""
+    for name in _DEVICES:
+        module = getattr(torch, name, None)
+        begun = getattr(module, "is_initialized", None)
+        if begun is not None and begun():
+            yield name, module
+
+
+def _to_device(name: str, index: int, state: torch.Tensor) -> None:
+    """Does nothing for a device that this node does not have."""
+    module: Any = getattr(torch, name, None)
+    if module is not None and index < module.device_count():
+        module.set_rng_state(state, index)
+
+
+def _to_python(state: torch.Tensor) -> None:
+    *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
+    random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
+
+
+def _to_numpy(state: torch.Tensor) -> None:
+    *words, place, has_gauss, gauss, is_there = _NUMPY.unpack(bytes(state.tolist()))
+    if is_there:
+        numpy_random: Any = importlib.import_module("numpy.random")  # it may not be loaded yet
+        numpy_random.set_state((_NUMPY_KIND, words, place, has_gauss, gauss))
+
+
+_SETTERS: Final[dict[str, Callable[[torch.Tensor], None]]] = {
+    "python": _to_python,
+    "numpy": _to_numpy,
+    "torch": torch.set_rng_state,
+}
+
 
 _Groups = dict[Path, dict[Path, Item]]
 
@@ -99,7 +253,7 @@ class State:
         self.own: dict[str, Own] = {}
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
-            self.own[RNG] = Own(self._rng, None)
+            self.own[NAME] = Own(self._rng, None)
         self.parts = self._sort(*_spread(parts))
         self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
@@ -155,7 +309,7 @@ class State:
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
         """State of this rank alone. StateError."""
-        if name == RNG:
+        if name == NAME:
             raise StateError(f"{name!r} cannot be a name: the random states have it")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
             raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
@@ -164,7 +318,7 @@ class State:
 
     def not_had(self, name: str, why: str) -> None:
         """Own state of this name is not what it was."""
-        if name == RNG:
+        if name == NAME:
             text = "random states are as the script has them now, not as they were"
             self._remark(f"{text}: {why}")
         else:
@@ -353,8 +507,8 @@ class State:
             below = self._items_below(saved, prefix)
             names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
             if not below:
-                if prefix[-1] == RNG:
-                    self.not_had(RNG, f"those of rank {self.rank} were not saved")
+                if prefix[-1] == NAME:
+                    self.not_had(NAME, f"those of rank {self.rank} were not saved")
                 elif self._has_state(part):
                     self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue

@@ -18,7 +18,7 @@ from elasticrun.cli.values import UsageError
 from elasticrun.config import Rendezvous
 
 if TYPE_CHECKING:
-    from elasticrun.cli.asked import Asked
+    from elasticrun.cli.settings import Asked
 
 FILE: Final = "file:"
 """How an endpoint begins that is a file."""

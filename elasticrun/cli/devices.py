@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
-from elasticrun.accelerators.builds import torch_build
-from elasticrun.accelerators.cpu import cores as all_cores
+from elasticrun.accelerators.base import cores as all_cores, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
 from elasticrun.cli.bare import SHARED_VARIABLE
 from elasticrun.cli.values import NotHere
-from elasticrun.wire.record_folder import network_file_system
+from elasticrun.wire.run_folder import network_file_system
 
 if TYPE_CHECKING:
     from elasticrun.detection.found import Facts

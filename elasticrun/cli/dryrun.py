@@ -7,13 +7,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from elasticrun.cli.asked import Asked, Setting, setting
+from elasticrun.cli.settings import NOWHERE, Asked, Setting, Whereabouts, setting
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.whereabouts import NOWHERE, Whereabouts
 from elasticrun.config import AgentConfig, Learning
-from elasticrun.core.wording import some
-from elasticrun.wire.entry import EntryKind
-from elasticrun.wire.ids import Endpoint
+from elasticrun.core.words import some
+from elasticrun.wire.types import Endpoint, EntryKind
 
 
 def describe(

@@ -8,7 +8,7 @@ from typing import Final
 
 from elasticrun import accelerators, config
 from elasticrun.cli import values
-from elasticrun.cli.asked import Asked
+from elasticrun.cli.settings import Asked
 from elasticrun.cli.values import UsageError
 from elasticrun.wire.messages import MAX_NODES, CheckSpec
 

@@ -1,4 +1,7 @@
-"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence."""
+"""Whether the user's program can be run at all, before anything is started for it.
+
+The command: a verb, or a script to run as ranks. Every error of ours is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,60 @@ from elasticrun import config as settings
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.trust import notes, withdraw
 from elasticrun.cli.values import NoProgram, NothingToDo, UsageError
+from elasticrun.wire.types import Entry, EntryKind
 
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine
+
+
+def check_program(entry: Entry) -> str:
+    """Raise `NoProgram` where the program cannot be run here; else a hint for the user, or "".
+
+    A module is not looked for: finding it may mean importing its packages.
+    """
+    if entry.kind in (EntryKind.SCRIPT, EntryKind.RUN_PATH):
+        return _check_script(entry.target)
+    if entry.kind is EntryKind.COMMAND:
+        _check_command(entry.target)
+    return ""
+
+
+def _check_script(path: str) -> str:
+    if path == "-":  # python reads it from standard input
+        return ""
+    if not os.path.exists(path):
+        hint = "; for a module write -m" if _like_a_module(path) else ""
+        raise NoProgram(f"there is no script {path} (from {os.getcwd()}){hint}")
+    if os.path.isdir(path):
+        if not os.path.exists(os.path.join(path, "__main__.py")):
+            raise NoProgram(f"{path} is a folder without __main__.py, and no script")
+        return ""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(256)
+    except OSError as error:
+        raise NoProgram(f"the script {path} cannot be read: {error.strerror}") from None
+    if start.startswith(b"\x7fELF"):
+        raise NoProgram(f"{path} is a program and no Python script: add --no-python")
+    if start.startswith(b"#!") and b"python" not in start.splitlines()[0]:
+        first = start.splitlines()[0][2:].decode(errors="replace").strip()
+        return f"{path} is meant for {first}; if it is not Python, add --no-python"
+    return ""
+
+
+def _like_a_module(path: str) -> bool:
+    return "/" not in path and not path.endswith(".py") and path.replace(".", "_").isidentifier()
+
+
+def _check_command(command: str) -> None:
+    import shutil
+
+    if shutil.which(command) is not None:
+        return
+    if os.path.isfile(command):
+        raise NoProgram(f"{command} may not be executed: chmod +x it, or leave out --no-python")
+    raise NoProgram(f"there is no program {command} to run (--no-python)")
+
 
 UNREAD: Final = 128 + 13
 """The exit code of a command whose reader has gone: 13 is SIGPIPE."""
@@ -93,7 +147,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
     environ = withdraw()
     if ns.srun:
-        from elasticrun.cli.srun import become_srun
+        from elasticrun.cli.place import become_srun
 
         return _printed(lambda: become_srun(words, ns, environ, say))
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
@@ -113,8 +167,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     from elasticrun.agent.main import run
 
     if config.rendezvous.kind in ("file", "open"):
-        from elasticrun.cli.asked import Asked
         from elasticrun.cli.bare import for_others
+        from elasticrun.cli.settings import Asked
 
         # nodes that meet by a file type the same words, and mean the same by them
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
@@ -129,9 +183,8 @@ def _dry_run(
     environ: Mapping[str, str],
     machine: Machine,
 ) -> int:
-    from elasticrun.cli.asked import Asked
     from elasticrun.cli.dryrun import describe
-    from elasticrun.cli.whereabouts import look
+    from elasticrun.cli.settings import Asked, look
 
     print(describe(config, ns, environ, look(Asked(ns, environ), machine)), end="")
     return settings.EXIT_OK
@@ -140,7 +193,7 @@ def _dry_run(
 def _check(config: settings.AgentConfig) -> str:
     """Refuse a program that is not there. On one node of several only say so, and let the rank
     fail: then the job ends everywhere, instead of waiting for this node."""
-    from elasticrun.cli.program import check_program
+    # DROPPED
 
     try:
         return check_program(config.entry)
@@ -168,7 +221,7 @@ def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace
 
 
 def _master(words: Sequence[str]) -> int:
-    from elasticrun.cli.master_verb import configure
+    from elasticrun.cli.verbs.master import configure
 
     config = configure(words, withdraw())
     where = settings.Rendezvous("elastic", config.host, config.port)
@@ -180,31 +233,31 @@ def _master(words: Sequence[str]) -> int:
 
 
 def _status(words: Sequence[str]) -> int:
-    from elasticrun.cli.status import main as print_status
+    from elasticrun.cli.verbs.status import main as print_status
 
     return _printed(lambda: print_status(words))
 
 
 def _doctor(words: Sequence[str]) -> int:
-    from elasticrun.cli.doctor import main as print_findings
+    from elasticrun.cli.verbs.doctor import main as print_findings
 
     return _printed(lambda: print_findings(words))
 
 
 def _replay(words: Sequence[str]) -> int:
-    from elasticrun.cli.replay import main as print_replay
+    from elasticrun.cli.verbs.replay import main as print_replay
 
     return _printed(lambda: print_replay(words))
 
 
 def _warm(words: Sequence[str]) -> int:
-    from elasticrun.cli.warm_verb import main as warm
+    from elasticrun.cli.verbs.warm import main as warm
 
     return _read(lambda: warm(words, say))
 
 
 def _render(words: Sequence[str]) -> int:
-    from elasticrun.cli.render import main as print_manifest
+    from elasticrun.cli.verbs.render import main as print_manifest
 
     return _printed(lambda: print_manifest(words, say))
 

@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.cli import bare, health, table, trust, values, whereabouts
-from elasticrun.cli.asked import Asked
+from elasticrun.cli import bare, health, settings as whereabouts, table, trust, values
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN, nearest
-from elasticrun.cli.meeting import Around, Meeting, find_meeting
+from elasticrun.cli.rendezvous import Around, Meeting, find_meeting
+from elasticrun.cli.settings import Asked
 from elasticrun.cli.values import NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
-from elasticrun.core.wording import some
+from elasticrun.core.words import some
 from elasticrun.wire import env
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.messages import JobSpec
-from elasticrun.wire.saving import SaveSpec
+from elasticrun.wire.messages import JobSpec, SaveSpec
+from elasticrun.wire.types import Entry, EntryKind
 
 __all__ = ["Machine", "UsageError", "resolve"]
 

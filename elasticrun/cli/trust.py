@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Final
 
-from elasticrun.cli.asked import Asked
+from elasticrun.cli.settings import Asked
 from elasticrun.cli.values import NotHere, UsageError
 from elasticrun.config import Rendezvous, Tls
-from elasticrun.wire.route import names_this_host_only
+from elasticrun.system.network import names_this_host_only
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
 MAX_TOKEN: Final = 4096

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from elasticrun.dcp.items import Piece, in_order
 from elasticrun.dcp.torches import load_alone
-from elasticrun.wire.layout import Item, Layout, lay_out
+from elasticrun.shm.layout import Item, Layout, lay_out
 
 SMALL: Final = 1 << 20
 """Bytes of tensors that may as well be allocated."""

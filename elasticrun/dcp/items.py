@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from elasticrun.dcp.torches import DTensor
-from elasticrun.wire.layout import Item, ItemKind
+from elasticrun.shm.layout import Item, ItemKind
 
 OWN_PREFIX: Final = "__rank"
 """The state of rank r alone stands under the top-level key `__rank{r}`."""

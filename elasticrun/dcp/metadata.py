@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elasticrun.dcp.collecting import no_collection
-from elasticrun.wire.layout import Item, ItemKind, Layout
+from elasticrun.dcp.torches import no_collection
+from elasticrun.shm.layout import Item, ItemKind, Layout
 
 _KINDS: Final = {
     ItemKind.TENSOR: WriteItemType.TENSOR,

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from elasticrun.wire.layout import Item, Layout
+from elasticrun.shm.layout import Item, Layout
 
 
 class RestoreError(ValueError):

@@ -1,8 +1,14 @@
-"""What stands elsewhere in older torches, or is called otherwise."""
+"""What stands elsewhere in older torches, or is called otherwise.
+
+Python's garbage collector, where many objects are made that stay.
+"""
 
 from __future__ import annotations
 
+import gc
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
@@ -30,3 +36,16 @@ def save_alone(values: dict[str, Any], path: str) -> None:
         save(values, checkpoint_id=path, no_dist=True)
     else:  # until torch 2.6 it sees that by itself
         save(values, checkpoint_id=path)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python looks for garbage whenever many objects were made; with all of torch in memory that
+    takes longer than making them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

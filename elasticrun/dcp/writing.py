@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from elasticrun.dcp.metadata import dtype_of, write_items
-from elasticrun.wire.layout import Item
+from elasticrun.shm.layout import Item
 
 Write = Callable[[memoryview], None]
 """Takes the next bytes of the file."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from elasticrun.detection import dlrover, kubernetes, operators, skypilot, slurm
+from elasticrun.detection import dlrover, kubernetes, kubernetes as operators, skypilot, slurm
 from elasticrun.detection.found import Facts, Found, amount
 
 Family = Callable[[Mapping[str, str], Facts], Found | None]

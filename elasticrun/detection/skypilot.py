@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticrun.detection.found import TERMINAL, Facts, Found, Given, amount, number, text
-from elasticrun.detection.ports import port_of_name
+from elasticrun.detection.found import (
+    TERMINAL,
+    Facts,
+    Found,
+    Given,
+    amount,
+    number,
+    port_of_name,
+    text,
+)
 
 
 def detect(environ: Mapping[str, str], facts: Facts) -> Found | None:

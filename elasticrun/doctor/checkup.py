@@ -14,7 +14,7 @@ from elasticrun.doctor import clock, cpu, disk, kernel, limits, mtu, names, port
 from elasticrun.doctor.disk import Folder
 from elasticrun.doctor.ports import Answer
 from elasticrun.doctor.verdict import warning
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 
 LIMIT: Final = 10.0
 """Seconds for one check; a resolver gives up after five, or after ten with two name servers."""

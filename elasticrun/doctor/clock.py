@@ -7,7 +7,7 @@ from typing import Final
 
 from elasticrun.doctor.ports import Answer
 from elasticrun.doctor.verdict import ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.wire.types import Finding
 
 CHECK: Final = "clock"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor.verdict import ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.wire.types import Finding
 
 CHECK: Final = "cores"
 

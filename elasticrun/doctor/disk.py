@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor.verdict import GIB, MIB, amount, failed, ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.wire.types import Finding
 
 BLOCK: Final = 4096
 """Bytes written to see whether the folder takes any: a quota shows nowhere else."""

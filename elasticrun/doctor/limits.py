@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor.verdict import GIB, amount, failed, ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.wire.types import Finding
 
 OPEN_FILES: Final = "open files"
 LOCKED: Final = "locked memory"

@@ -6,9 +6,9 @@ from typing import Final
 
 from elasticrun.doctor.ports import straight
 from elasticrun.doctor.verdict import ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.system.network import mtu_to
 from elasticrun.wire.messages import Reached
-from elasticrun.wire.route import mtu_to
+from elasticrun.wire.types import Finding
 
 CHECK: Final = "packet size"
 

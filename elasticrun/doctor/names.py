@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.doctor.verdict import ok, warning
-from elasticrun.wire.findings import Finding
-from elasticrun.wire.route import is_loopback, is_ours, routed_address
+from elasticrun.system.network import is_loopback, is_ours, routed_address
+from elasticrun.wire.types import Finding
 
 if TYPE_CHECKING:
     from elasticrun.wire.messages import JobStatus

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor.verdict import failed, ok
-from elasticrun.wire.findings import Finding
+from elasticrun.system.network import is_loopback, is_ours
 from elasticrun.wire.messages import NONCE_BYTES, Reached, ReachMe
-from elasticrun.wire.route import is_loopback, is_ours
+from elasticrun.wire.types import Finding
 
 CHECK: Final = "ports"
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from elasticrun.accelerators.builds import Build, installed, torch_build
+from elasticrun.accelerators.base import Build, installed, torch_build
 from elasticrun.doctor.verdict import ok, warning
-from elasticrun.wire.findings import Finding
+from elasticrun.wire.types import Finding
 
 CHECK: Final = "torch"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB

@@ -1,4 +1,9 @@
-"""What happens in a forked child between the fork and the user's first line.
+"""sys.stdin, sys.stdout and sys.stderr of a forked child, made anew as `python -u` makes them.
+
+The server's own stream objects remember things about its own descriptors (whether one can seek,
+how large its blocks are); after a redirect they would be wrong.
+
+What happens in a forked child between the fork and the user's first line.
 
 Order matters: the ties to the server go first, then what may fail (files), then what the script
 can see. Signals stay blocked until the program starts, so that one which comes early finds the
@@ -15,17 +20,64 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from elasticrun.forkserver import linux, stdio
-from elasticrun.forkserver.lazy import Baseline, Stash
+from elasticrun.forkserver.lazy_imports import Baseline, Stash
 from elasticrun.forkserver.learn import Watcher
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
-from elasticrun.forkserver.reread import EnvironmentCheck
+from elasticrun.forkserver.renew import EnvironmentCheck
+from elasticrun.system import processes as linux
+from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
-from elasticrun.wire.spawner import SpawnProbe, SpawnRank, SpawnSaver
-from elasticrun.wire.title import set_command_line
+from elasticrun.wire.spawning import SpawnProbe, SpawnRank, SpawnSaver
+
+
+def redirect(descriptor: int, path: str) -> None:
+    """Put a fresh file (or /dev/null) under `descriptor`; an empty path leaves what is there."""
+    if not path:
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    opened = os.open(path, flags, 0o666)
+    if opened == descriptor:
+        os.set_inheritable(opened, True)
+        return
+    os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def renew() -> None:
+    """Replace the three standard streams by new ones on descriptors 0, 1 and 2."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        old: Any = getattr(sys, name)
+        stream = _open(descriptor, name, mode, old) if old is not None else None
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _open(descriptor: int, name: str, mode: str, old: TextIO) -> TextIO | None:
+    import io
+
+    try:
+        os.fstat(descriptor)
+    except OSError:  # closed: the interpreter has None there
+        return None
+    writing = mode == "w"
+    buffering = 0 if writing else -1
+    raw: Any = open(descriptor, mode + "b", buffering, closefd=False)  # noqa: SIM115
+    (raw if writing else raw.raw).name = f"<{name}>"
+    stream: Any = io.TextIOWrapper(
+        raw,
+        encoding=old.encoding,
+        errors=old.errors,
+        newline="\n",
+        line_buffering=False,
+        write_through=True,
+    )
+    stream.mode = mode
+    result: TextIO = stream
+    return result
+
 
 CANNOT_START = 125
 """Exit code of a child that could not become a rank; the page says why."""
@@ -55,7 +107,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     _dispositions(birth, for_python=True)
     environ = environment(birth.baseline, order)
     set_environ(environ)
-    stdio.renew()
+    renew()
     check = EnvironmentCheck(stash.reads, stash.saw, _text(stash.environ))
     first_mask = birth.baseline.affinity
     rank = _Rank(order, page, check, first_mask)
@@ -113,8 +165,8 @@ def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
         os._exit(CANNOT_START)
     os.setsid()
     try:
-        stdio.redirect(1, order.stdout)
-        stdio.redirect(2, order.stderr)
+        redirect(1, order.stdout)
+        redirect(2, order.stderr)
     except OSError as error:
         fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
     cores = set(order.cpus) or birth.baseline.affinity

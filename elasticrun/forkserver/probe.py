@@ -17,10 +17,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, NoReturn
 
-from elasticrun.wire import faults
-from elasticrun.wire.env import OMP_NUM_THREADS
-from elasticrun.wire.faults import FaultKind
-from elasticrun.wire.spawner import ProbePlan, ProbeSaid
+from elasticrun.wire import env as faults
+from elasticrun.wire.env import OMP_NUM_THREADS, FaultKind
+from elasticrun.wire.spawning import ProbePlan, ProbeSaid
 
 START: Final = "start"
 COMPUTE: Final = "compute"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
-from elasticrun.forkserver import linux, probe
+from elasticrun.forkserver import probe
+from elasticrun.system import processes as linux
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
-from elasticrun.wire.serverstart import SHIELDED
-from elasticrun.wire.spawner import FromSpawner, ProbeSaid, SpawnProbe, ToSpawner
+from elasticrun.wire.spawning import SHIELDED, FromSpawner, ProbeSaid, SpawnProbe, ToSpawner
 
 READ_BYTES: Final = 64 * 1024
 

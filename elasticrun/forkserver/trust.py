@@ -15,11 +15,11 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elasticrun.forkserver import linux
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
-from elasticrun.forkserver.reread import FORBIDDEN_IN_TEXT
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.forkserver.renew import FORBIDDEN_IN_TEXT
+from elasticrun.system import processes as linux
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
+from elasticrun.wire.types import Entry, EntryKind
 
 TRACERS: Mapping[str, str] = {
     "CUDA_INJECTION64_PATH": "an NVIDIA tool (nsys, ncu or compute-sanitizer)",

@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-from elasticrun import config_json
+from elasticrun import config as config_json
 from elasticrun.config import (
     ETCD_CALL_LIMIT,
     EXIT_NOT_LEADING,
@@ -42,11 +42,11 @@ from elasticrun.config import (
     MasterConfig,
     Tls,
 )
-from elasticrun.core.facts import Facts
+from elasticrun.core.persisted import Facts
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
-from elasticrun.wire import codec, etcd
 from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes, parse_place
+from elasticrun.wire.rpc import etcd, protobuf as codec
 
 CAMPAIGN_LIMIT: Final = 10.0
 """Seconds to win or lose; an etcd that does not answer for so long is the agent's to wait for."""

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Final
 
 from elasticrun.config import EXIT_OK, EXIT_SAVED, REATTACH_GRACE
-from elasticrun.core.effects import JobOver
-from elasticrun.core.failures import Ending, code_of
+from elasticrun.core.events import JobOver
+from elasticrun.core.rounds.failures import Ending, code_of
 
 OWNER_GONE: Final = 0.5
 """Seconds without an agent after the owner's death: its own stream breaks at that moment."""

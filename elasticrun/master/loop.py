@@ -25,7 +25,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from elasticrun.config import BEAT_INTERVAL
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     Attached,
     Detached,
     Hangup,
@@ -39,11 +39,9 @@ from elasticrun.core.effects import (
     Tell,
     Tick,
 )
-from elasticrun.core.pace import beat_interval
+from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
-from elasticrun.wire import codec
-from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import (
     Beat,
     CommitCheckpoint,
@@ -62,6 +60,8 @@ from elasticrun.wire.messages import (
     Steps,
     Welcome,
 )
+from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.types import RoundName
 
 OVERSLEPT: Final = 0.2
 """A turn this many seconds late was not listening in time: silence until then proves nothing."""

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun import config_json, operator_log
+from elasticrun import config as config_json, operator_log
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_NOT_LEADING,
@@ -40,21 +40,21 @@ from elasticrun.config import (
     MasterConfig,
     Tls,
 )
-from elasticrun.core.effects import JobOver, Tick
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core.events import JobOver, Tick
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.master.lifetime import Lifetime
 from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
 from elasticrun.master.page import StatusPage, page_url
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Ear
+from elasticrun.system import title
 from elasticrun.trace.writer import Life
-from elasticrun.wire import ended, published, title, tls
-from elasticrun.wire.channel import ListenError, listen, make_server, server_options
-from elasticrun.wire.ids import mint_nonce
+from elasticrun.wire import auth as tls, ended, run_folder as published
+from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import JobSpec, JobStatus
-from elasticrun.wire.proof import reader_token
-from elasticrun.wire.tls import TlsError
+from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
+from elasticrun.wire.types import mint_nonce
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""

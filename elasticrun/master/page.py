@@ -21,8 +21,8 @@ import msgspec
 
 from elasticrun import __version__
 from elasticrun.master.loop import Loop
-from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily, Metric

@@ -17,10 +17,10 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_USAGE, MasterConfig
-from elasticrun.core.facts import Facts
+from elasticrun.core.persisted import Facts
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.trace.writer import Life, TraceWriter
-from elasticrun.wire import env, record_folder
+from elasticrun.wire import env, run_folder as record_folder
 
 TRACE_END: Final = 1.0
 """Seconds that the last lines of the trace may take to reach the disk."""

@@ -24,12 +24,12 @@ from urllib.parse import unquote
 
 from elasticrun import __version__
 from elasticrun.config import BEAT_INTERVAL, MAX_SESSIONS
-from elasticrun.core.effects import Attached, Detached, Heard
-from elasticrun.core.failures import Ending, code_of
-from elasticrun.core.pace import beat_interval
+from elasticrun.core.events import Attached, Detached, Heard
+from elasticrun.core.nodes.membership import beat_interval
+from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import Loop, Mailbox
-from elasticrun.wire import codec
-from elasticrun.wire.channel import grpc
+from elasticrun.system.network import mtu_to
+from elasticrun.wire.auth import Denied, Doorkeeper, OutOfTurn
 from elasticrun.wire.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -44,8 +44,8 @@ from elasticrun.wire.messages import (
     Report,
     Role,
 )
-from elasticrun.wire.proof import Denied, Doorkeeper, OutOfTurn
-from elasticrun.wire.route import mtu_to
+from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc.channel import grpc
 
 RATE: Final = 50.0
 """Reports per second that one stream may go on sending; an agent sends one or two."""

@@ -28,9 +28,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from elasticrun.config_json import plain, typed
-from elasticrun.core.aging import aged
-from elasticrun.core.facts import Facts
+from elasticrun.config import plain, typed
+from elasticrun.core.persisted import Facts, aged
 
 FILE: Final = "state.sqlite"
 SCHEMA: Final = 1

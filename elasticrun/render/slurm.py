@@ -1,15 +1,178 @@
-"""`render slurm`: a script for sbatch, with every option where it can be read and changed."""
+"""What can be wanted of Slurm: typed, and checked when it is made (`checks.Invalid`).
+
+`render slurm`: a script for sbatch, with every option where it can be read and changed.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 from elasticrun.config import EXIT_OK, EXIT_SAVED
-from elasticrun.detection.ports import PORTS
-from elasticrun.render.batch import RESOLUTION, Batch
+from elasticrun.detection.found import PORTS
+from elasticrun.render import checks
+from elasticrun.render.checks import Invalid
 from elasticrun.render.policy import HOPELESS
+from elasticrun.render.wanted import MAX_NODES, Launch
+
+SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
+"""Those that ranks put off until a step is saved, where they get them too."""
+
+MAX_SIGNAL_LEAD: Final = 65535
+"""Seconds before the end at which Slurm can send a signal, at most."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
+_ARRAY = re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?")
+_GPUS = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*:)?[1-9]\d*")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_OPTION = re.compile(r"([a-z][a-z0-9-]+)(=[^\s\"'\\#]+)?")
+
+RESOLUTION: Final = 60
+"""Slurm may send the signal this many seconds early."""
+
+_BY_A_FLAG: Final = {
+    "chdir": "--working-dir", "job-name": "--name", "nodes": "--nnodes and --spares",
+    **{name: f"--{name}" for name in (
+        "account", "array", "cpus-per-task", "exclusive", "gpus-per-node", "mem", "output",
+        "partition", "qos", "requeue", "signal", "time",
+    )},
+}  # fmt: skip
+_SETTLED: Final = (
+    "no-kill", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "tasks-per-node", "wrap",
+)  # fmt: skip
+"""Options of sbatch that are in the script already, or have no place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An elastic job under Slurm: one task a node. "" and 0 mean that nothing is said.
+
+    `time` is as Slurm writes it and `time_seconds` what it comes to; `lead` is how many seconds
+    before its end `signal` is sent to every node, `requeues` how often the job goes back into the
+    queue because its time was over, `retries` how often because it may be tried again. `options`
+    are further ones of sbatch's, without dashes (`constraint=h100`).
+    """
+
+    name: str
+    launch: Launch
+    spares: int = 0
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    time_seconds: int = 0
+    gpus_per_node: str = ""
+    cpus_per_task: int = 0
+    memory: str = ""
+    exclusive: bool = False
+    array: str = ""
+    output: str = ""
+    working_dir: str = ""
+    signal: str = ""
+    lead: int = 0
+    requeues: int = 0
+    retries: int = 0
+    options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        _check_numbers(self)
+
+    @property
+    def nodes(self) -> str:
+        """What #SBATCH --nodes says: spares on top of the largest number."""
+        low, high = self.launch.min_nodes, self.launch.max_nodes
+        most = high + self.spares
+        return str(most) if low == high else f"{low}-{most}"
+
+    @property
+    def knows_code(self) -> bool:
+        """Whether the first node's agent has the code of the job, since it stays until its end,
+        and others may have other ones."""
+        stays = not any(word.startswith("--exit-barrier-timeout=") for word in self.launch.flags)
+        return stays and self.nodes != "1"
+
+
+def _check_names(wanted: Batch) -> None:
+    if not _NAME.fullmatch(wanted.name):
+        raise Invalid(
+            f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
+        )
+    for flag, text in (("--partition", wanted.partition), ("--account", wanted.account),
+                       ("--qos", wanted.qos)):  # fmt: skip
+        if text and not _NAMES.fullmatch(text):
+            raise Invalid(f"{flag} {text!r} is no name of Slurm's")
+    if wanted.array and not (_ARRAY.fullmatch(wanted.array) and _rises(wanted.array)):
+        raise Invalid(f"--array {wanted.array!r} is no list of indices: write 0-7, 1,3,5 or 0-99%4")
+    for option in wanted.options:
+        _check_option(option)
+    if wanted.gpus_per_node and not _GPUS.fullmatch(wanted.gpus_per_node):
+        raise Invalid(f"--gpus-per-node {wanted.gpus_per_node!r}: write a number, or TYPE:NUMBER")
+    if wanted.memory and not _MEMORY.fullmatch(wanted.memory):
+        raise Invalid(f"--mem {wanted.memory!r}: write a number with K, M, G or T, per node")
+    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
+        # Slurm reads its lines by rules of its own: what would have to be quoted is not let in
+        if text and not re.fullmatch(r"[\w./%+@=,:-]+", text):
+            raise Invalid(f"{flag} {text!r}: a path without blanks and quotes, please")
+    for key, value in wanted.env.items():
+        checks.variable(key, "--env")
+        checks.plain(value, f"--env {key}")
+        if key == "ELASTICRUN_TOKEN":
+            raise Invalid(
+                "--env ELASTICRUN_TOKEN would put the secret into the script: give "
+                "--token-file FILE, a file that all nodes can read"
+            )
+
+
+def _rises(array: str) -> bool:
+    """Whether no range of indices ends below its beginning."""
+    ranges = re.findall(r"(\d+)-(\d+)", array)
+    return all(int(first) <= int(last) for first, last in ranges)
+
+
+def _check_option(option: str) -> None:
+    match = _OPTION.fullmatch(option)
+    if not match:
+        raise Invalid(
+            f"--sbatch {option!r}: write an option of sbatch as NAME or NAME=VALUE, like "
+            "constraint=h100, without blanks and quotes"
+        )
+    if match[1] in _BY_A_FLAG:
+        raise Invalid(f"--sbatch {option}: say that by {_BY_A_FLAG[match[1]]}, which is checked")
+    if match[1] in _SETTLED:
+        raise Invalid(f"--sbatch {option}: what is printed settles --{match[1]} already")
+
+
+def _check_numbers(wanted: Batch) -> None:
+    if not 0 <= wanted.spares <= MAX_NODES - wanted.launch.max_nodes:
+        raise Invalid(f"--spares {wanted.spares}: a number of nodes, and not more than {MAX_NODES}")
+    if min(wanted.cpus_per_task, wanted.requeues, wanted.retries) < 0:
+        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
+    if wanted.signal:
+        _check_signal(wanted)
+
+
+def _check_signal(wanted: Batch) -> None:
+    if wanted.signal not in SIGNALS:
+        raise Invalid(
+            f"--signal: {wanted.signal!r} is none of {', '.join(SIGNALS)}, which ranks put off "
+            "until a step is saved"
+        )
+    if not 1 <= wanted.lead <= MAX_SIGNAL_LEAD:
+        raise Invalid(
+            f"--signal: {wanted.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
+        )
+    if wanted.time_seconds and wanted.lead + RESOLUTION >= wanted.time_seconds:
+        raise Invalid(
+            f"--time {wanted.time}: the signal may come {wanted.lead + RESOLUTION} s before the "
+            "end, so nothing is left; ask for more time, or for less by --signal"
+        )
+
 
 SRUN = "srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none"
 

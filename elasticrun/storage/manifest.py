@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import xxhash
 
-from elasticrun.wire.layout import MAX_SIZE
+from elasticrun.shm.layout import MAX_SIZE
 from elasticrun.wire.snapshots import Named
 
 VERSION: Final = 1

@@ -20,7 +20,7 @@ from typing import BinaryIO, Final
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Impossible, LabError
-from elasticrun.wire.published import start_time
+from elasticrun.wire.run_folder import start_time
 
 ROOT: Final = Path("/sys/fs/cgroup")
 PERIOD_US: Final = 100_000

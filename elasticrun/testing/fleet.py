@@ -14,8 +14,7 @@ from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Lab
 from elasticrun.testing.node import ELASTICRUN, Node, environment
 from elasticrun.testing.plan import Plan
-from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, overlap
-from elasticrun.testing.watch import Deadline, Watch
+from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Deadline, Step, StepLog, Watch, overlap
 from elasticrun.wire.messages import JobStatus
 
 TIMEOUT: Final = 60.0

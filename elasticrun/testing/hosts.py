@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from elasticrun.testing import processes
-from elasticrun.wire.published import start_time
+from elasticrun.wire.run_folder import start_time
 
 NETNS: Final = Path("/run/netns")
 NETWORK: Final = "192.0.2."

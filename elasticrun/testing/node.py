@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.testing import processes, warm
+from elasticrun.testing import plugin as warm, processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import PRELOAD, RANK_VARIABLES

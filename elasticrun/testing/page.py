@@ -23,7 +23,7 @@ import msgspec
 
 from elasticrun.testing import processes
 from elasticrun.wire.messages import JobStatus
-from elasticrun.wire.published import Published, published
+from elasticrun.wire.run_folder import Published, published
 
 ANSWER_LIMIT: Final = 60.0
 """Seconds a page may take: for the first visit a master imports what serves it, on a machine that

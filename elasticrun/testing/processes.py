@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from elasticrun.wire.title import FORK_SERVER, MASTER
+from elasticrun.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
 """Variable by which every process of a node is known; its value names the job and the node."""

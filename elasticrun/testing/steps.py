@@ -11,6 +11,8 @@ elasticrun is not installed writes the line itself, and may leave the second row
 variable it does nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds,
 which is one clock for all processes of a machine; `world` tells the worlds of a job apart: where
 their store is, and how often ranks had been restarted. `node` is $ELASTICRUN_STEP_NODE.
+
+Waiting for what happens to a job: files that grow, files that appear, processes that end.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import select
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
+
+from elasticrun.agent.logs.tail import IN_MODIFY, Inotify
 
 STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
 """Variable with the path of the step log; unset outside a test."""
@@ -173,16 +178,16 @@ def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
     for record in steps:
         if held is not None and record.pid not in held:
             prompt.append(record)
-        before = done.setdefault((_world(record), record.step), record)
+        before = done.setdefault((_steps_world(record), record.step), record)
         if record.time < before.time:
-            done[_world(record), record.step] = record
+            done[_steps_world(record), record.step] = record
     seen: set[tuple[str, int]] = set()
     newest: Step | None = None
     for record in sorted([*done.values(), *prompt], key=lambda s: s.time):
-        if newest is None or _world(record) not in seen:
-            seen.add(_world(record))
+        if newest is None or _steps_world(record) not in seen:
+            seen.add(_steps_world(record))
             newest = record
-        elif _world(record) != _world(newest):
+        elif _steps_world(record) != _steps_world(newest):
             late = record.time - newest.time
             return (
                 f"rank {record.rank} of {record.world_size} completed step {record.step} of the "
@@ -192,6 +197,67 @@ def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
     return ""
 
 
-def _world(record: Step) -> tuple[str, int]:
+def _steps_world(record: Step) -> tuple[str, int]:
     """Two worlds may have one name, at different times."""
     return record.world, record.round
+
+
+IN_MOVED: Final = 0x0000_00C0  # from and to
+IN_CREATE_DELETE: Final = 0x0000_0300
+
+
+class Watch:
+    """Wakes when something in the watched folders is written, made or removed, or a watched
+    process ends. OSError where the kernel has no inotify (instance) to give."""
+
+    def __init__(self) -> None:
+        self._inotify = Inotify()
+        self._poller = select.poll()
+        self._poller.register(self._inotify.fileno(), select.POLLIN)
+        self._ends: dict[int, int] = {}
+
+    def folder(self, path: str) -> None:
+        """Watch the files in this folder."""
+        self._inotify.watch(path, IN_MODIFY | IN_MOVED | IN_CREATE_DELETE)
+
+    def process(self, pid: int) -> None:
+        """Watch for the end of a child of ours that has not been waited for."""
+        fd = os.pidfd_open(pid)
+        self._ends[fd] = pid
+        self._poller.register(fd, select.POLLIN)
+
+    def wait(self, limit: float) -> bool:
+        """Until something happens, `limit` seconds at most; whether it did. What has happened
+        since the last call counts, so nothing is missed between looking and waiting."""
+        happened = self._poller.poll(max(0.0, limit) * 1000)
+        for fd, _ in happened:
+            if fd in self._ends:
+                self._poller.unregister(fd)
+                del self._ends[fd]
+                os.close(fd)
+            else:
+                self._inotify.read()
+        return bool(happened)
+
+    def close(self) -> None:
+        """Give everything back to the kernel."""
+        for fd in self._ends:
+            os.close(fd)
+        self._ends.clear()
+        self._inotify.close()
+
+
+class Deadline:
+    """The time by which something has to have happened."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds that are left, never less than 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return self.left() <= 0

@@ -23,9 +23,8 @@ from typing import Any, BinaryIO, Final
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.config_json import typed
-from elasticrun.core.aging import aged
-from elasticrun.core.effects import (
+from elasticrun.config import typed
+from elasticrun.core.events import (
     Attached,
     Detached,
     Hangup,
@@ -38,8 +37,8 @@ from elasticrun.core.effects import (
     Record,
     Tell,
 )
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts, aged
 from elasticrun.trace.words import (
     TRACE_VERSION,
     effect_in_words,

@@ -9,19 +9,10 @@ from __future__ import annotations
 import typing
 from typing import Any, Final
 
-from elasticrun.config_json import plain, typed
-from elasticrun.core.effects import (
-    Hangup,
-    Heard,
-    JobEffect,
-    JobEvent,
-    JobOver,
-    Note,
-    Record,
-    Tell,
-)
-from elasticrun.core.facts import Facts
-from elasticrun.core.wording import some
+from elasticrun.config import plain, typed
+from elasticrun.core.events import Hangup, Heard, JobEffect, JobEvent, JobOver, Note, Record, Tell
+from elasticrun.core.persisted import Facts
+from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 
 TRACE_VERSION: Final = 1

@@ -179,7 +179,7 @@ def _begin() -> Teller | None:
     slowness = 1.0
     planted = os.environ.get(env.NODE_FAULT)
     if planted:
-        from elasticrun.wire import faults  # hardly ever needed
+        from elasticrun.wire import env as faults  # hardly ever needed
 
         slowness = faults.slowness(faults.own(planted))
     return Teller(place, slowness)

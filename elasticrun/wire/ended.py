@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.page import JobStatus
-from elasticrun.wire.published import MAX_FILE_BYTES
+from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.run_folder import MAX_FILE_BYTES
+from elasticrun.wire.types import Endpoint
 
 MOST: Final = 50
 """Ended jobs that are kept; a new one takes the place of the oldest."""

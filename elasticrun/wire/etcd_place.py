@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 from urllib.parse import quote
 
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 
 ROOT: Final = "/elasticrun/v1"
 DEFAULT_PORT: Final = 2379

@@ -1,4 +1,13 @@
-"""The fields of every message with their bounds, one row per message of `messages.py`.
+"""The kinds of fields that messages have: how each is read from protobuf, written, and bounded.
+
+`fields.py` says which field of which message is of which kind.
+
+What the fields of a message say together: the bounds that no field has alone.
+
+`fields.py` asks in both directions, after the fields themselves have been checked on their way in
+and before they are on their way out.
+
+The fields of every message with their bounds, one row per message of `messages.py`.
 
 Used by `codec.py` in both directions. What comes in is checked field by field before anything of
 elasticrun sees it: no negative size, no endless text, no word outside its enum, no NaN. What goes
@@ -7,27 +16,223 @@ out passes the same checks, after texts have been cut to their bound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.agreement import agree
-from elasticrun.wire.field_kinds import (
-    INT32,
-    INT64,
-    Amount,
-    Bytes,
-    Flag,
-    Int,
-    Name,
-    Ratio,
-    Seconds,
-    Text,
-    WireError,
-    Word,
-)
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
+
+INT32: Final = 2**31 - 1
+INT64: Final = 2**63 - 1
+
+
+class WireError(ValueError):
+    """A message that is not one of ours or breaks a bound; the text is a sentence for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int:
+    """A whole number between two bounds."""
+
+    low: int
+    high: int
+
+    def load(self, where: str, message: Any, name: str) -> int:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: int) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: int) -> int:
+        if not self.low <= value <= self.high:
+            raise WireError(f"{where} is {value}, not between {self.low} and {self.high}")
+        return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Yes or no."""
+
+    def load(self, where: str, message: Any, name: str) -> bool:
+        return bool(getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: bool) -> None:
+        setattr(message, name, bool(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A duration, neither negative nor without end; `zero`: it may be none at all."""
+
+    zero: bool = True
+
+    def load(self, where: str, message: Any, name: str) -> float:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: float) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: float) -> float:
+        if not (math.isfinite(value) and 0 <= value <= m.MAX_SECONDS):
+            raise WireError(f"{where} is {value} s, not between 0 and {m.MAX_SECONDS:.0f} s")
+        if value == 0 and not self.zero:
+            raise WireError(f"{where} is {value} s, with which nothing can be done in time")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number that is neither negative nor without end."""
+
+    def load(self, where: str, message: Any, name: str) -> float:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: float) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: float) -> float:
+        if not (math.isfinite(value) and value >= 0):
+            raise WireError(f"{where} is {value}, which is no amount")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times a usual value something must be to stand out: above 1, and not without end."""
+
+    def load(self, where: str, message: Any, name: str) -> float:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: float) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: float) -> float:
+        if not (math.isfinite(value) and value > 1):
+            raise WireError(f"{where} is {value}, not a ratio above 1")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Free text for people: the sender cuts it, the receiver refuses what is longer."""
+
+    tail: bool = False  # keep the end: a traceback says last what went wrong
+
+    def load(self, where: str, message: Any, name: str) -> str:
+        value = str(getattr(message, name))
+        if len(value) > m.MAX_TEXT:
+            raise WireError(f"{where} has {len(value)} characters, more than {m.MAX_TEXT}")
+        return value
+
+    def store(self, where: str, message: Any, name: str, value: str) -> None:
+        setattr(message, name, cut(value, m.MAX_TEXT, tail=self.tail))
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name: one printable line that is never cut, because a cut name is another name."""
+
+    empty: bool = False
+    most: int = m.MAX_NAME  # characters
+
+    def load(self, where: str, message: Any, name: str) -> str:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: str) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: str) -> str:
+        if not value and not self.empty:
+            raise WireError(f"{where} is empty")
+        if len(value) > self.most:
+            raise WireError(f"{where} has {len(value)} characters, more than {self.most}")
+        if not value.isprintable():
+            raise WireError(f"{where} holds a character that cannot be printed")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One of a few words; `make` turns it into its enum."""
+
+    words: tuple[str, ...]
+    make: Callable[[str], str] = str
+
+    def load(self, where: str, message: Any, name: str) -> str:
+        return self.make(self.check(where, getattr(message, name)))
+
+    def store(self, where: str, message: Any, name: str, value: str) -> None:
+        setattr(message, name, self.check(where, str(value)))
+
+    def check(self, where: str, value: str) -> str:
+        if value not in self.words:
+            raise WireError(f"{where} is {value[:80]!r}, not one of {', '.join(self.words)}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A nonce or a proof: of exactly this length, or (`empty`) none at all."""
+
+    length: int
+    empty: bool = False
+
+    def load(self, where: str, message: Any, name: str) -> bytes:
+        return self.check(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: bytes) -> None:
+        setattr(message, name, self.check(where, value))
+
+    def check(self, where: str, value: bytes) -> bytes:
+        if len(value) != self.length and (value or not self.empty):
+            raise WireError(f"{where} has {len(value)} bytes, not {self.length}")
+        return bytes(value)
+
+
+def cut(text: str, most: int, *, tail: bool = False) -> str:
+    """At most `most` characters, none of which UTF-8 cannot carry (half a surrogate pair)."""
+    if len(text) > most:
+        text = "…" + text[1 - most :] if tail else text[: most - 1] + "…"
+    return text.encode("utf-8", "replace").decode()
+
+
+def agree(value: Any, where: str) -> None:
+    """WireError, naming the message `where`, if its fields contradict each other."""
+    match value:
+        case m.JobSpec() if value.min_nodes > value.max_nodes:
+            raise WireError(f"{where}: min_nodes {value.min_nodes} > max_nodes {value.max_nodes}")
+        case m.Start() | m.RoundReport() | m.Probe():
+            if value.group_rank >= value.group_world_size or value.first_rank >= value.world_size:
+                raise WireError(
+                    f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
+                    f"{value.first_rank} of {value.world_size}"
+                )
+        case m.Holding() if not 1 <= len(value.contents) <= value.world_size - value.first_rank:
+            raise WireError(
+                f"{where}: {len(value.contents)} ranks from rank {value.first_rank} on of "
+                f"{value.world_size}"
+            )
+        case m.Holdings() if (listed := sum(len(h.contents) for h in value.held)) > m.MAX_CONTENTS:
+            raise WireError(f"{where} lists {listed} ranks, more than {m.MAX_CONTENTS}")
+        case m.Replicate():
+            if not value.ranks or max(value.ranks) >= value.world_size:
+                raise WireError(f"{where}: no rank, or one beyond {value.world_size}, is copied")
+            if len(value.contents) != len(value.ranks):
+                raise WireError(f"{where}: {len(value.contents)} contents of other ranks")
+        case m.Persist():
+            _agree_persist(value, where)
+
+
+def _agree_persist(value: m.Persist, where: str) -> None:
+    if not value.ranks or max(value.ranks) >= value.world_size:
+        raise WireError(f"{where}: no rank, or one beyond {value.world_size}, would write")
+    if not set(value.shared) <= set(value.ranks) or len(value.ranks) > value.writers:
+        raise WireError(f"{where}: ranks write that are not among its {value.writers} writers")
+    if value.coordinates is (value.coordinator is not None):
+        raise WireError(f"{where}: a node coordinates, or is told who does")
+
 
 _PID = Int(-1, INT32)
 

@@ -1,4 +1,18 @@
-"""The messages between an agent and the job master, one frozen dataclass each.
+"""The messages about node health: what is asked of the checks, probes and what came of them, how
+training goes on a node, who is excluded, and a reader's wish to be dialled.
+
+They are messages like those of `messages.py`, which shows them under its own name too.
+
+What agents and the job master say to each other about snapshots and checkpoints.
+
+A snapshot is named (round, step). All of these are level-triggered: `Holdings` always lists all
+that a node holds, and an order that comes again changes nothing.
+
+The job as one page: what `elasticrun status` and the status page are sent.
+
+They are messages like those of `messages.py`, which shows them under its own name too.
+
+The messages between an agent and the job master, one frozen dataclass each.
 
 An agent sends Reports and the master sends Orders, on one `Attend` stream per agent. Orders are
 level-triggered: they describe what the node should be doing now, so a repeated order is harmless.
@@ -12,49 +26,387 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
-from elasticrun.wire.health import (
-    MAX_EXCLUDED as MAX_EXCLUDED,
-    MAX_TRANSFERS as MAX_TRANSFERS,
-    CheckSpec as CheckSpec,
-    ExcludedNode as ExcludedNode,
-    Park as Park,
-    Probe as Probe,
-    Probed as Probed,
-    ProbePhase as ProbePhase,
-    Reached as Reached,
-    ReachMe as ReachMe,
-    Steps as Steps,
-    Transfer as Transfer,
-)
-from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.page import JobStatus as JobStatus, NodeStatus as NodeStatus
-from elasticrun.wire.saving import (
-    MAX_ATTEMPT as MAX_ATTEMPT,
-    MAX_CONTENTS as MAX_CONTENTS,
-    MAX_HOLDINGS as MAX_HOLDINGS,
-    MAX_MARGIN as MAX_MARGIN,
-    CommitCheckpoint as CommitCheckpoint,
-    Departing as Departing,
-    Holder as Holder,
-    Holding as Holding,
-    Holdings as Holdings,
-    LastRound as LastRound,
-    Missed as Missed,
-    NotReplicated as NotReplicated,
-    Persist as Persist,
-    Persisted as Persisted,
-    PersistOver as PersistOver,
-    Replicate as Replicate,
-    Restore as Restore,
-    SaveAt as SaveAt,
-    SaveOrder as SaveOrder,
-    SaveReport as SaveReport,
-    SaveSpec as SaveSpec,
-    ShardBad as ShardBad,
-    Watermark as Watermark,
-    WentOn as WentOn,
-    WhereIs as WhereIs,
-)
+from elasticrun.wire.types import Endpoint, RoundName
+
+MAX_TRANSFERS = 16
+"""Most message sizes that one probe measures."""
+
+MAX_EXCLUDED = 1000
+"""Most excluded nodes that are remembered; the oldest are forgotten first."""
+
+
+class CheckSpec(Struct, frozen=True):
+    """How the job looks after the health of its nodes; part of the JobSpec."""
+
+    network: bool = False  # --network-check: no node enters a round before it has passed
+    perf: bool = False  # --comm-perf-test: one all_reduce over all good nodes, once before training
+    perf_floor: float = 0.0  # bus bandwidth (GB/s) that it must reach at its largest size; 0: none
+    exclude_stragglers: bool = False  # --exclude-straggler
+    slow_ratio: float = 1.5  # a node is slow from this multiple of the others' median on
+    slow_for: float = 30.0  # and while training: for so many seconds
+    probe_limit: float = 60.0  # seconds for one probe, after which it is ended
+    exclude_for: float = 3600.0  # seconds for which an excluded node is refused
+    quarantine: int = 0  # --quarantine: so many excluded nodes at once stay parked
+
+
+class ProbePhase(StrEnum):
+    """How far a probe has come; a failed one names the phase in which it failed."""
+
+    START = "start"  # its process was not there yet, or could not import what it needs
+    COMPUTE = "compute"  # the timed matmul
+    MEET = "meet"  # forming the process group with the partner
+    COMM = "comm"  # the timed all_reduce
+    DONE = "done"
+
+
+class Transfer(Struct, frozen=True):
+    """One size of all_reduce, as the slowest local rank saw it."""
+
+    size: int  # bytes of the reduced buffer
+    seconds: float  # of one all_reduce
+
+
+class Probed(Struct, frozen=True):
+    """What came of the m.Probe of the same `check` on this node: the worst of its local ranks."""
+
+    check: str
+    ok: bool
+    phase: ProbePhase  # where it failed; DONE if it did not
+    own: bool  # it failed by itself, with no part of any other node in it (START and COMPUTE)
+    excused: bool  # it could not be finished because another node of the group said it had failed
+    reason: str  # a clause with the time it took and the limit, without phase and partner; "" if ok
+    compute: float  # seconds of one matmul, the slowest local rank's; 0.0: not measured
+    flops: float  # floating point operations of one matmul
+    transfers: tuple[Transfer, ...]
+    seconds: float  # that the whole probe took, of which ...
+    timed: float  # ... so many were timed work
+
+
+class Steps(Struct, frozen=True):
+    """How training goes on this node, from `elasticrun.training.progress`: the slowest local rank.
+
+    Means over the steps since the last report, in seconds. `waited` is what the rank spent in
+    collectives, waiting for others: a slow rank waits least."""
+
+    round: RoundName
+    step: int  # the newest
+    steps: int  # in this report
+    seconds: float  # of one step
+    own: float  # of one step, without waiting; 0.0 where it is not known
+    waited: float
+
+
+class Probe(Struct, frozen=True):
+    """Probe this machine, and its links to the other nodes of a small group, of which only this
+    node's own place is told. A newer `check` takes the place of one that is under way."""
+
+    check: str  # unique name of this group's probe; also the prefix of its keys in the store
+    perf: bool  # the all_reduce over all good nodes, in several sizes; no matmul
+    partners: str  # the other nodes, in words; "" where there is none
+    group_rank: int
+    group_world_size: int  # nodes; 1: this machine alone
+    first_rank: int
+    world_size: int  # ranks in the group
+    store: Endpoint  # offered in a Join by the group's first node
+    limit: float  # seconds, after which the probe is ended and has failed
+
+
+class Park(Struct, frozen=True):
+    """This node is excluded and is to stay, without ranks, so that nobody is given its machine."""
+
+    reason: str
+    seconds: float  # after which it ends, if the job has not ended before
+
+
+class ExcludedNode(Struct, frozen=True):
+    """A node that the job refuses, for people and for schedulers."""
+
+    node: str
+    host: str
+    kind: str  # "failed" (network check) or "slow" (straggler)
+    reason: str  # the verdict with its evidence
+    age: float  # seconds since
+    remaining: float  # seconds until it may come back and is probed anew
+
+
+class ReachMe(Struct, frozen=True):
+    """A reader asks the master to dial `port` at the address its stream comes from, and to read
+    `nonce` there (elasticrun doctor)."""
+
+    port: int
+    nonce: bytes
+
+
+class Reached(Struct, frozen=True):
+    """The answer to a ReachMe, and what a doctor wants to know of the master's host."""
+
+    ok: bool
+    reason: str  # why not, in a clause
+    address: str  # the reader's, as the master sees it
+    mtu: int  # of the interface on the master's side, 0: unknown
+    clock_us: int
+    host: str
+
+
+MAX_HOLDINGS = 8
+"""Snapshots that one node reports; the newest ones."""
+
+MAX_CONTENTS = 4096
+"""Local ranks listed in one report, over all its holdings; older holdings are left out before."""
+
+MAX_MARGIN = 1_000_000
+"""Steps that a departing node may ask for, so that word comes to every rank."""
+
+MAX_ATTEMPT = 64
+"""Characters of an attempt's name."""
+
+
+class SaveSpec(Struct, frozen=True):
+    """What the job does with its snapshots; part of the JobSpec."""
+
+    at_breakpoint: bool = False  # --save-at-breakpoint: what ranks lost is written out too
+    limit: float = 120.0  # seconds that one attempt to write a checkpoint may take
+    restore_step: int = -1  # --restore-step: what a person wants to go on from; -1: the newest
+
+
+class Holding(Struct, frozen=True):
+    """One snapshot of one node: all of its local ranks of that round have committed it, or those of
+    them whose content is not 0. `replica`: of another node's ranks, copied from there."""
+
+    round: RoundName
+    step: int
+    first_rank: int
+    world_size: int
+    contents: tuple[int, ...]  # of local ranks first_rank..: Layout.content, 0: not held
+    wanted: bool  # the ranks have asked for it to be written out
+    replica: bool = False
+    own: bool = False  # its ranks have state that no other rank has (per_rank)
+
+
+class Restore(Struct, frozen=True):
+    """What the ranks of a round go on from; part of Start."""
+
+    round: RoundName
+    step: int
+    world_size: int  # of that round
+
+
+class LastRound(Struct, frozen=True):
+    """The newest round whose ranks lived on a node, as an agent before this one may have noted it;
+    told to a master that may know of no round."""
+
+    round: RoundName
+    world_size: int
+    restore: Restore | None = None  # as in Start
+    rewound_from: int = -1  # as in Start, until a checkpoint that was committed since says it
+
+
+class WentOn(Struct, frozen=True):
+    """A rank of this round has put back here what its Start named, and done steps since, up to
+    `step`. Told once no rank of the round lives here any more."""
+
+    round: RoundName
+    step: int
+
+
+class Holdings(Struct, frozen=True):
+    """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
+    where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
+    the state in the memory of two nodes. `last`: None if no rank ever lived here. `went_on`: None
+    if no rank of the newest round has trained on here from what it put back. `skipped`: snapshots
+    of that round for which a rank of this node had no free slot, of the rank with the most."""
+
+    saver: Endpoint | None
+    held: tuple[Holding, ...]
+    replicas: bool = False
+    last: LastRound | None = None
+    went_on: WentOn | None = None
+    skipped: int = 0
+
+
+class ShardBad(Struct, frozen=True):
+    """Report: what this node holds of a rank of (round, step) is not what was written, or cannot be
+    had from the node that was named; it is to count as absent."""
+
+    round: RoundName
+    step: int
+    rank: int
+    reason: str
+
+
+class NotReplicated(Struct, frozen=True):
+    """Report: this node could not copy all that a Replicate named."""
+
+    round: RoundName
+    step: int
+    reason: str
+
+
+class WhereIs(Struct, frozen=True):
+    """Report: this node needs the shard of a rank that it does not hold. Answer: Holder."""
+
+    round: RoundName
+    step: int
+    rank: int
+
+
+class Departing(Struct, frozen=True):
+    """Report: this node has received a death signal and leaves, as soon as a step that all ranks
+    save is written out, or its grace is over. Answer: SaveAt to all nodes of the round."""
+
+    round: RoundName
+    reason: str
+    signal: int
+    step: int  # the newest that a rank here is at
+    margin: int  # steps from there in which word comes to every rank
+    asked: int = -1  # the step that this node has been asked to save; -1: none yet
+
+
+class SaveAt(Struct, frozen=True):
+    """Order: every rank of the round takes a snapshot at its first step from this one on, and wants
+    it written out; `reason` says in a clause who leaves. Report back, if a rank cannot: Missed."""
+
+    round: RoundName
+    step: int
+    reason: str
+
+
+class Missed(Struct, frozen=True):
+    """Report: a rank of this node was past the step that SaveAt named, or had no room for it."""
+
+    round: RoundName
+    asked: int
+    step: int  # that it is at
+
+
+class Holder(Struct, frozen=True):
+    """Order: who has it. `holds` is the rank asked for, or one of the same content; `saver` None:
+    nobody, and `reason` says why."""
+
+    round: RoundName
+    step: int
+    rank: int
+    holds: int
+    saver: Endpoint | None
+    reason: str
+
+
+class Watermark(Struct, frozen=True):
+    """Order: this step of the present round is whole over the whole job, so that older ones are
+    needed no more; -1: none is yet. Steps above it up to `given_up` will never be whole, because
+    some nodes have them and others went on without; -1: none."""
+
+    round: RoundName
+    step: int
+    given_up: int = -1
+
+
+class Replicate(Struct, frozen=True):
+    """Order: copy what these ranks have of (round, step) from another node's saver, and hold it as
+    replicas. What is held already is not copied again; of several orders the newest step counts.
+    Report back: Holdings, or NotReplicated."""
+
+    round: RoundName
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]
+    contents: tuple[int, ...]  # of these ranks
+    saver: Endpoint
+
+
+class Persist(Struct, frozen=True):
+    """Order: write this node's share of the checkpoint of (round, step). The snapshot is pinned
+    until PersistOver. Report back: Persisted."""
+
+    attempt: str
+    round: RoundName
+    step: int
+    world_size: int
+    ranks: tuple[int, ...]  # of that round, held here, that write a part
+    shared: tuple[int, ...]  # those of them that write their shared items too
+    writers: int  # parts of all nodes, one a rank
+    coordinates: bool
+    coordinator: Endpoint | None  # its saver, where this node does not coordinate
+    reason: str  # periodic, breakpoint, asked
+    limit: float  # seconds until the attempt is given up
+    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
+
+
+class CommitCheckpoint(Struct, frozen=True):
+    """Order to the coordinator: every part is written; write the marker. Report back: Persisted
+    with `committed`."""
+
+    attempt: str
+
+
+class PersistOver(Struct, frozen=True):
+    """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
+    snapshot that the ranks wanted written; it is no longer pinned for that."""
+
+    attempt: str
+    round: RoundName
+    step: int
+    ok: bool
+    reason: str
+
+
+class Persisted(Struct, frozen=True):
+    """Report: what came of this node's share, or, with `committed`, of the commit."""
+
+    attempt: str
+    ok: bool
+    committed: bool
+    reason: str
+    nbytes: int
+    seconds: float
+
+
+SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
+"""Those of an agent."""
+
+SaveOrder = Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt
+"""Those of the master."""
+
+
+class NodeStatus(Struct, frozen=True):
+    """One node, as the status page shows it."""
+
+    node: str
+    host: str
+    address: str
+    state: str  # the membership word: alive, suspect, dead, left, parked
+    activity: str  # joining, at-the-door, starting, running, stopping, finished, spare
+    reason: str  # why it waits, empty if it does not
+    group_rank: int  # -1: has no place in the current round
+    first_rank: int
+    local_world_size: int
+    pids: tuple[int, ...]
+    health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
+
+
+class JobStatus(Struct, frozen=True):
+    """The job as one page: what a person asks first, and why anything waits."""
+
+    job_id: str
+    phase: str  # gathering, running, stopping, ended
+    reason: str
+    round: RoundName | None
+    world_size: int
+    restart_count: int
+    restarts_left: int
+    max_restarts: int
+    min_nodes: int
+    max_nodes: int
+    nodes: tuple[NodeStatus, ...]
+    last_failure: str
+    outcome: str
+    excluded: tuple[ExcludedNode, ...] = ()
+    check: str = ""  # what the last network check found, in a sentence; "" if there was none
+    snapshot: str = ""  # newest whole step, newest written one, what is under way; "" if none is
+    step: int = -1  # the newest that ranks have told of; -1: none
+    step_age: float = 0.0  # seconds since it was heard
+    age: float = 0.0  # seconds since the job's first master on this host began
+
 
 PROTOCOL_VERSION = 6
 """Raised with every change of the wire that an older peer cannot read."""
@@ -95,7 +447,7 @@ PROOF_BYTES = 32
 
 
 class FailureKind(StrEnum):
-    """What a failed rank died of, as `core/failures.py` classifies it."""
+    """What a failed rank died of, as `core/rounds/failures.py` classifies it."""
 
     SCRIPT = "script"  # an exception or a non-zero exit of its own
     FINAL = "final"  # ended with EXIT_FINAL: the script's own word for "do not try again"

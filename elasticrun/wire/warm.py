@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.wire.env import WARM_SERVER
-from elasticrun.wire.published import run_folder
+from elasticrun.wire.run_folder import run_folder
 
 OFF: Final = "off"
 """Value of ELASTICRUN_WARM_SERVER by which no warm process is looked for."""

@@ -10,7 +10,7 @@ import pytest
 from elasticrun.accelerators import ascend
 from elasticrun.accelerators.ascend import Ascend, parse, visible
 from elasticrun.accelerators.asking import NoAnswer
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 from tests.accelerators.standins import bare, npu_smi
 
 RULE = "+---------------------------+---------------+-----------------------------------------+"

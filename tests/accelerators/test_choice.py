@@ -13,7 +13,7 @@ import torch
 
 from elasticrun import accelerators
 from elasticrun.accelerators.ascend import Ascend
-from elasticrun.accelerators.builds import Build, installed, torch_build
+from elasticrun.accelerators.base import Build, installed, torch_build
 from tests.accelerators.standins import bare, gpu, nvml
 
 

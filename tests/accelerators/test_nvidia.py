@@ -17,7 +17,7 @@ import torch
 from elasticrun.accelerators import nvidia, nvidia_child
 from elasticrun.accelerators.base import descends_from_us
 from elasticrun.accelerators.nvidia import Nvidia, visible
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 from tests.accelerators.standins import PYNVML, bare, gpu, library, nvml
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]

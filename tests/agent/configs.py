@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from elasticrun.config import AgentConfig, LogPlan, Rendezvous
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import JobSpec, Start
+from elasticrun.wire.types import Endpoint, Entry, EntryKind, RoundName
 
 
 def job_spec(**changes: Any) -> JobSpec:

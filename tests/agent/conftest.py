@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.agent import segments
+from elasticrun.agent.snapshots import segments
 from tests.harness import LIMIT
 
 

@@ -13,16 +13,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elasticrun.agent.snapshots import Snapshots
+from elasticrun.agent.snapshots.snapshots import Snapshots
+from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
+from elasticrun.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.layout import PAGE, Item, ItemKind, Layout, lay_out
-from elasticrun.wire.messages import Holdings, Report, Start
+from elasticrun.wire.messages import Holdings, Report, SaveSpec, Start
 from elasticrun.wire.progress import address, read_place
-from elasticrun.wire.saving import SaveSpec
-from elasticrun.wire.segment import VERSION, Segment
-from elasticrun.wire.spawner import Exited, SpawnSaver
+from elasticrun.wire.spawning import Exited, SpawnSaver
+from elasticrun.wire.types import RoundName
 from tests.agent.configs import agent_config, start as a_start
 from tests.harness import LIMIT
 

@@ -17,9 +17,8 @@ from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Check
 from elasticrun.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
-from elasticrun.wire.findings import Finding
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.proof import reader_token
+from elasticrun.wire.auth import reader_token
+from elasticrun.wire.types import Endpoint, Finding
 from tests import aio
 from tests.agent.configs import agent_config
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port

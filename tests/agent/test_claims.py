@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.claims import (
+from elasticrun.agent.rendezvous.claims import (
     STALE_LOOKS,
     Claim,
     ClaimError,
@@ -224,7 +224,7 @@ def test_only_looks_that_the_file_system_answered_make_a_claim_stale() -> None:
 def test_a_keeper_renews_and_tells_whoever_attaches_later(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elasticrun.agent.claims.RENEW_EVERY", 0.01)
+    monkeypatch.setattr("elasticrun.agent.rendezvous.claims.RENEW_EVERY", 0.01)
     first, second = ClaimFile(path), ClaimFile(path)
     assert first.take(fresh({"n": 1}))
     keeper = Keeper(first)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import clearing
-from elasticrun.agent.clearing import Clearing
-from elasticrun.agent.logs import RankOutput
+from elasticrun.agent.logs.output import RankOutput
+from elasticrun.agent.workers import clearing
+from elasticrun.agent.workers.clearing import Clearing
 from elasticrun.config import LogPlan
 from elasticrun.master.main import _anyway
 from tests.aio import run

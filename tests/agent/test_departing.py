@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun.agent.departing import LEAST_MARGIN, MOST_MISSED, Departing
-from elasticrun.agent.held import Held, Sizes
+from elasticrun.agent.snapshots.drain import LEAST_MARGIN, MOST_MISSED, Departing
+from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.config import AgentConfig
+from elasticrun.shm.layout import PAGE
+from elasticrun.shm.segment import NONE, Segment, begin, segment_bytes
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.layout import PAGE
-from elasticrun.wire.segment import NONE, Segment, begin, segment_bytes
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config as made_config
 
 ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
@@ -60,7 +60,7 @@ def test_snapshots_that_lie_here_are_told_of() -> None:
 def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     departing, current, _ = made()
     now = [100.0]
-    monkeypatch.setattr("elasticrun.agent.departing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("elasticrun.agent.snapshots.drain.time.monotonic", lambda: now[0])
     assert departing.margin() == LEAST_MARGIN
     departing.committed(10)
     now[0] += 2.0
@@ -73,7 +73,7 @@ def test_the_pace_is_known_before_the_first_snapshot(monkeypatch: pytest.MonkeyP
     """Of a life that goes on from an older one; of two steps more, ranks would be past them."""
     departing, current, _ = made()
     now = [100.0]
-    monkeypatch.setattr("elasticrun.agent.departing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("elasticrun.agent.snapshots.drain.time.monotonic", lambda: now[0])
     departing.began(1000)
     now[0] += 2.0
     departing.began(1000)  # another rank, later

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from elasticrun.agent.directions import directed
-from elasticrun.agent.last_words import sentence
+from elasticrun.agent.farewell import sentence
 from elasticrun.agent.node import Node
+from elasticrun.agent.workers.ranks import directed
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.effects import Exit, Note
+from elasticrun.core.events import Exit, Note
 from tests.agent.test_story import FIRST, Told, after
 
 

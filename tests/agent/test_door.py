@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import door
+from elasticrun.agent.link import port_proxy_child as door
 from elasticrun.agent.processes import state
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import get_status
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.rpc.channel import get_status
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.harness import await_true
 from tests.master.people import LIMIT, at_once, enter, hear, hello, serving, status as page

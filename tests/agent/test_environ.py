@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.agent.environ import BadEnvironment, rank_entry, rank_environment
+from elasticrun.agent.workers.ranks import BadEnvironment, rank_entry, rank_environment
 from elasticrun.config import Rendezvous
-from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.env import RANK_VARIABLES
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint, Entry, EntryKind
 from tests.agent.configs import agent_config, start
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.agent import errorfiles
-from elasticrun.agent.oom import NEAR_US, OomKills, count_files
+from elasticrun.agent.workers import exits as errorfiles
+from elasticrun.agent.workers.exits import NEAR_US, OomKills, count_files
 from elasticrun.wire.messages import MAX_TEXT, Failure, FailureKind
 
 LATER_US = 1_795_229_860_000_000

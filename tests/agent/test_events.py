@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.events import EventLog, check_handler
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.agent.workers.events import EventLog, check_handler
 from elasticrun.wire.messages import Failure, FailureKind, Start
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.harness import LIMIT, clean_environment
 
 START = Start(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import claims, finding
-from elasticrun.agent.finding import Found, find, free_port
-from elasticrun.agent.signals import SignalInbox
+from elasticrun.agent.main import SignalInbox
+from elasticrun.agent.rendezvous import claims, finding
+from elasticrun.agent.rendezvous.finding import Found, find, free_port
 from elasticrun.config import AgentConfig, Rendezvous
 from tests.agent.configs import agent_config
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import claims, folder_claim
-from elasticrun.agent.folder_claim import NAME, FolderClaim, NotOurs
+from elasticrun.agent.rendezvous import claims, claims as folder_claim
+from elasticrun.agent.rendezvous.claims import NAME, FolderClaim, NotOurs
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.agent import host
-from elasticrun.agent.host import (
+from elasticrun.agent.rendezvous import c10d as host
+from elasticrun.agent.rendezvous.c10d import (
     Bind,
     HostError,
     NotYet,
@@ -16,12 +16,12 @@ from elasticrun.agent.host import (
     leads_here,
     listen_door,
     resolve,
+    resolve_again,
     settle,
 )
-from elasticrun.agent.meeting_base import resolve_again
 from elasticrun.config import Rendezvous
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.route import routed_address
+from elasticrun.system.network import routed_address
+from elasticrun.wire.types import Endpoint
 from tests.agent.configs import agent_config
 from tests.harness import free_port
 

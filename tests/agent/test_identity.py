@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.identity import host_id, identify, offered_address
-from elasticrun.wire.route import routed_address
+from elasticrun.agent.link.identity import host_id, identify, offered_address
+from elasticrun.system.network import routed_address
 
 
 def test_a_given_id_is_taken(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_agents_of_one_job_get_different_slots_and_the_lowest_free_one(tmp_path:
 def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     script = (
-        "import sys, os; from elasticrun.agent.identity import identify;"
+        "import sys, os; from elasticrun.agent.link.identity import identify;"
         "print(identify('', 'a', dict(os.environ)).node, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.killers import Killers
+from elasticrun.agent.workers.exits import Killers
 from elasticrun.wire.messages import Failure, FailureKind
 
 KILLED = Failure("h", 3, 1, 4711, -9, 1, FailureKind.SIGNAL, "Signal 9", "", "")

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.agent import session
-from elasticrun.agent.helpers import MasterProcess
-from elasticrun.agent.link import Link
-from elasticrun.agent.probe import Answer, probe
-from elasticrun.core import effects
-from elasticrun.core.effects import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.agent.link import session
+from elasticrun.agent.link.link import Link
+from elasticrun.agent.link.master_process import MasterProcess
+from elasticrun.agent.workers.probes import Answer, probe
+from elasticrun.core import events as effects
+from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
-from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refused, Start, Welcome
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config
 from tests.aio import run
 from tests.harness import LIMIT

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from elasticrun.agent.link import Link
-from elasticrun.core.effects import LinkLost, Ordered
-from elasticrun.wire.ids import Endpoint
+from elasticrun.agent.link.link import Link
+from elasticrun.core.events import LinkLost, Ordered
 from elasticrun.wire.messages import Welcome
+from elasticrun.wire.types import Endpoint
 from tests.agent.test_link import Heard, hello
 from tests.aio import run
 from tests.harness import LIMIT
@@ -43,7 +43,7 @@ async def linked(where: Where) -> AsyncIterator[tuple[Link, Heard]]:
 
 def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that is frozen takes connections and never answers: nobody waits for it."""
-    monkeypatch.setattr("elasticrun.agent.link.WELCOME_LIMIT", 10 * LIMIT)
+    monkeypatch.setattr("elasticrun.agent.link.link.WELCOME_LIMIT", 10 * LIMIT)
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -74,7 +74,7 @@ def test_a_session_that_stands_is_left_for_the_new_place() -> None:
 
 
 def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticrun.agent.session.ECHO_LIMIT", LIMIT)
+    monkeypatch.setattr("elasticrun.agent.link.session.ECHO_LIMIT", LIMIT)
 
     async def main() -> None:
         async with serving() as master, linked(Where(master.endpoint)) as (link, heard):

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.console import ConsoleWriter
-from elasticrun.agent.log_folder import KEPT_FOR, LogFolder, sweep
-from elasticrun.agent.logs import LogsUnusable, RankOutput
-from elasticrun.agent.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
+from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.agent.logs.output import KEPT_FOR, LogFolder, LogsUnusable, RankOutput, sweep
+from elasticrun.agent.logs.tail import MAX_LINE_BYTES, READ_BYTES, Reader, Tail
 from elasticrun.config import LogPlan
 from tests.harness import LIMIT, await_true, until_file
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import numa
-from elasticrun.agent.numa import Binding, NoBinding, Topology, bind, parse_ranges, place, plan
+from elasticrun.agent.workers import numa
+from elasticrun.agent.workers.numa import (
+    Binding,
+    NoBinding,
+    Topology,
+    bind,
+    parse_ranges,
+    place,
+    plan,
+)
 from tests.agent.configs import agent_config
 
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.environ import probe_environment
-from elasticrun.agent.probing import Probing
+from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper, below
 from elasticrun.agent.spawner import Spawner, Spawners
-from elasticrun.agent.spawner_process import start_spawner
-from elasticrun.agent.stores import Stores
+from elasticrun.agent.workers.probes import Probing
+from elasticrun.agent.workers.ranks import probe_environment
+from elasticrun.agent.workers.stores import Stores
 from elasticrun.config import EXIT_USAGE
-from elasticrun.core.effects import AgentEvent, ProbeEnded, StoreReady
+from elasticrun.core.events import AgentEvent, ProbeEnded, StoreReady
 from elasticrun.wire import env
-from elasticrun.wire.ids import Endpoint
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
-from elasticrun.wire.spawner import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening
+from elasticrun.wire.spawning import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening
+from elasticrun.wire.types import Endpoint
 from tests.agent.configs import agent_config
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World

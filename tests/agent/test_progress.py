@@ -18,13 +18,13 @@ from statistics import median
 
 import pytest
 
-from elasticrun.agent import progress as module
-from elasticrun.agent.environ import rank_environment
-from elasticrun.agent.progress import MOST_PER_RANK, Progress
-from elasticrun.wire.codec import report_to_wire
-from elasticrun.wire.ids import RoundName
+from elasticrun.agent.workers import progress as module
+from elasticrun.agent.workers.progress import MOST_PER_RANK, Progress
+from elasticrun.agent.workers.ranks import rank_environment
 from elasticrun.wire.messages import Steps
 from elasticrun.wire.progress import Own, RankSteps, address, encode, read_place
+from elasticrun.wire.rpc.protobuf import report_to_wire
+from elasticrun.wire.types import RoundName
 from tests.agent.configs import agent_config, start
 from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, World, await_true, free_port
 

@@ -11,21 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from elasticrun.agent import ranks as ranks_module
-from elasticrun.agent.logs import RankLogs, RankOutput
-from elasticrun.agent.ranks import Ranks
+from elasticrun.agent.logs.output import RankLogs, RankOutput
+from elasticrun.agent.runtime import NoThread
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.threads import NoThread
+from elasticrun.agent.workers import ranks as ranks_module
+from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.config import LogPlan
-from elasticrun.core.effects import (
-    AgentEvent,
-    RankExited,
-    RankSpawned,
-    RanksSwept,
-    SpawnRanks,
-)
+from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.wire.messages import FailureKind
-from elasticrun.wire.spawner import Exited, Spawned, SpawnFailed, SpawnRank, Sweep, Swept
+from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, Sweep, Swept
 from tests.agent.configs import agent_config, start
 from tests.harness import LIMIT
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.boot import SpawnerProcess
+from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.processes import below
-from elasticrun.agent.signals import SignalInbox
 from elasticrun.agent.spawner import Spawner
-from elasticrun.agent.spawner_process import SpawnerProcess
 from elasticrun.wire import frames
-from elasticrun.wire.spawner import Notice
+from elasticrun.wire.spawning import Notice
 from tests.harness import LIMIT
 
 
@@ -188,7 +188,7 @@ def test_a_listed_sigusr1_is_a_death_signal() -> None:
 
 
 def test_a_hung_thread_does_not_hold_up_the_loop() -> None:
-    from elasticrun.agent.threads import in_thread
+    from elasticrun.agent.runtime import in_thread
 
     read, write = os.pipe()
 

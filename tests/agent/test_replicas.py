@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from elasticrun.shm.layout import PAGE
+from elasticrun.shm.segment import Segment
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.ids import Endpoint, RoundName
-from elasticrun.wire.layout import PAGE
-from elasticrun.wire.segment import Segment
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.played import Client, Node, layout_of, play
 
 T = TypeVar("T")

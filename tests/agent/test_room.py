@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import large_pages, memory
-from elasticrun.agent.held import Sizes
-from elasticrun.agent.memory import NoRoom
-from elasticrun.agent.segments import Segments
+from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.operator_log import logger
+from elasticrun.shm import memory, memory as large_pages
+from elasticrun.shm.memory import LARGE, NoRoom
+from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.mapping import LARGE
-from elasticrun.wire.segment import NONE
 from tests.agent.played import Node, layout_of, play
 from tests.harness import LIMIT
 

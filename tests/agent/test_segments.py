@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.agent import memory, segments as segments_module
-from elasticrun.agent.held import Held, Sizes
-from elasticrun.agent.memory import NoRoom
-from elasticrun.agent.segment_folder import Life, SegmentFolder, take
-from elasticrun.agent.segments import Segments
+from elasticrun.agent.snapshots import segments as segments_module
+from elasticrun.agent.snapshots.folder import Life, SegmentFolder, take
+from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
 from elasticrun.operator_log import logger
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.layout import PAGE
+from elasticrun.shm import memory
+from elasticrun.shm.layout import PAGE
+from elasticrun.shm.memory import NoRoom
+from elasticrun.wire.types import RoundName
 from tests import needs
 from tests.agent.played import LIMIT, layout_of
 
@@ -465,7 +465,7 @@ SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
 from tests.agent.test_segments import LAYOUT, NoRoom, Sizes, play
-import elasticrun.agent.memory as memory
+import elasticrun.shm.memory as memory
 
 async def body(segments):
     memory.room_in = lambda folder: 1 << 40  # as if others had taken it since we looked

@@ -17,18 +17,18 @@ from typing import TypeVar
 import pytest
 from msgspec import structs
 
-from elasticrun.agent import (
-    memory,
-    savers as savers_module,
-    shards as shards_module,
-    snapshot_peers,
+from elasticrun.agent.snapshots import (
+    fetching as shards_module,
+    peers as snapshot_peers,
+    saver as savers_module,
 )
 from elasticrun.operator_log import logger
+from elasticrun.shm import memory
+from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.progress import address, read_place
-from elasticrun.wire.segment import NONE, VERSION
-from elasticrun.wire.spawner import Exited, SpawnFailed
+from elasticrun.wire.spawning import Exited, SpawnFailed
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.played import LIMIT, Client, Node, Rank, layout_of, play
 
 T = TypeVar("T")
@@ -371,7 +371,7 @@ def fill(fd: int, key: int) -> None:
     """As a saver does with a copy."""
     import mmap
 
-    from elasticrun.wire.segment import Segment
+    from elasticrun.shm.segment import Segment
 
     with mmap.mmap(fd, 0) as mapped:
         segment = Segment(memoryview(mapped))
@@ -777,7 +777,7 @@ def test_another_user_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> No
 SPEAK = """
 import os, socket, sys
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.segment import VERSION
+from elasticrun.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, ToPeer
 sock = socket.socket(socket.AF_UNIX)
 sock.connect("\\0" + sys.argv[1])

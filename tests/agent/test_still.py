@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from elasticrun.agent import spawner
+from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.spawner_process import start_spawner
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.spawner import Exited, FromSpawner, SendSignal, Spawned, SpawnRank
+from elasticrun.wire.spawning import Exited, FromSpawner, SendSignal, Spawned, SpawnRank
+from elasticrun.wire.types import Entry, EntryKind
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT, await_exit
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import stores
+from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.spawner_process import start_spawner
-from elasticrun.agent.stores import Stores
-from elasticrun.core.effects import AgentEvent, StoreReady
-from elasticrun.wire.spawner import Exited, FromSpawner, Spawned, SpawnFailed, StoreListening
+from elasticrun.agent.workers import stores
+from elasticrun.agent.workers.stores import Stores
+from elasticrun.core.events import AgentEvent, StoreReady
+from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, StoreListening
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 

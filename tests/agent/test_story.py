@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elasticrun.agent.story import NOTHING, Story
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.agent.farewell import NOTHING, Story
 from elasticrun.wire.messages import Start
+from elasticrun.wire.types import Endpoint, RoundName
 
 FIRST = Start(RoundName(1, 1, "n"), 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), host_store=False)
 DEAD = "node b is dead: its connection broke and ranks of other nodes lost it"

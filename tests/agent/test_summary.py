@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.agent.errorfiles import describe
-from elasticrun.agent.summary import child_failed, format_failures
+from elasticrun.agent.farewell import child_failed, format_failures
+from elasticrun.agent.workers.exits import describe
 from elasticrun.wire.messages import Failure, FailureKind
 
 SECOND = 1_000_000

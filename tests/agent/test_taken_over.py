@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from elasticrun.agent.segment_folder import Life
+from elasticrun.agent.snapshots.folder import Life
+from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.segment import NONE
+from elasticrun.wire.types import RoundName
 from tests.agent.played import Node, Rank, layout_of, play
 
 CONTENT = layout_of().content

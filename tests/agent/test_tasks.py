@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import helpers, identity, introduction, node, threads
-from elasticrun.agent.loop import AgentLoop
-from elasticrun.agent.threads import NoThread, Tasks, in_thread, own_defect
+from elasticrun.agent import node, node as introduction, runtime as threads
+from elasticrun.agent.link import identity, master_process as helpers
+from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     AgentEffect,
     AgentEvent,
     Exit,
@@ -26,7 +26,7 @@ from elasticrun.core.effects import (
     Tick,
 )
 from elasticrun.operator_log import StderrWriter
-from elasticrun.wire import record_folder
+from elasticrun.wire import run_folder as record_folder
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent import probe as p
-from elasticrun.agent.link import Link
-from elasticrun.agent.trust import Trust, trust_of, unusable, with_trust
+from elasticrun.agent.link.link import Link
+from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
+from elasticrun.agent.workers import probes as p
 from elasticrun.config import EXIT_FAILED, AgentConfig, Rendezvous, Tls
-from elasticrun.core.effects import LinkBack, LinkLost
-from elasticrun.wire import channel as c, codec, messages as m
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.proof import Guest
+from elasticrun.core.events import LinkBack, LinkLost
+from elasticrun.wire import messages as m
+from elasticrun.wire.auth import Guest
+from elasticrun.wire.rpc import channel as c, protobuf as codec
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.agent.configs import agent_config
 from tests.agent.test_link import Heard

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrun.agent import waiting
-from elasticrun.core.group_states import GroupStatus, State
+from elasticrun.agent import node as waiting
+from elasticrun.core.worker.states import GroupStatus, State
 
 ALONE = GroupStatus(State.JOINED, "waiting for nodes: 1 of 2 nodes", None, (), 0, None, "", 700.0)
 DEAD = "waiting for nodes: 1 of 2 nodes (node b is dead)"

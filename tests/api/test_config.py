@@ -13,12 +13,12 @@ import pytest
 from msgspec import structs
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-from elasticrun import config_json, errors
+from elasticrun import config as config_json, errors
 from elasticrun.config import AgentConfig, LogPlan
-from elasticrun.core.effects import Exit
+from elasticrun.core.events import Exit
 from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, entry_of, raise_for
-from elasticrun.wire.entry import EntryKind
 from elasticrun.wire.messages import Failure, FailureKind
+from elasticrun.wire.types import EntryKind
 from tests.api import functions
 from tests.harness import LIMIT
 

@@ -17,10 +17,10 @@ import pytest
 
 from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.launcher import LaunchConfig, elastic_launch
+from elasticrun.system.title import AGENT
 from elasticrun.testing.processes import command
 from elasticrun.wire.frames import FrameBuffer
-from elasticrun.wire.spawner import FromSpawner, Notice
-from elasticrun.wire.title import AGENT
+from elasticrun.wire.spawning import FromSpawner, Notice
 from tests.api import functions
 from tests.further import cases, further
 from tests.harness import LIMIT, await_exit, free_port, until_file

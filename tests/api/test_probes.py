@@ -20,7 +20,7 @@ from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.caller.probes import Probes
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.spawner import (
+from elasticrun.wire.spawning import (
     CloseStore,
     Exited,
     FromSpawner,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.shm.segment import VERSION
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.segment import VERSION
 from elasticrun.wire.snapshots import Checked, CheckSnapshot, FromSaver, SaverHere
-from elasticrun.wire.spawner import Pet, SpawnSaver
+from elasticrun.wire.spawning import Pet, SpawnSaver
 from tests.api.test_probes import Agent, calling
 from tests.forkserver.driver import LIMIT, gone
 

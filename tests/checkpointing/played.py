@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticrun.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place
-from elasticrun.wire.segment import Segment, begin, segment_bytes
 from elasticrun.wire.snapshots import (
     AwaitRoom,
     CannotRestore,

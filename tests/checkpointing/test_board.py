@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from elasticrun.checkpointing.board import Board
+from elasticrun.checkpointing.choosing import Board
 
 SECONDS = timedelta(seconds=20)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from elasticrun.checkpointing.line import Line, own_place
+from elasticrun.shm.segment import NONE
 from elasticrun.training import Checkpointer
-from elasticrun.wire.segment import NONE
 from elasticrun.wire.snapshots import (
     AwaitRoom,
     CannotRestore,

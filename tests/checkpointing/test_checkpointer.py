@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from elasticrun.checkpointing.memory import Mapped
+from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import pieces

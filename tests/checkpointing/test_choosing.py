@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.checkpointing.board import Board
-from elasticrun.checkpointing.choosing import Choice, NotThere, Setting
+from elasticrun.checkpointing.choosing import Board, Choice, NotThere, Setting
 from elasticrun.storage.folder import MARKER, Folder
 
 ALL, NO_OTHER = (60, 80, 100), ()

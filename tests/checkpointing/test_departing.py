@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from elasticrun.checkpointing import departing
-from elasticrun.checkpointing.departing import Departure, PutOff
+from elasticrun.checkpointing import drain as departing
+from elasticrun.checkpointing.drain import Departure, PutOff
 from elasticrun.checkpointing.line import Line
-from elasticrun.wire.segment import NONE
+from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
 
 
@@ -67,8 +67,8 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from elasticrun.checkpointing import departing
-from elasticrun.checkpointing.departing import Departure, PutOff
+from elasticrun.checkpointing import drain as departing
+from elasticrun.checkpointing.drain import Departure, PutOff
 
 class Line:
     def say(self, message): print(message, flush=True)
@@ -329,7 +329,7 @@ newer.close()
 WITH_AN_AGENT = """
 import os, signal, threading
 from dataclasses import replace
-from elasticrun.checkpointing import ways
+from elasticrun.checkpointing import backends as ways
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import AwaitRoom
 from tests.checkpointing.played import NOTHING, playing

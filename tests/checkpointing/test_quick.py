@@ -21,21 +21,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticrun.checkpointing import copying
+from elasticrun.checkpointing import restore as copying
+from elasticrun.checkpointing.capture import Taker
 from elasticrun.checkpointing.line import Line
-from elasticrun.checkpointing.modules import state_of
-from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.recalling import Recall, asking_order
+from elasticrun.checkpointing.parts import StateError, state_of
+from elasticrun.checkpointing.restore import Recall, asking_order
 from elasticrun.checkpointing.state import Known, State
-from elasticrun.checkpointing.taking import Taker
-from elasticrun.dcp.collecting import no_collection
 from elasticrun.dcp.image import arrange
 from elasticrun.dcp.items import Flat, flatten
 from elasticrun.dcp.restoring import Cover
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.layout import Item, ItemKind, Layout, decode, lay_out
-from elasticrun.wire.segment import VERSION
+from elasticrun.dcp.torches import no_collection
+from elasticrun.shm.layout import Item, ItemKind, Layout, decode, lay_out
+from elasticrun.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
+from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import playing
 from tests.torches import fully_shard
 

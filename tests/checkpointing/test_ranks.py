@@ -18,9 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
-from elasticrun.checkpointing.board import Board
-from elasticrun.checkpointing.choosing import NotAgreed
-from elasticrun.checkpointing.memory import Mapped
+from elasticrun.checkpointing.capture import Mapped
+from elasticrun.checkpointing.choosing import Board, NotAgreed
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
 from elasticrun.training import Checkpointer, Keep

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from elasticrun.checkpointing import rng
+from elasticrun.checkpointing import state as rng
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import NeedSegment, Remark

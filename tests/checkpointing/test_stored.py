@@ -19,7 +19,7 @@ import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from elasticrun.checkpointing import choosing
-from elasticrun.checkpointing.storing import SpoiledError, UnreadableError
+from elasticrun.checkpointing.choosing import SpoiledError, UnreadableError
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder

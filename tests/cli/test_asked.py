@@ -6,9 +6,8 @@ from argparse import Namespace
 
 import pytest
 
-from elasticrun.cli.asked import Asked
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.whereabouts import Filled
+from elasticrun.cli.settings import Asked, Filled
 
 VARIABLE = {"PET_NNODES": "3"}
 

@@ -7,12 +7,12 @@ from typing import Final
 
 import pytest
 
-from elasticrun.cli import render_launch
 from elasticrun.cli.flags import NEWER, TORCHRUN, get_args_parser
-from elasticrun.cli.render import _split
-from elasticrun.cli.render_flags import parser as render_parser
-from elasticrun.cli.srun import srun_command
+from elasticrun.cli.place import srun_command
 from elasticrun.cli.table import FLAGS
+from elasticrun.cli.verbs import render as render_launch
+from elasticrun.cli.verbs.render import _split
+from elasticrun.cli.verbs.render_flags import parser as render_parser
 
 MEGATRON: Final = """
     --save --save-interval --save-retain-interval --load --no-save-optim --no-save-rng --no-load-rng

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun.accelerators.builds import Build
+from elasticrun.accelerators.base import Build
 from elasticrun.cli import devices
 from elasticrun.cli.devices import count_accelerators
 from elasticrun.cli.values import UsageError

@@ -19,15 +19,14 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.cli import doctor as own
-from elasticrun.cli.asked import Asked
-from elasticrun.cli.scheduler import settle
-from elasticrun.cli.status import Question, parse_endpoint
-from elasticrun.cli.whereabouts import NOWHERE
+from elasticrun.cli.place import settle
+from elasticrun.cli.settings import NOWHERE, Asked
+from elasticrun.cli.verbs import doctor as own
+from elasticrun.cli.verbs.status import Question, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
-from elasticrun.wire import tls
-from elasticrun.wire.findings import Finding, State
-from elasticrun.wire.proof import TOKEN_WANTED
+from elasticrun.wire import auth as tls
+from elasticrun.wire.auth import TOKEN_WANTED
+from elasticrun.wire.types import Finding, State
 from tests import aio, needs
 from tests.certificates import Authority
 from tests.detection.commands import NOT_A_POD, machine
@@ -51,7 +50,8 @@ TOKEN = "what the nodes of the job know"
 
 WITH_TIME = (
     *(sys.executable, "-c"),
-    "import sys; from elasticrun.agent import checkup; from elasticrun.cli import doctor, main; "
+    "import sys; from elasticrun.agent import checkup; from elasticrun.cli import main; "
+    "from elasticrun.cli.verbs import doctor; "
     f"checkup.ANSWER_LIMIT = doctor.ANSWER_LIMIT = {LIMIT}; sys.exit(main.main(sys.argv[1:]))",
     "doctor",
 )

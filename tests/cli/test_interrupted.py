@@ -24,7 +24,7 @@ MOMENTS = (
     "elasticrun.cli.resolve",
     "elasticrun.agent.main",
     "elasticrun.operator_log",
-    "elasticrun.agent.signals",
+    "elasticrun.agent.main",
 )
 """What is being imported when the signal comes."""
 

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
-from elasticrun.cli.main import UNREAD, VERBS, say, verb_of
-from elasticrun.cli.master_verb import configure
-from elasticrun.cli.program import check_program
+from elasticrun.cli.main import UNREAD, VERBS, check_program, say, verb_of
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.messages import CheckSpec
-from elasticrun.wire.saving import SaveSpec
+from elasticrun.cli.verbs.master import configure
+from elasticrun.wire.messages import CheckSpec, SaveSpec
+from elasticrun.wire.types import Entry, EntryKind
 from tests.harness import clean_environment
 
 

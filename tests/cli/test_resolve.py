@@ -16,9 +16,8 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, Rendezvous
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.messages import CheckSpec, JobSpec
-from elasticrun.wire.saving import SaveSpec
+from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
+from elasticrun.wire.types import Entry, EntryKind
 
 PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
 

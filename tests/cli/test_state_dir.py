@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from elasticrun.cli.main import main
-from elasticrun.cli.master_verb import configure
 from elasticrun.cli.values import UsageError
+from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
-from elasticrun.wire import record_folder
+from elasticrun.wire import run_folder as record_folder
 
 
 def test_none_by_default() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.cli import jobs_table, status as verb
-from elasticrun.wire import ended, published, tls
-from elasticrun.wire.ids import Endpoint
+from elasticrun.cli.verbs import status as jobs_table, status as verb
+from elasticrun.wire import auth as tls, ended, run_folder as published
+from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
-from elasticrun.wire.proof import MASTER_WRONG, TOKEN_WANTED, reader_token
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.certificates import Authority
 from tests.master.people import LIMIT, Recorder, Served, serving, status as page
@@ -34,7 +34,7 @@ async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the verb in a process of its own, which has time: the master
     is this process, that stands still now and then."""
     code = (
-        "import sys; from elasticrun.cli import status; "
+        "import sys; from elasticrun.cli.verbs import status; "
         f"status.ANSWER_LIMIT = {LIMIT}; sys.exit(status.main(sys.argv[1:]))"
     )
     made = await asyncio.create_subprocess_exec(

@@ -11,9 +11,9 @@ import pytest
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.master_verb import configure
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.values import UsageError
+from elasticrun.cli.verbs.master import configure
 from elasticrun.config import AgentConfig, Tls
 from tests.cli.test_resolve import machine, notes
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import EXIT_SAVED
+from elasticrun.shm.segment import SegmentError
 from elasticrun.testing import processes
-from elasticrun.wire.segment import SegmentError
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
 from tests.further import further

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elasticrun.core import effects as fx
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core import events as fx
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.simulator.script import DEFAULT_SPEC
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from elasticrun.core.aging import aged
-from elasticrun.core.facts import Blamed, LeftOut
+from elasticrun.core.persisted import Blamed, LeftOut, aged
 from elasticrun.wire.messages import ExcludedNode
 from tests.master.facts import facts, round_facts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrun.core.bars import Bars
+from elasticrun.core.nodes.admission import Bars
 
 
 def test_each_waits_its_time_with_its_reason() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrun.core.bars import BAR_LONGEST
-from elasticrun.core.blame import MAX_RECORDS, PROBATION, TRAIL, Blame, Cause
+from elasticrun.core.nodes.admission import BAR_LONGEST
+from elasticrun.core.rounds.attribution import MAX_RECORDS, PROBATION, TRAIL, Blame, Cause
 
 
 def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> Cause:

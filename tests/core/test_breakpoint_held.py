@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
-from elasticrun.core.breakpoint_held import Ledger, in_spans
-from elasticrun.core.breakpoint_writing import divide, in_size
-from elasticrun.wire.ids import RoundName
+from elasticrun.core.snapshots.ledger import Ledger, in_spans
+from elasticrun.core.snapshots.writing import divide, in_size
 from elasticrun.wire.messages import Holding
+from elasticrun.wire.types import RoundName
 
 NAME = RoundName(1, 3, "n")
 WORLD = 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.breakpoint_save import BreakpointSave
+from elasticrun.core.snapshots.checkpoints import BreakpointSave
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.test_breakpoint_save import fails_soon, step_of
 
 R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 from elasticrun.config import REPLICA_LIMIT
-from elasticrun.core.breakpoint_held import Ledger
-from elasticrun.core.breakpoint_replicas import PATIENCE
-from elasticrun.core.breakpoint_save import BreakpointSave
-from elasticrun.core.breakpoint_writing import divide
+from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.ledger import Ledger
+from elasticrun.core.snapshots.replication import PATIENCE
+from elasticrun.core.snapshots.writing import divide
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.test_breakpoint_save import answer
 
 R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config_json import dumps, loads
-from elasticrun.core import effects as fx
-from elasticrun.core.breakpoint_choice import Choice
-from elasticrun.core.breakpoint_save import BreakpointSave
-from elasticrun.core.facts import Facts
+from elasticrun.config import dumps, loads
+from elasticrun.core import events as fx
+from elasticrun.core.persisted import Facts
+from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.choice import Choice
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import Master, failure, hello
 from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, fails_soon, step_of
 

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core import effects as fx
-from elasticrun.core.breakpoint_save import WAIT_FOR_ALL, BreakpointSave
-from elasticrun.core.breakpoint_writing import MAX_TRIES
+from elasticrun.core import events as fx
+from elasticrun.core.snapshots.checkpoints import WAIT_FOR_ALL, BreakpointSave
+from elasticrun.core.snapshots.writing import MAX_TRIES
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure
 
 R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from elasticrun.core.budget import Budget
+from elasticrun.core.rounds.budget import Budget
 
 
 def test_first_restart_is_immediate_then_one_two_four_up_to_the_longest() -> None:

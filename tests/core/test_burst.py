@@ -7,8 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.burst import DOUBT, Burst
-from elasticrun.core.door import Door
+from elasticrun.core.rounds.join_window import DOUBT, Burst, Door
 from tests.simulator.script import DEFAULT_SPEC
 
 

@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_BAD_NODE, PROBE_ANSWER_SLACK
-from elasticrun.core import effects as fx
+from elasticrun.core import events as fx
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, hello
 
 CHECKS = m.CheckSpec(network=True, probe_limit=30.0, exclude_for=50.0)

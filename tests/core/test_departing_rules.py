@@ -6,12 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
-from elasticrun.core import effects as fx
-from elasticrun.core.departing_rules import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
-from elasticrun.core.group_states import State
-from elasticrun.core.local_ranks import SIGNAL_MEMORY, LocalRanks
+from elasticrun.core import events as fx
+from elasticrun.core.worker.leaving import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
+from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
+from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import RoundName
+from elasticrun.wire.types import RoundName
 from tests.core.test_holding_rules import PERSIST
 from tests.core.test_worker_group import ROUND, Agent
 

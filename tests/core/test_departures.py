@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticrun.core.departures import MAX_TRIES, Departures
+from elasticrun.core.snapshots.departures import MAX_TRIES, Departures
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import RoundName
+from elasticrun.wire.types import RoundName
 
 ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
 

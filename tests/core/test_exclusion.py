@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elasticrun.config import STRAGGLERS_PER_HOUR
-from elasticrun.config_json import dumps, loads, plain, typed
-from elasticrun.core.aging import aged
-from elasticrun.core.exclusion import FAILED, HOUR, SLOW, Exclusions
-from elasticrun.core.facts import Facts
+from elasticrun.config import STRAGGLERS_PER_HOUR, dumps, loads, plain, typed
+from elasticrun.core.nodes.admission import FAILED, HOUR, SLOW, Exclusions
+from elasticrun.core.persisted import Facts, aged
 from elasticrun.wire.messages import MAX_EXCLUDED, CheckSpec, ExcludedNode
 from tests.master.facts import facts
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
-from elasticrun.config_json import dumps, loads
-from elasticrun.core import effects as fx
-from elasticrun.core.facts import Facts
-from elasticrun.core.job_base import RECORD_EVERY
+from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE, dumps, loads
+from elasticrun.core import events as fx
+from elasticrun.core.job.base import RECORD_EVERY
+from elasticrun.core.persisted import Facts
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 from tests.core.by_hand import SPEC, Master, failure, hello
 
 DAY = 86400.0

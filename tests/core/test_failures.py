@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.failures import (
+from elasticrun.core.rounds.failures import (
     CONTRACT,
     Bill,
     Ending,

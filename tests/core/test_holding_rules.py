@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core import effects as fx
-from elasticrun.core.group_states import State
-from elasticrun.core.holding_rules import MAX_PERSISTS
+from elasticrun.core import events as fx
+from elasticrun.core.worker.leaving import MAX_PERSISTS
+from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 from tests.core.test_worker_group import ROUND, WELCOME, Agent, failed
 
 PERSIST = m.Persist(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core import effects as fx
-from elasticrun.core.last_call import LastCall
+from elasticrun.core import events as fx
+from elasticrun.core.rounds.join_window import LastCall
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure, hello
 
 

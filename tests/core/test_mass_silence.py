@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.config import MASS_SILENCE_HOLD
-from elasticrun.core.mass_silence import MassSilence
+from elasticrun.core.nodes.membership import MassSilence
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from elasticrun.config import (
     STOPPED_AFTER,
     SUSPECT_CONFIRM,
 )
-from elasticrun.core.members import Admission, Health
-from elasticrun.core.membership import Membership
+from elasticrun.core.nodes.membership import Membership
+from elasticrun.core.nodes.node import Admission, Health
 
 TIMEOUT = 5.0
 

@@ -26,11 +26,9 @@ from benchmarks.netcheck_faults import (
     single,
 )
 from elasticrun.config import PROBE_ANSWER_SLACK
-from elasticrun.core.netcheck import MAX_PASSES, Group, NetCheck, Standing, Verdict
-from elasticrun.core.netcheck_pairs import later_pass
-from elasticrun.core.netcheck_pass import HELD_UP_FOR
-from elasticrun.core.netcheck_trials import Trial
-from elasticrun.core.netcheck_words import cut
+from elasticrun.core.health.groups import HELD_UP_FOR, Trial, later_pass
+from elasticrun.core.health.netcheck import MAX_PASSES, Group, NetCheck, Standing, Verdict
+from elasticrun.core.health.speed import cut
 from elasticrun.wire.messages import MAX_TEXT, CheckSpec, Probed, ProbePhase, Transfer
 
 SPEC = CheckSpec(network=True)

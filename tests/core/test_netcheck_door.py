@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elasticrun.config import PROBE_ANSWER_SLACK
-from elasticrun.core.netcheck_door import TRIES, Doors
-from elasticrun.core.netcheck_terms import Group
+from elasticrun.core.health.groups import Group
+from elasticrun.core.health.netcheck import TRIES, Doors
 from elasticrun.wire.messages import Probed, ProbePhase
 
 LIMIT = 10.0

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
-from elasticrun.core.netcheck import Group, NetCheck
-from elasticrun.core.netcheck_pairs import BESIDE
+from elasticrun.core.health.groups import BESIDE
+from elasticrun.core.health.netcheck import Group, NetCheck
 from elasticrun.wire.messages import Probed, Transfer
 
 

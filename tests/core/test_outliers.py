@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.core.outliers import MAD_TO_DEVIATION, SPREADS, outliers
+from elasticrun.core.health.speed import MAD_TO_DEVIATION, SPREADS, outliers
 
 FIGURES = st.lists(st.sampled_from([1.0, 1.1, 1.3, 2.0, 3.0, 9.0, 40.0]), max_size=12)
 

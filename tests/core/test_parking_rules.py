@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_BAD_NODE
-from elasticrun.core import effects as fx
-from elasticrun.core.group_states import State
-from elasticrun.core.link_rules import CONFIRM
+from elasticrun.core import events as fx
+from elasticrun.core.worker.rules import CONFIRM
+from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from tests.core.test_holding_rules import PERSIST
 from tests.core.test_worker_group import NEXT, ROUND, START, STORE, WELCOME, Agent

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from elasticrun.core.placement import Candidate, choose, is_loopback, lay_out
-from elasticrun.wire.ids import Endpoint
+from elasticrun.core.rounds.round import Candidate, choose, is_loopback, lay_out
+from elasticrun.wire.types import Endpoint
 
 
 def node(

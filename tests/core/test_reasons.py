@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.effects import Tick
+from elasticrun.core.events import Tick
 from elasticrun.wire.messages import JobSpec, JobStatus, Wait
 from tests.simulator.node import NodeSetup
 from tests.simulator.script import DEFAULT_SPEC

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.facts import Seat
-from elasticrun.core.rounds import Round
+from elasticrun.core.persisted import Seat
+from elasticrun.core.rounds.round import Round
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 
 NAME = RoundName(2, 7, "seven")
 STORE = Endpoint("10.0.0.1", 29400)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER
-from elasticrun.config_json import dumps, loads
-from elasticrun.core.bars import BAR_UNIT
-from elasticrun.core.facts import Facts
-from elasticrun.core.silences import MEMORY
-from elasticrun.core.stays import MAX_RECORDS, Stays
+from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER, dumps, loads
+from elasticrun.core.nodes.admission import BAR_UNIT, MAX_RECORDS, MEMORY, Stays
+from elasticrun.core.persisted import Facts
 from elasticrun.wire import messages as m
 from tests.core.by_hand import Master
 

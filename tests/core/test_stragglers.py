@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.core.stragglers import PATIENCE, WARM, Slowness, Stragglers
-from elasticrun.wire.ids import RoundName
+from elasticrun.core.health.speed import PATIENCE, WARM, Slowness, Stragglers
 from elasticrun.wire.messages import CheckSpec, Steps
+from elasticrun.wire.types import RoundName
 
 ROUND = RoundName(1, 1, "n")
 SPEC = CheckSpec(slow_for=30.0)

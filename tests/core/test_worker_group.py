@@ -16,12 +16,12 @@ from elasticrun.config import (
     SPAWN_TIMEOUT,
     STUCK_AFTER,
 )
-from elasticrun.core import effects as fx
-from elasticrun.core.group_states import State, UnexpectedEvent
-from elasticrun.core.store_shelf import MAX_LOSSES
-from elasticrun.core.worker_group import TABLE, WorkerGroup, draw
+from elasticrun.core import events as fx
+from elasticrun.core.worker.group import TABLE, WorkerGroup, draw
+from elasticrun.core.worker.ranks import MAX_LOSSES
+from elasticrun.core.worker.states import State, UnexpectedEvent
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 
 STORE, NEXT = Endpoint("here", 4001), Endpoint("here", 4002)
 ROUND = RoundName(1, 1, "aa")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticrun.forkserver import persist
-from elasticrun.forkserver.part import PartWritten
+from elasticrun.saver import parts as persist
+from elasticrun.saver.parts import PartWritten
 from elasticrun.storage.folder import Folder
 from tests.dcp.slots import NAMED, HandMade
 

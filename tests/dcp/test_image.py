@@ -10,7 +10,7 @@ import torch
 from elasticrun.dcp.image import arrange, envelope, trusted, views, write_envelopes
 from elasticrun.dcp.items import pieces
 from elasticrun.dcp.restoring import copy_all
-from elasticrun.wire.layout import PAGE, decode
+from elasticrun.shm.layout import PAGE, decode
 
 TENSORS = {
     "matrix": torch.arange(12, dtype=torch.float64).reshape(3, 4),

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from elasticrun.dcp.items import flatten, in_order, is_array, pieces, serialise
 from elasticrun.dcp.loading import deserialise
-from elasticrun.wire.layout import ItemKind
+from elasticrun.shm.layout import ItemKind
 
 
 def many() -> dict[str, Any]:

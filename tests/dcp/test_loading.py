@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from elasticrun.checkpointing.choosing import UnreadableError
 from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.storing import UnreadableError
 from elasticrun.dcp.items import serialise
 from elasticrun.dcp.loading import NotAllowed, deserialise, read_metadata
 from elasticrun.training import Checkpointer

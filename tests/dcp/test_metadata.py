@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from elasticrun.dcp.metadata import MetadataError, Part, build, items_of
+from elasticrun.shm.layout import Layout
 from elasticrun.storage.folder import Folder
-from elasticrun.wire.layout import Layout
 from tests.dcp.checkpoints import bits, load, same, save
 from tests.dcp.slots import HandMade, renamed
 

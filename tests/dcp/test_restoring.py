@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from elasticrun.dcp.image import arrange
 from elasticrun.dcp.items import Piece
 from elasticrun.dcp.restoring import Cover, RestoreError, copy, overlap
-from elasticrun.wire.layout import Item, ItemKind, Layout
+from elasticrun.shm.layout import Item, ItemKind, Layout
 
 Place = tuple[int, ...]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticrun.cli.asked import Asked
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.dryrun import describe
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.whereabouts import Whereabouts, look
+from elasticrun.cli.settings import Asked, Whereabouts, look
 from elasticrun.config import AgentConfig
 from elasticrun.detection.found import Facts
 

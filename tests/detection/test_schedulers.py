@@ -11,8 +11,7 @@ import pytest
 from elasticrun.cli.values import NothingToDo
 from elasticrun.config import Rendezvous
 from elasticrun.detection.detect import detect
-from elasticrun.detection.found import Facts
-from elasticrun.detection.ports import port_of_name
+from elasticrun.detection.found import Facts, port_of_name
 from tests.detection.commands import NOT_A_POD, pod, resolved
 from tests.detection.environments import (
     ARRAY,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.srun import srun_command
+from elasticrun.cli.place import srun_command
 from elasticrun.cli.values import UsageError
 from tests.detection.environments import BATCH, INTERACTIVE, PTY, SALLOC, SRUN
 from tests.harness import clean_environment

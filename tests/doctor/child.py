@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 from tests import needs
 from tests.harness import clean_environment
 

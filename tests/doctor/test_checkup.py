@@ -13,7 +13,7 @@ from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Check, Subject
 from elasticrun.doctor.disk import Folder
 from elasticrun.doctor.verdict import amount, failures, in_a_line, ok
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 
 
 def test_they_run_side_by_side_and_are_told_in_order() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor import cpu
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 from tests.doctor.child import found
 
 V2 = "0::/job/a\n"

@@ -10,7 +10,7 @@ import pytest
 from elasticrun.doctor import disk
 from elasticrun.doctor.disk import Folder
 from elasticrun.doctor.verdict import GIB, MIB
-from elasticrun.wire.findings import State
+from elasticrun.wire.types import State
 from tests.doctor.child import found
 
 LOOK = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor import kernel
-from elasticrun.wire.findings import State
+from elasticrun.wire.types import State
 
 NOW = 200_000.0
 """Seconds since boot."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor.limits import LOCKED, OPEN_FILES
-from elasticrun.wire.findings import State
+from elasticrun.wire.types import State
 from tests.doctor.child import found, one
 
 LOOK = """

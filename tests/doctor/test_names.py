@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.doctor import names
-from elasticrun.wire.findings import Finding, State
+from elasticrun.wire.types import Finding, State
 from tests.doctor.child import found, one
 from tests.master.people import status
 

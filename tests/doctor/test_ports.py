@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from elasticrun.doctor import clock, mtu, ports
 from elasticrun.doctor.ports import Answer
-from elasticrun.wire.findings import State
+from elasticrun.system.network import mtu_to
 from elasticrun.wire.messages import Reached
-from elasticrun.wire.route import mtu_to
+from elasticrun.wire.types import State
 
 HERE = "127.0.0.1"
 ELSEWHERE = "198.51.100.9"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor import shm
-from elasticrun.wire.findings import State
+from elasticrun.wire.types import State
 from tests.doctor.child import found
 
 LOOK = "from elasticrun.doctor.shm import examine\nfound = examine({ranks})"

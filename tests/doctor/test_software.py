@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.accelerators.builds import Build
+from elasticrun.accelerators.base import Build
 from elasticrun.doctor import software
-from elasticrun.wire.findings import State
+from elasticrun.wire.types import State
 
 DRIVER = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"

@@ -13,10 +13,10 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.testing import processes
-from elasticrun.wire import published
-from elasticrun.wire.channel import LinkError, get_status
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.proof import TOKEN_WANTED, reader_token
+from elasticrun.wire import run_folder as published
+from elasticrun.wire.auth import TOKEN_WANTED, reader_token
+from elasticrun.wire.rpc.channel import LinkError, get_status
+from elasticrun.wire.types import Endpoint
 from tests.aio import run
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, agents, allreduce, finish, job

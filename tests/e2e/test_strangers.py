@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.link import Link
-from elasticrun.agent.trust import Trust
-from elasticrun.core.effects import LinkLost
+from elasticrun.agent.link.link import Link
+from elasticrun.agent.link.trust import Trust
+from elasticrun.core.events import LinkLost
 from elasticrun.master.server import TELL_EVERY
-from elasticrun.wire import channel as c, messages as m
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.proof import reader_token
+from elasticrun.wire import messages as m
+from elasticrun.wire.auth import reader_token
+from elasticrun.wire.rpc import channel as c
+from elasticrun.wire.types import Endpoint
 from tests.agent.test_link import Heard
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.wire import channel, messages as m
-from elasticrun.wire.ids import Endpoint, mint_incarnation
+from elasticrun.wire import messages as m
+from elasticrun.wire.rpc import channel
+from elasticrun.wire.types import Endpoint, mint_incarnation
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish, job
 from tests.further import further

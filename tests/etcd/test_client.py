@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire import etcd
 from elasticrun.wire.etcd_place import EtcdPlace, parse_place
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.rpc import etcd
+from elasticrun.wire.types import Endpoint
 from tests import aio, needs
 from tests.etcd.server import EtcdServer, Relay
 from tests.harness import LIMIT, free_port

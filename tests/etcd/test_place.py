@@ -13,7 +13,7 @@ from elasticrun.wire.etcd_place import (
     leader_from_bytes,
     parse_place,
 )
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_SAVED, MasterConfig
-from elasticrun.core.facts import Facts
+from elasticrun.core.persisted import Facts
 from elasticrun.master import etcd_store
 from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes, facts_to_bytes
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import MAX_CRASHES
-from elasticrun.wire import codec, etcd
 from elasticrun.wire.etcd_place import Keys, parse_place
 from elasticrun.wire.messages import End, Failure, FailureKind
+from elasticrun.wire.rpc import etcd, protobuf as codec
 from tests import aio
 from tests.etcd.server import EtcdServer
 from tests.harness import LIMIT

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import Driver, plain_environment
 
 

@@ -13,12 +13,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
-from elasticrun.testing import warm as of_the_run
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.testing import plugin as of_the_run
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.serverstart import start_server
-from elasticrun.wire.spawner import (
+from elasticrun.wire.spawning import (
     Configure,
     Exited,
     FromSpawner,
@@ -27,7 +25,9 @@ from elasticrun.wire.spawner import (
     SpawnFailed,
     SpawnRank,
     ToSpawner,
+    start_server,
 )
+from elasticrun.wire.types import Entry, EntryKind
 
 LIMIT = 240.0
 """Seconds for any one event on a busy machine; a test that needs them all is broken, not slow."""

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from elasticrun.shm.segment import Segment
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.segment import Segment
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
@@ -29,7 +29,7 @@ from elasticrun.wire.snapshots import (
     Serve,
     ToSaver,
 )
-from elasticrun.wire.spawner import Exited, SpawnSaver
+from elasticrun.wire.spawning import Exited, SpawnSaver
 from tests.dcp.slots import NAMED, HandMade
 from tests.forkserver.driver import LIMIT, Driver
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from elasticrun.forkserver import attempts as module, checkpoint_work as work, lanes
-from elasticrun.forkserver.attempts import Attempts
-from elasticrun.forkserver.checkpoint_work import Outcome
-from elasticrun.forkserver.lanes import Inbox, Lane
+from elasticrun.saver import attempts as module, lanes, work
+from elasticrun.saver.attempts import Attempts
+from elasticrun.saver.lanes import Inbox, Lane
+from elasticrun.saver.work import Outcome
 from elasticrun.wire.snapshots import FromSaver, PartsDone, PersistParts, Remark
 from tests.forkserver.saver_play import part, persist
 from tests.harness import LIMIT

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 COUNTED = """
 import ctypes, os
 from types import ModuleType
-from elasticrun.forkserver.ending import prepare_end
+from elasticrun.forkserver.renew import prepare_end
 
 def of_nanobind(name, *bases, **more):
     return (more.pop('meta', type))(name, bases, {'__module__': 'nanobind'} | more)

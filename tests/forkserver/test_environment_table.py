@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.forkserver.reread import C_READS, C_READS_OF_NO_INTEREST, REREAD
+from elasticrun.forkserver.renew import C_READS, C_READS_OF_NO_INTEREST, REREAD
 from tests.forkserver.driver import LIMIT, plain_environment
 
 SHIM = r"""

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment, warm_process
 from tests.further import cases
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.entry import Entry, EntryKind
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.outcomes import OUTCOMES, RECURSION, TORCH_OUTCOMES
 from tests.further import cases

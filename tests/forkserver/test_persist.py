@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun.forkserver import persist
-from elasticrun.forkserver.part import PartError, PartWritten
-from elasticrun.forkserver.persist import PersistError
-from elasticrun.storage.calls import Calls
+from elasticrun.saver import parts as persist
+from elasticrun.saver.parts import PartError, PartWritten, PersistError
+from elasticrun.shm.segment import Segment
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.wire.segment import Segment
+from elasticrun.storage.writing import Calls
 from elasticrun.wire.snapshots import Named
 from tests.dcp.checkpoints import commit, load, save
 from tests.dcp.slots import NAMED, HandMade

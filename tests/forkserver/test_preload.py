@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import elasticrun
-from elasticrun.wire.spawner import Learned, Notice, Stale
+from elasticrun.wire.spawning import Learned, Notice, Stale
 from tests.forkserver.driver import Driver, fifo, plain_environment, read_line, script
 from tests.further import further
 
@@ -152,7 +152,8 @@ assert "torch" not in sys.modules
 assert elasticrun.training.__spec__.loader.get_source("elasticrun.training")
 from elasticrun.training import Checkpointer
 assert "torch" in sys.modules
-from elasticrun.wire import env, segment
+from elasticrun.wire import env
+from elasticrun.shm import segment
 assert elasticrun.wire.env is env is sys.modules["elasticrun.wire.env"]
 assert not [name for name in sys.modules if name.startswith("elasticrun.forkserver")]
 import elasticrun.config

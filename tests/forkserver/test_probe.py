@@ -15,8 +15,8 @@ import pytest
 from elasticrun.config import PROBE_LOAD_CPU
 from elasticrun.forkserver import probe
 from elasticrun.wire.messages import ProbePhase
-from elasticrun.wire.serverstart import SHIELDED
-from elasticrun.wire.spawner import (
+from elasticrun.wire.spawning import (
+    SHIELDED,
     CloseStore,
     Exited,
     Pet,

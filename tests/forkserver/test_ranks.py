@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.spawner import Configure, Notice, SendSignal, Sweep, Swept
+from elasticrun.wire.spawning import Configure, Notice, SendSignal, Sweep, Swept
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import (
     LIMIT,
     Driver,

@@ -17,9 +17,6 @@ from inotify_simple import INotify, flags
 from torch.distributed.checkpoint import load
 
 from elasticrun.storage.folder import Folder
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.serverstart import SHIELDED
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
@@ -32,7 +29,8 @@ from elasticrun.wire.snapshots import (
     SegmentClosed,
     SegmentOpen,
 )
-from elasticrun.wire.spawner import Notice, Pet, Quit, SendSignal
+from elasticrun.wire.spawning import SHIELDED, Notice, Pet, Quit, SendSignal
+from elasticrun.wire.types import Entry, EntryKind, RoundName
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.forkserver.saver_play import Agent, part, persist, saver, state
 

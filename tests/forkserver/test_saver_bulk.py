@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.forkserver import bulk as forkserver_bulk, fetching
-from elasticrun.forkserver.lanes import Inbox, Lane
-from elasticrun.forkserver.peers import MAX_PEERS, Peers, listen
+from elasticrun.saver import peers as fetching, transfer as forkserver_bulk
+from elasticrun.saver.lanes import Inbox, Lane
+from elasticrun.saver.peers import MAX_PEERS, Peers, listen
+from elasticrun.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire import bulk
-from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.frames import encode
-from elasticrun.wire.ids import Endpoint
-from elasticrun.wire.segment import Segment, begin, segment_bytes
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
@@ -41,6 +39,7 @@ from elasticrun.wire.snapshots import (
     SegmentOpen,
     Serve,
 )
+from elasticrun.wire.types import Endpoint, Entry, EntryKind
 from tests.dcp.slots import NAMED, ROUND
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.saver_play import SECRET, Agent, part, persist, saver, state

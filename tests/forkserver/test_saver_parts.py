@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.forkserver import bulk, hashing
-from elasticrun.forkserver.bulk import Link, Served
-from elasticrun.forkserver.hashing import Bad, Gone, OpenSegment
-from elasticrun.forkserver.lanes import Inbox, Lane, Piece
-from elasticrun.forkserver.reasons import reason_of
+from elasticrun.saver import hashing, transfer as bulk
+from elasticrun.saver.hashing import Bad, Gone, OpenSegment
+from elasticrun.saver.lanes import Inbox, Lane, Piece
+from elasticrun.saver.transfer import Link, Served
+from elasticrun.shm.segment import Snapshot, round_key
+from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk as wire
 from elasticrun.wire.frames import encode
-from elasticrun.wire.segment import Snapshot, round_key
 from tests.dcp.slots import ROUND
 from tests.forkserver.driver import LIMIT
 from tests.forkserver.saver_play import Shared, state

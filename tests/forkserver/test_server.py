@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from elasticrun.wire.entry import Entry, EntryKind
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -23,8 +22,9 @@ from elasticrun.wire.frames import (
     FrameError,
     encode,
 )
-from elasticrun.wire.serverstart import SERVER_FILE, SHIELDED
-from elasticrun.wire.spawner import (
+from elasticrun.wire.spawning import (
+    SERVER_FILE,
+    SHIELDED,
     CloseStore,
     Notice,
     Pet,
@@ -36,6 +36,7 @@ from elasticrun.wire.spawner import (
     Swept,
     ToSpawner,
 )
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -206,7 +207,7 @@ def test_a_server_dies_with_an_agent_that_is_killed_while_torch_is_imported(
     tmp_path: Path,
 ) -> None:
     text = (
-        "import sys, time\nfrom elasticrun.wire.serverstart import start_server\n"
+        "import sys, time\nfrom elasticrun.wire.spawning import start_server\n"
         "process, sock = start_server(ignored=())\nprint(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

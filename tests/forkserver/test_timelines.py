@@ -9,11 +9,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from elasticrun.forkserver import persist
-from elasticrun.forkserver.persist import PersistError
-from elasticrun.storage.calls import Calls
+from elasticrun.saver import parts as persist
+from elasticrun.saver.parts import PersistError
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
+from elasticrun.storage.writing import Calls
 from tests.dcp.checkpoints import commit, save
 from tests.dcp.slots import HandMade
 from tests.forkserver.test_persist import loaded, rank, write

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.spawner import SpawnerReady
+from elasticrun.wire.spawning import SpawnerReady
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import Driver, plain_environment, script
 from tests.further import further
 

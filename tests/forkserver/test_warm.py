@@ -14,8 +14,8 @@ import pytest
 
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.wire import frames, warm
-from elasticrun.wire.entry import Entry, EntryKind
-from elasticrun.wire.spawner import Notice
+from elasticrun.wire.spawning import Notice
+from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import (
     LIMIT,
     Driver,

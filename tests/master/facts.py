@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec import structs
 
-from elasticrun.core.facts import Facts, RoundFacts, Seat
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.core.persisted import Facts, RoundFacts, Seat
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.master.people import SPEC
 
 

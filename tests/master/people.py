@@ -13,20 +13,13 @@ import pytest
 from msgspec import structs
 
 from elasticrun import __version__
-from elasticrun.core.effects import (
-    Attached,
-    Hangup,
-    Heard,
-    JobEffect,
-    JobEvent,
-    JobOver,
-    Tell,
-)
+from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
 from elasticrun.master import server
 from elasticrun.master.loop import Loop
 from elasticrun.master.server import MAX_CALLS, Ear
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import (
+from elasticrun.wire.auth import Pem
+from elasticrun.wire.rpc.channel import (
     SERVER_OPTIONS,
     Attendance,
     attend,
@@ -34,8 +27,7 @@ from elasticrun.wire.channel import (
     make_server,
     open_channel,
 )
-from elasticrun.wire.ids import Endpoint, RoundName, mint_incarnation
-from elasticrun.wire.tls import Pem
+from elasticrun.wire.types import Endpoint, RoundName, mint_incarnation
 
 LIMIT = 240.0
 """Seconds to wait for what must come; far above what it takes."""

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from elasticrun.core.job import Job
+from elasticrun.core.job.job import Job
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import LinkError, attend, open_channel
+from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
 from tests import aio
 from tests.harness import await_true
 from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun import config_json
+from elasticrun import config as config_json
 from elasticrun.config import MasterConfig, Tls
 from elasticrun.master.main import config_from_json
 from elasticrun.wire.messages import CheckSpec

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
-from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
+from elasticrun.core.events import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
 from elasticrun.master import loop as master_loop
 from elasticrun.master.loop import BrainFault, Loop, Mailbox, subject
-from elasticrun.wire import codec, messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire import messages as m
+from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, hello, serving
 

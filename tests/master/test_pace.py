@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from elasticrun.agent.link import Link
-from elasticrun.core.effects import AgentEvent, Attached, Detached, Heard
-from elasticrun.core.pace import BEATS_PER_SECOND, beat_interval
+from elasticrun.agent.link.link import Link
+from elasticrun.core.events import AgentEvent, Attached, Detached, Heard
+from elasticrun.core.nodes.membership import BEATS_PER_SECOND, beat_interval
 from elasticrun.master import loop as master_loop
 from elasticrun.master.loop import Loop, Mailbox
-from elasticrun.wire import codec, messages as m
+from elasticrun.wire import messages as m
+from elasticrun.wire.rpc import protobuf as codec
 from tests import aio
 from tests.master.people import LIMIT, Recorder, hello, serving
 

@@ -17,12 +17,12 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
-from elasticrun.core.effects import Heard, Tell
+from elasticrun.core.events import Heard, Tell
 from elasticrun.master import page as page_module
 from elasticrun.master.loop import Loop
 from elasticrun.master.page import MAX_CONNECTIONS, StatusPage, page_url
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Recorder, status
 

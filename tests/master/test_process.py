@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elasticrun import config_json
+from elasticrun import config as config_json
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import ended, messages as m, published
-from elasticrun.wire.channel import attend, get_status, open_channel
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire import ended, messages as m, run_folder as published
+from elasticrun.wire.rpc.channel import attend, get_status, open_channel
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.harness import await_true
 from tests.master.people import LIMIT, SPEC, enter, hear, hello

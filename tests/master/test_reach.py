@@ -12,12 +12,11 @@ import pytest
 from elasticrun.doctor.ports import open_port
 from elasticrun.master import server
 from elasticrun.master.server import peer_address, reach
+from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import LinkError, grpc, open_channel
-from elasticrun.wire.codec import answer_from_wire, report_to_wire
-from elasticrun.wire.proof import MASTER_WRONG, TOKEN_WANTED, Guest, reader_token
-from elasticrun.wire.reaching import REACH, reach_me
-from elasticrun.wire.route import mtu_to
+from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, Guest, reader_token
+from elasticrun.wire.rpc.channel import REACH, LinkError, grpc, open_channel, reach_me
+from elasticrun.wire.rpc.protobuf import answer_from_wire, report_to_wire
 from tests import aio
 from tests.harness import free_port
 from tests.master.people import LIMIT, Served, asking, serving

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.config_json import dumps, loads
-from elasticrun.core.aging import aged
-from elasticrun.core.effects import Heard, JobEffect, JobEvent, JobOver, Record, Tell
-from elasticrun.core.facts import Facts
+from elasticrun.config import dumps, loads
+from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
+from elasticrun.core.persisted import Facts, aged
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
@@ -390,8 +389,8 @@ WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from msgspec import structs
-from elasticrun.config_json import loads
-from elasticrun.core.facts import Facts
+from elasticrun.config import loads
+from elasticrun.core.persisted import Facts
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 

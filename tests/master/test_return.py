@@ -15,8 +15,8 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.wire import published
-from elasticrun.wire.record_folder import PREFIX
+from elasticrun.wire import run_folder as published
+from elasticrun.wire.run_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
 from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, Launched, Peer, World, await_exit, free_port
@@ -321,8 +321,8 @@ POISONED = """
 import os, sys
 
 if "elasticrun.master" in sys.orig_argv:
-    from elasticrun.core.effects import Tick
-    from elasticrun.core.job import Job
+    from elasticrun.core.events import Tick
+    from elasticrun.core.job.job import Job
 
     begin, step = Job.__init__, Job.step
 

@@ -15,10 +15,12 @@ from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.effects import Attached, Detached, Heard, JobEffect, JobEvent, Tell
+from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Tell
 from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import (
+from elasticrun.wire.auth import Guest
+from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.rpc.channel import (
     ATTEND,
     SERVER_OPTIONS,
     LinkError,
@@ -26,9 +28,7 @@ from elasticrun.wire.channel import (
     grpc,
     open_channel,
 )
-from elasticrun.wire.codec import report_to_wire
-from elasticrun.wire.pb import job_pb2 as pb
-from elasticrun.wire.proof import Guest
+from elasticrun.wire.rpc.protobuf import report_to_wire
 from tests import aio
 from tests.master.people import (
     LIMIT,
@@ -103,8 +103,9 @@ def test_a_clean_departure_and_a_break_are_told_apart() -> None:
 AGENT = """
 import asyncio, sys
 from tests.master.people import hello
-from elasticrun.wire import channel as c, messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.rpc import channel as c
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import Endpoint
 
 async def main():
     stream = c.attend(c.open_channel(Endpoint("127.0.0.1", int(sys.argv[1]))))

@@ -14,7 +14,8 @@ from msgspec import structs
 from elasticrun.config import EXIT_FAILED
 from elasticrun.master.server import TELL_EVERY, Refusals
 from elasticrun.wire import messages as m
-from elasticrun.wire.channel import (
+from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
+from elasticrun.wire.rpc.channel import (
     ATTEND,
     GET_STATUS,
     SERVER_OPTIONS,
@@ -24,8 +25,7 @@ from elasticrun.wire.channel import (
     grpc,
     open_channel,
 )
-from elasticrun.wire.codec import report_to_wire
-from elasticrun.wire.proof import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
+from elasticrun.wire.rpc.protobuf import report_to_wire
 from tests import aio
 from tests.master import raw
 from tests.master.people import (

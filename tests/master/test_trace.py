@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     Attached,
     Detached,
     Hangup,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.detection.ports import PORTS, port_of_number
+from elasticrun.detection.found import PORTS, port_of_number
 from tests.render.cases import CASES
 from tests.render.rendered import render
 

@@ -20,9 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from elasticrun.wire import channel as c, messages as m
-from elasticrun.wire.ids import Endpoint, mint_incarnation
-from elasticrun.wire.proof import Guest
+from elasticrun.wire import messages as m
+from elasticrun.wire.auth import Guest
+from elasticrun.wire.rpc import channel as c
+from elasticrun.wire.types import Endpoint, mint_incarnation
 from tests.master import raw
 from tests.master.people import SPEC, hello
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core import rendezvous, succession
+from elasticrun.core.rounds import rendezvous, takeover as succession
 from tests.further import cases, further
 from tests.simulator.chaos import Chaos, Findings
 from tests.simulator.script import read, run

@@ -11,18 +11,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.effects import Attached, Detached, Heard, JobEvent, Tick
-from elasticrun.core.job import Job
-from elasticrun.core.membership import Membership
-from elasticrun.wire.messages import (
-    Beat,
-    CheckSpec,
-    Join,
-    Order,
-    Probe,
-    Probed,
-    ProbePhase,
-)
+from elasticrun.core.events import Attached, Detached, Heard, JobEvent, Tick
+from elasticrun.core.job.job import Job
+from elasticrun.core.nodes.membership import Membership
+from elasticrun.wire.messages import Beat, CheckSpec, Join, Order, Probe, Probed, ProbePhase
 from tests.simulator.node import Node, NodeSetup
 from tests.simulator.script import DEFAULT_SPEC
 from tests.simulator.world import World

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from elasticrun.cli.main import main
-from elasticrun.core.effects import JobEffect, JobEvent, Tick
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core.events import JobEffect, JobEvent, Tick
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.trace import writer as trace_writer
 from elasticrun.trace.replay import DIFFERS, SAME, Wanted, replay
 from elasticrun.trace.writer import Life, TraceWriter

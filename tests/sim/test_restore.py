@@ -10,12 +10,12 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config_json import dumps, loads
-from elasticrun.core.effects import JobEffect, JobEvent, Record
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
-from elasticrun.wire.ids import RoundName
+from elasticrun.config import dumps, loads
+from elasticrun.core.events import JobEffect, JobEvent, Record
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Order, Start
+from elasticrun.wire.types import RoundName
 from tests.further import cases
 from tests.simulator.node import Node
 from tests.simulator.script import read, run

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core import burst, rendezvous
+from elasticrun.core.rounds import join_window as burst, rendezvous
 from tests.further import cases, further
 from tests.simulator.node import NodeSetup
 from tests.simulator.script import DEFAULT_SPEC

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.core import breakpoint_held, breakpoint_save
-from elasticrun.core.breakpoint_replicas import Replicas
-from elasticrun.core.breakpoint_save import BreakpointSave
-from elasticrun.core.breakpoint_writing import Part, divide
-from elasticrun.core.departing_rules import DepartingRules
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.core.snapshots import checkpoints as breakpoint_save, ledger as breakpoint_held
+from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.replication import Replicas
+from elasticrun.core.snapshots.writing import Part, divide
+from elasticrun.core.worker.leaving import DepartingRules
 from elasticrun.wire.messages import Start
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.further import cases, further
 from tests.simulator.script import read, run
 from tests.simulator.training import TrainingChaos

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from elasticrun.config_json import dumps, loads
-from elasticrun.core.effects import Attached, Heard, JobEvent
-from elasticrun.core.facts import Facts
-from elasticrun.wire.ids import RoundName
+from elasticrun.config import dumps, loads
+from elasticrun.core.events import Attached, Heard, JobEvent
+from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
+from elasticrun.wire.types import RoundName
 from tests.simulator.master import Master
 from tests.simulator.node import Node, NodeSetup
 from tests.simulator.script import DEFAULT_SPEC

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     Detached,
     Hangup,
     JobEffect,
@@ -23,8 +23,8 @@ from elasticrun.core.effects import (
     Tell,
     Tick,
 )
-from elasticrun.core.facts import Facts
-from elasticrun.core.job import Job
+from elasticrun.core.job.job import Job
+from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec
 from tests.simulator.network import Stream
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_SAVED
-from elasticrun.core.breakpoint_writing import order_of
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.core.snapshots.writing import order_of
 from elasticrun.wire.messages import (
     CommitCheckpoint,
     Holder,
@@ -42,6 +41,7 @@ from elasticrun.wire.messages import (
     WentOn,
     WhereIs,
 )
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.simulator.replicas import Replicas
 from tests.simulator.shelves import Kept, Key, Shelves as Shelves
 

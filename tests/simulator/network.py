@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from elasticrun.core.effects import Attached, Detached, Heard
+from elasticrun.core.events import Attached, Detached, Heard
 from elasticrun.wire.messages import Hello, Order, Report
 from tests.simulator.clock import Clock
 

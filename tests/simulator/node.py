@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrun.core.effects import (
+from elasticrun.core.events import (
     AgentEffect,
     AgentEvent,
     CallOffProbe,
@@ -35,9 +35,8 @@ from elasticrun.core.effects import (
     SweepRanks,
     Tick,
 )
-from elasticrun.core.failures import classify
-from elasticrun.core.worker_group import WorkerGroup
-from elasticrun.wire.ids import Endpoint
+from elasticrun.core.rounds.failures import classify
+from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.wire.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -49,6 +48,7 @@ from elasticrun.wire.messages import (
     Wait,
     Welcome,
 )
+from elasticrun.wire.types import Endpoint
 from tests.simulator.memory import Memory
 from tests.simulator.network import Stream
 from tests.simulator.probes import ProbeShell, report_steps

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elasticrun.core.effects import CallOffProbe, ProbeEnded, RunProbe
+from elasticrun.core.events import CallOffProbe, ProbeEnded, RunProbe
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Steps, Transfer
 
 if TYPE_CHECKING:

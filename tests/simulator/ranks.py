@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elasticrun.wire.ids import RoundName
+from elasticrun.wire.types import RoundName
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ from elasticrun.config import (
     RESTART_WINDOW,
     SHUTDOWN_TIMEOUT,
 )
-from elasticrun.core.facts import Facts
+from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from elasticrun.core.breakpoint_choice import FEW_STEPS, MAX_REJECTED
-from elasticrun.core.breakpoint_writing import order_of
-from elasticrun.wire.ids import RoundName
+from elasticrun.core.snapshots.choice import FEW_STEPS, MAX_REJECTED
+from elasticrun.core.snapshots.writing import order_of
+from elasticrun.wire.types import RoundName
 
 if TYPE_CHECKING:
     from tests.simulator.memory import Memory

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from elasticrun.wire.ids import RoundName
 from elasticrun.wire.messages import JobSpec, SaveSpec
+from elasticrun.wire.types import RoundName
 from tests.simulator.chaos import Chaos, Findings
 
 STEP = 0.7

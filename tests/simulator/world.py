@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticrun.core.effects import JobEffect, JobEvent, JobOver
-from elasticrun.core.facts import Facts
-from elasticrun.core.pace import beat_interval
-from elasticrun.wire.ids import RoundName
+from elasticrun.core.events import JobEffect, JobEvent, JobOver
+from elasticrun.core.nodes.membership import beat_interval
+from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import JobSpec, Order
+from elasticrun.wire.types import RoundName
 from tests.simulator.clock import Clock
 from tests.simulator.master import Master, act_name
 from tests.simulator.network import Stream

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticrun.testing import processes, warm
+from elasticrun.shm.segment import Segment
+from elasticrun.testing import plugin as warm, processes
 from elasticrun.testing.job import ElasticJob
-from elasticrun.wire.segment import Segment
 from tests.harness import await_true, processes_of, until_file
 
 TRAIN = Path(__file__).with_name("train.py")

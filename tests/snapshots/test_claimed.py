@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.folder_claim import NAME
+from elasticrun.agent.rendezvous.claims import NAME
 from tests.further import further
 from tests.harness import ELASTICRUN, Launched, World, await_true
 

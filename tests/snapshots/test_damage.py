@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
-from elasticrun.wire.segment import Segment
 from tests import needs
 from tests.further import further
 from tests.harness import processes_of

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
+from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
-from elasticrun.wire.segment import Segment
 from tests.further import further
 from tests.snapshots.conftest import Training, fork_server, saver
 from tests.snapshots.steadily import Life, Steadily, freeze

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from elasticrun.storage.calls import Calls
+from elasticrun.storage.writing import Calls
 
 
 def refusal(number: int) -> OSError:

@@ -217,7 +217,7 @@ def test_a_storage_that_is_away_is_no_verdict(
 
     folder = Folder(str(tmp_path))
     save(folder, 5)
-    monkeypatch.setattr("elasticrun.storage.place.io.FileIO", Sick)
+    monkeypatch.setattr("elasticrun.storage.places.io.FileIO", Sick)
     if verdict:
         assert "is spoiled: it cannot be read whole" in folder.verify(5)
     else:

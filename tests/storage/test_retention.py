@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.storage.retention import PERIODIC, surplus
+from elasticrun.storage.timeline import PERIODIC, surplus
 
 
 def periodic(*steps: int) -> list[tuple[int, str]]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.storage.retention import PERIODIC, not_kept
-from elasticrun.storage.timeline import Found, Timeline, chain, join, left, timeline_of
+from elasticrun.storage.timeline import (
+    PERIODIC,
+    Found,
+    Timeline,
+    chain,
+    join,
+    left,
+    not_kept,
+    timeline_of,
+)
 
 
 def found(

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.storage.calls import Calls, is_gcsfuse
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import PIECE
+from elasticrun.storage.writing import PIECE, Calls, is_gcsfuse
 from tests.storage.stand_ins import Bucket, LateDirect, Poor, refusal
 
 SIZES = (0, 1, 4096, 4097, 3 * 4096 + 7, PIECE + 4096 + 1)

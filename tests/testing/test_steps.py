@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, overlap
-from elasticrun.testing.worlds import gap, worlds
+from elasticrun.testing.waits import gap, worlds
 
 RANK = {
     "RANK": "1",

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 
 PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")) | st.just(" ")
 NAMES = st.text(PRINTABLE, min_size=1, max_size=40)

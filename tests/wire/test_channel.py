@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire import channel as c, codec, messages as m, proof
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire import auth as proof, messages as m
+from elasticrun.wire.rpc import channel as c, protobuf as codec
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master import raw
 from tests.master.people import UNHURRIED
@@ -147,8 +148,9 @@ def test_an_address_that_is_not_ours_is_a_sentence() -> None:
 
 STOPPED = """
 import asyncio, sys
-from elasticrun.wire import channel as c, messages as m
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire.rpc import channel as c
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import Endpoint
 
 async def main():
     stream = c.attend(c.open_channel(Endpoint("127.0.0.1", int(sys.argv[1]))))
@@ -516,7 +518,7 @@ def test_importing_grpc_leaves_no_trace_and_says_nothing() -> None:
     code = """
 import asyncio, os, sys
 before = dict(os.environ)
-from elasticrun.wire import channel as c
+from elasticrun.wire.rpc import channel as c
 assert dict(os.environ) == before, set(os.environ) ^ set(before)
 
 async def main():
@@ -544,7 +546,7 @@ asyncio.run(main())
 
 
 def test_a_users_own_grpc_settings_stand() -> None:
-    code = "import os; import elasticrun.wire.channel; print(os.environ['GRPC_VERBOSITY'])"
+    code = "import os; import elasticrun.wire.rpc.channel; print(os.environ['GRPC_VERBOSITY'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from msgspec import structs
 
-from elasticrun.wire import codec, messages as m
-from elasticrun.wire.codec import ProtocolMismatch, WireError
-from elasticrun.wire.ids import Endpoint, RoundName
+from elasticrun.wire import messages as m
 from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc.protobuf import ProtocolMismatch, WireError
+from elasticrun.wire.types import Endpoint, RoundName
 from tests.wire import strategies as draw
 
 ROUND = RoundName(7, 3, "0badcafe")

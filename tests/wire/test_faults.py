@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.wire import faults
-from elasticrun.wire.faults import BadFault, Fault, FaultKind
+from elasticrun.wire import env as faults
+from elasticrun.wire.env import BadFault, Fault, FaultKind
 
 
 def test_a_list_is_read_with_its_defaults() -> None:

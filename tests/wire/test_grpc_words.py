@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.wire.grpc_words import MAX_WORDS, in_words
+from elasticrun.wire.rpc.channel import MAX_WORDS, in_words
 
 
 @pytest.mark.parametrize(

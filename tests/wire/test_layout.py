@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.wire import layout as wire
-from elasticrun.wire.layout import LINE, PAGE, Item, ItemKind, LayoutError, decode, lay_out
+from elasticrun.shm import layout as wire
+from elasticrun.shm.layout import LINE, PAGE, Item, ItemKind, LayoutError, decode, lay_out
 
 
 def tensor(name: str, *sizes: int, own: bool = False, head: int = 704, tail: int = 873) -> Item:

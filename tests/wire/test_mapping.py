@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.mapping import LARGE, map_shared
+from elasticrun.shm.memory import LARGE, map_shared
 
 
 def mapped_here(name: str) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.config_json import fields_of
+from elasticrun.config import fields_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.fields import _FIELDS
-from elasticrun.wire.ids import Endpoint, RoundName
 from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.types import Endpoint, RoundName
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "elasticrun" / "wire" / "pb"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
-from elasticrun.wire import messages as m, proof as p
+from elasticrun.wire import auth as p, messages as m
 from tests.wire import strategies as draw
 from tests.wire.test_codec import HELLO
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.published import (
+from elasticrun.wire.run_folder import (
     DEAD_KEPT,
     Published,
     began_before,

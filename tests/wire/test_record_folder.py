@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire import record_folder
-from elasticrun.wire.record_folder import PREFIX, Unusable, hold, make, prepare, sweep
+from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire.run_folder import PREFIX, Unusable, hold, make, prepare, sweep
 
 NFS = 0x6969
 
@@ -62,7 +62,7 @@ def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
 
 HOLDER = """
 import os, sys
-from elasticrun.wire.record_folder import make
+from elasticrun.wire.run_folder import make
 print(make(dict(os.environ)).path, flush=True)
 sys.stdin.read()
 """

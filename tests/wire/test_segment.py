@@ -12,9 +12,8 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.wire.ids import RoundName
-from elasticrun.wire.layout import PAGE, Item, ItemKind, lay_out
-from elasticrun.wire.segment import (
+from elasticrun.shm.layout import PAGE, Item, ItemKind, lay_out
+from elasticrun.shm.segment import (
     COMMIT_AT,
     HASHES_AT,
     NONE,
@@ -24,6 +23,7 @@ from elasticrun.wire.segment import (
     hashes_page,
     segment_bytes,
 )
+from elasticrun.wire.types import RoundName
 
 ROUND = RoundName(1, 3, "abcd1234")
 LATER = RoundName(1, 4, "abcd1235")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import Tls
-from elasticrun.wire import channel as c, tls
-from elasticrun.wire.ids import Endpoint
+from elasticrun.wire import auth as tls
+from elasticrun.wire.rpc import channel as c
+from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.certificates import Authority
 from tests.master.people import LIMIT, at_once, serving, status

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
-from elasticrun.forkserver import linux, sweep
+from elasticrun.system import processes as linux, sweep
+from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import encode
-from elasticrun.wire.serverstart import SHIELDED
-from elasticrun.wire.title import set_command_line
+from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.warm import Forked, Over, peer
 
 OWN_END: Final = 5.0

@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
-from elasticrun.forkserver import linux, trust
+from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import set_environ
-from elasticrun.forkserver.lazy import OURS, Baseline, Stash
-from elasticrun.forkserver.preload import Poisoned, Preloader, installed_folders
-from elasticrun.forkserver.reread import C_READS
+from elasticrun.forkserver.lazy_imports import OURS, Baseline, Stash
+from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
+from elasticrun.forkserver.renew import C_READS
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
+from elasticrun.system import processes as linux
+from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
-from elasticrun.wire.serverstart import SHIELDED, server_words
-from elasticrun.wire.title import set_command_line
+from elasticrun.wire.spawning import SHIELDED, server_words
 from elasticrun.wire.warm import (
     DESCRIPTORS,
     Ask,

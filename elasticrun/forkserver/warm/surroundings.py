@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from elasticrun.forkserver.reread import C_READS, REREAD
+from elasticrun.forkserver.renew import C_READS, REREAD
 from elasticrun.wire.warm import NAMESPACES
 
 STATUS: Final[Mapping[str, str]] = {

@@ -1,1 +1,0 @@
-"""Generated from protos/ by scripts/gen_proto.py; for `wire/codec.py`, `wire/etcd.py`."""

@@ -4,9 +4,9 @@ import errno
 import os
 import sys
 
-from elasticrun.storage.calls import Calls
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
+from elasticrun.storage.writing import Calls
 
 
 class Blind(Calls):

@@ -1,0 +1,147 @@
+"""Who this node is over the lives of its agent, and where others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from elasticrun.system.network import is_loopback, names_this_host_only, routed_address, source_of
+from elasticrun.wire.run_folder import run_folder
+
+MAX_SLOTS: Final = 4096
+"""Agents of one job on one host; beyond it something else is wrong."""
+
+
+def host_name() -> str:
+    """The host's name for people, as torchrun's summary has it."""
+    return socket.getfqdn()
+
+
+# ---------------------------------------------------------------- node id
+
+
+def host_id() -> str:
+    """A name for this host that two hosts hardly share: its host name and its machine's id."""
+    machine = ""
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        try:
+            with open(path) as file:
+                machine = file.read().strip()
+        except OSError:
+            continue
+        if machine:
+            break
+    name = socket.gethostname()
+    digest = hashlib.sha256(f"{name}\0{machine}".encode()).hexdigest()[:8]
+    return f"{name}-{digest}"
+
+
+@dataclass
+class Slot:
+    """The lowest free place of this host in a job, held by a file lock as long as we live."""
+
+    number: int
+    path: str
+    fd: int
+
+    def release(self) -> None:
+        """Give the place back and leave no file."""
+        with contextlib.suppress(OSError):
+            os.unlink(
+                self.path
+            )  # while the lock is held: who waits finds another inode and retries
+        os.close(self.fd)
+
+
+def take_slot(folder: str, job_id: str) -> Slot:
+    """Lock the lowest slot of this job that no living agent holds. Raises OSError."""
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", job_id)[:64]
+    safe += "-" + hashlib.sha256(job_id.encode()).hexdigest()[:8]
+    places = os.path.join(folder, "slots")
+    os.makedirs(places, mode=0o700, exist_ok=True)
+    number = 0
+    while number < MAX_SLOTS:
+        path = os.path.join(places, f"{safe}.{number}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            number += 1
+            continue
+        except OSError:
+            os.close(fd)
+            raise
+        if _still_there(path, fd):
+            return Slot(number, path, fd)
+        os.close(fd)  # its last holder unlinked it between our open and our lock
+    raise OSError(f"more than {MAX_SLOTS} agents of job {job_id} on this host")
+
+
+def _still_there(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+@dataclass
+class Identity:
+    """This node's id in its job, and what keeps it ours."""
+
+    node: str
+    slot: Slot | None
+    note: str = ""  # one sentence when the id will not outlast this life
+
+    def release(self) -> None:
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
+
+def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
+    """The node id: `given`, else the host's id and a slot; blocks on the disk.
+
+    Where no folder can be used the id is good for this life only, and `note` says so."""
+    if given:
+        return Identity(given, None)
+    try:
+        slot = take_slot(str(run_folder(environ)), job_id)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        return for_this_life(str(error))
+    return Identity(f"{host_id()}-{slot.number}", slot)
+
+
+def for_this_life(why: str) -> Identity:
+    """An id where no folder can be used."""
+    name = f"{host_id()}-{secrets.token_hex(4)}"
+    note = f"this node's id lasts only as long as this agent: no run folder ({why})"
+    return Identity(name, None, note)
+
+
+# ---------------------------------------------------------------- the address offered
+
+
+def offered_address(local_addr: str | None, endpoint_host: str, master_address: str) -> str:
+    """What other nodes dial to reach a store on this node.
+
+    `--local-addr` if given; else the local end of the way to the master. When that is loopback
+    although the endpoint is a name that other hosts may resolve (Debian's `127.0.1.1 hostname`),
+    the default route's address is offered instead: loopback would send them to themselves."""
+    if local_addr:
+        return local_addr
+    try:
+        address = source_of(master_address)
+    except OSError:
+        address = routed_address() or "127.0.0.1"
+    if is_loopback(address) and not names_this_host_only(endpoint_host):
+        return routed_address() or address
+    return address

@@ -1,0 +1,317 @@
+"""The session with the master: dial, say hello, carry reports and orders, beat, dial again.
+
+A stream that breaks is no event of the job: the link dials again, with a short jittered back-off,
+for as long as the agent lives, and the brain decides how long a silence may last. Where the master
+does not echo a beat within a second, a fresh connection is dialled beside the old one: a new SYN
+does not wait for the old stream's retransmissions, which come at ever longer intervals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+from elasticrun.agent.link.session import Session
+from elasticrun.agent.link.trust import NO_TRUST, Trust
+from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.agent.workers.probes import Answer, probe
+from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
+from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.operator_log import logger
+from elasticrun.wire import auth as tls
+from elasticrun.wire.messages import Hello, Refused, Report, Welcome
+from elasticrun.wire.rpc.channel import LinkError, Unproved
+from elasticrun.wire.types import Endpoint
+
+WELCOME_LIMIT: Final = 5.0
+"""Seconds from dialling to the answer to our Hello; then the attempt is given up for a new one."""
+
+BACKOFF_FIRST: Final = 0.1
+BACKOFF_MOST: Final = 1.0
+"""Seconds between attempts, doubled each time and jittered; an agent is back within a second of a
+master's return, and ten thousand agents do not come in one instant."""
+
+TELL_AFTER: Final = 3
+"""Attempts at first contact before the operator is told that no master answers."""
+
+STRANGER_AFTER: Final = 3
+"""That many probes in a row of a port that was never a master's, WELCOME_LIMIT apart, must find
+somebody there who does not speak our protocol before we end with a sentence."""
+
+
+class Link:
+    """Keeps one session with the master alive, whatever becomes of connections and masters.
+
+    `deliver` gets Ordered, LinkBack and LinkLost; `hello` is asked for a fresh Hello before each
+    attempt; `endpoint` may change between attempts (a standalone master on a new port);
+    `waiting(reason)` is called once when no master is there at first, `broken(sentence)` when the
+    link itself fails. After `patience` seconds without a word a stream counts as lost."""
+
+    def __init__(
+        self,
+        endpoint: Callable[[], Endpoint],
+        hello: Callable[[], Hello],
+        deliver: Callable[[AgentEvent], None],
+        waiting: Callable[[str], None] = lambda reason: None,
+        broken: Callable[[str], None] = lambda reason: None,
+        trust: Trust = NO_TRUST,
+        patience: float = HEARTBEAT_TIMEOUT,
+        page_level: int = logging.INFO,
+    ) -> None:
+        """`page_level`: at which the address of the job's page is told."""
+        self._page_level = page_level
+        self._patience = patience
+        self._endpoint = endpoint
+        self._trust = trust
+        self._warned = ""
+        self._hello = hello
+        self._deliver = deliver
+        self._session: Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._page = ""
+        self._strange = 0
+        self._nudge = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._dialled: Endpoint | None = None
+        self._waiting = waiting
+        self._broken = broken
+        self._tries = 0
+        self.connected = asyncio.Event()
+        """Set once a master has welcomed us, for good."""
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        tell_failure(self._task, self._broken, "the link to the master")
+
+    def say(self, report: Report) -> None:
+        """Send a report; dropped without a session, since LinkBack makes the brain tell it all."""
+        if self._session is not None:
+            self._session.say(report)
+
+    def offer(self, report: Report) -> bool:
+        """Send a report that matters only while it is new; whether it was sent."""
+        return self._session is not None and self._session.offer(report)
+
+    @property
+    def beat_interval(self) -> float:
+        """Seconds between two beats, as the master has asked for; 0.0 without a session."""
+        return self._session.beat_interval if self._session is not None else 0.0
+
+    def nudge(self) -> None:
+        """Dial now instead of at the end of the back-off: a master is known to be up. Where that is
+        another than the one we dial or talk to, it is given up for this one."""
+        self._nudge.set()
+        if self._dialled is not None and self._dialled != self._endpoint():
+            self._moved.set()
+
+    async def close(self, limit: float) -> None:
+        """Deliver what was said, `limit` seconds at most, and end."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close(limit)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        loop, pause = asyncio.get_running_loop(), BACKOFF_FIRST
+        while True:
+            session = await self._connect()
+            if session is None:
+                return
+            began = loop.time()
+            self._take_up(session)
+            reason = await self._hold()
+            if self._session is None:  # close() has taken it
+                return
+            ended, self._session = self._session, None
+            self._deliver(LinkLost(reason))
+            await ended.drop()
+            # one that ends again and again just after its welcome is not dialled without a rest
+            lasted = loop.time() - began >= BACKOFF_MOST
+            pause = BACKOFF_FIRST if lasted else await self._rest(pause)
+
+    def _take_up(self, session: Session) -> None:
+        self.connected.set()
+        self._session = session
+        if session.welcome is not None:
+            self._deliver(Ordered(session.welcome))
+        self._deliver(LinkBack())
+        session.carry(
+            lambda order: self._deliver(Ordered(order)),
+            lambda silent: self._silent(session, silent),
+            self._patience,
+        )
+
+    def _silent(self, session: Session, silent: bool) -> None:
+        """Of a pulled cable no kernel tells for a quarter of an hour. The master's fence counts on
+        it that we notice, and start to wait for a master, as soon as it does (core.rendezvous)."""
+        if session is not self._session:
+            return
+        if silent:
+            self._deliver(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
+            return
+        if session.welcome is not None:  # only that says to the brain that a master is there
+            self._deliver(Ordered(session.welcome))
+        self._deliver(LinkBack())
+
+    async def _hold(self) -> str:
+        """Until the session is gone for good; a stale one is replaced on the way."""
+        while True:
+            session = self._session
+            if session is None:
+                return "closed"
+            if session.endpoint == self._endpoint():
+                stale = asyncio.ensure_future(session.stale.wait())
+                moved = asyncio.ensure_future(self._moved.wait())
+                waits: tuple[asyncio.Future[Any], ...] = (session.ended, stale, moved)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                stale.cancel()
+                moved.cancel()
+            if session.ended.done():
+                return session.ended.result()
+            began = asyncio.get_running_loop().time()
+            fresh = await self._attempt()
+            if isinstance(fresh, Session):
+                if self._session is not session:
+                    await fresh.drop()
+                    return "closed"
+                self._take_up(fresh)
+                await session.drop()
+            else:
+                self._nudge.clear()
+                rest = began + session.echo_limit - asyncio.get_running_loop().time()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._nudge.wait(), max(0.0, rest))
+
+    async def _connect(self) -> Session | None:
+        """A welcomed session, however long it takes; None when there can never be one."""
+        pause = BACKOFF_FIRST
+        while True:
+            self._nudge.clear()
+            outcome = await self._attempt()
+            if isinstance(outcome, Session):
+                return outcome
+            if isinstance(outcome, Refused):
+                self._deliver(Ordered(outcome))
+                return None
+            pause = await self._rest(pause)
+
+    async def _rest(self, pause: float) -> float:
+        """So long, or until a nudge; what the next pause is."""
+        try:
+            await asyncio.wait_for(self._nudge.wait(), pause * random.uniform(0.5, 1.0))
+        except TimeoutError:
+            return min(BACKOFF_MOST, 2 * pause)
+        return BACKOFF_FIRST
+
+    async def _attempt(self) -> Session | Refused | None:
+        """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
+        endpoint = self._dialled = self._endpoint()
+        self._moved.clear()
+        session: Session | None = None
+        reason = "no answer"
+        final: Refused | None = None
+        kept = False
+        try:
+            session = Session(endpoint, self._trust, await self._pem())
+            answer = await self._answer(session)
+            if isinstance(answer, Welcome):
+                kept = True
+                return self._welcomed(session, answer)
+            if session.proved:
+                return answer
+            reason = answer.reason
+            final = Refused(f"{endpoint}: {reason}", answer.exit_code)
+        except Unproved as error:
+            reason = str(error)
+            final = Refused(f"{endpoint}: {reason}", code_of(Ending.REFUSED))
+        except LinkError as error:
+            reason = str(error)
+            if error.rejected:
+                final = Refused(f"{endpoint}: {reason}", EXIT_FAILED)
+        except tls.TlsError as error:
+            reason = str(error)
+        except TimeoutError:
+            pass
+        finally:
+            if session is not None and not kept:
+                await session.drop()
+        if self.connected.is_set():
+            if final is not None:
+                self._warn(final.reason)
+            return None
+        if final is not None:
+            return final
+        self._tries += 1
+        if self._tries < TELL_AFTER:
+            return None
+        final = await self._stranger(endpoint)
+        if final is None and self._tries == TELL_AFTER:
+            self._waiting(reason)
+        return final
+
+    async def _answer(self, session: Session) -> Welcome | Refused:
+        """The answer to our hello. LinkError, also when the master is known to be elsewhere."""
+        opening = asyncio.ensure_future(session.open(self._hello()))
+        moved = asyncio.ensure_future(self._moved.wait())
+        try:
+            await asyncio.wait(
+                (opening, moved), timeout=WELCOME_LIMIT, return_when=asyncio.FIRST_COMPLETED
+            )
+            if opening.done():
+                return opening.result()
+            if moved.done():
+                raise LinkError("the master is elsewhere now")
+            raise TimeoutError
+        finally:
+            opening.cancel()
+            moved.cancel()
+            await asyncio.gather(opening, moved, return_exceptions=True)
+
+    async def _pem(self) -> tls.Pem | None:
+        """Our certificates as they stand now. TlsError, TimeoutError."""
+        files = self._trust.files
+        if files is None:
+            return None
+        return await in_thread(lambda: tls.read(files), limit=WELCOME_LIMIT, name="tls")
+
+    def _welcomed(self, session: Session, welcome: Welcome) -> Session:
+        self._strange = 0
+        self._warned = ""
+        if welcome.status_url not in ("", self._page):
+            self._page = welcome.status_url
+            logger.log(self._page_level, "the job's page: %s", self._page)
+        return session
+
+    def _warn(self, reason: str) -> None:
+        """A running job is not ended by whoever has taken its master's port meanwhile; told once
+        per change of the sentence."""
+        if reason != self._warned:
+            self._warned = reason
+            logger.warning("%s; the ranks go on, and this node dials on", reason)
+
+    async def _stranger(self, endpoint: Endpoint) -> Refused | None:
+        """Whether the port belongs to somebody else, so that no patience will help."""
+        files, name = self._trust.files, self._trust.name
+        answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
+        if answer is Answer.INSECURE:
+            return Refused(f"{endpoint}: {why}", code_of(Ending.REFUSED))
+        if answer is Answer.FOREIGN:
+            self._strange = STRANGER_AFTER
+        elif answer in (Answer.SILENT, Answer.CLOSED):
+            self._strange += 1
+        else:
+            self._strange = 0
+        if self._strange < STRANGER_AFTER:
+            return None
+        return Refused(
+            f"{endpoint} is held by a process that does not answer as an elasticrun master; "
+            "name another port",
+            EXIT_FAILED,
+        )

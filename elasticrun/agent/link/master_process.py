@@ -1,0 +1,423 @@
+"""The processes that an agent starts beside its spawner: the job master here, and in `door_host.py`
+a static job's door.
+
+Both live in sessions of their own, ignore the signals that hit every process of a job, and end
+when the agent's end of a pipe is closed, by whatever death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from elasticrun import config as config_json
+from elasticrun.agent.processes import Reaper
+from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
+from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire.run_folder import LaunchFolder
+from elasticrun.wire.spawning import SHIELDED
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
+
+NAMED_KINDS: Final = ("elastic", "file", "open")
+"""Rendezvous of which other nodes know the master's port."""
+
+SHARED_KINDS: Final = (*NAMED_KINDS, "etcd")
+"""Rendezvous whose master may serve other nodes when its agent has gone."""
+
+RELAY_BYTES: Final = 64 * 1024
+
+RESTARTS: Final = (0.0, 0.0, 0.1, 0.3, 1.0)
+"""Seconds before a helper that died is started again, the last one from the fifth time on."""
+
+MAX_STILLBORN: Final = 4
+"""Masters that died before the first one served; then the installation is broken, not the luck."""
+
+MAX_TAKEN: Final = 10
+"""Deaths and takings in a row after which a port that is taken is another master's for good."""
+
+HEALTHY_AFTER: Final = 10.0
+"""A helper that lived this long starts again at once."""
+
+RECORD_WAIT: Final = 15.0
+"""Seconds for making the folder of the record, which may be on a network."""
+
+RECORD_LIMIT: Final = 5.0
+"""Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Block the shielded signals in this thread: a child started inside cannot die of one before
+    it has said that it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def new_record() -> LaunchFolder | None:
+    """A folder for the record of this launch's masters; None, with one line, where there can be
+    none. Blocks, for RECORD_WAIT seconds at most."""
+    made: list[LaunchFolder | OSError] = []
+    given_up = threading.Event()
+
+    def work() -> None:
+        try:
+            folder = record_folder.make(os.environ)
+        except OSError as wrong:
+            made.append(wrong)
+            return
+        made.append(folder)
+        if given_up.is_set():
+            folder.remove()
+
+    thread = threading.Thread(target=work, name="elasticrun-record", daemon=True)
+    why: object = f"the disk has not answered for {RECORD_WAIT:g} s"
+    try:
+        thread.start()
+        thread.join(RECORD_WAIT)
+    except RuntimeError as wrong:  # no thread can be started
+        why = wrong
+    if not made:
+        given_up.set()
+    elif isinstance(made[0], LaunchFolder):
+        return made[0]
+    else:
+        why = made[0]
+    logger.warning("the job's master keeps no record: %s", why)
+    return None
+
+
+def sweep_records() -> None:
+    """Remove, in a thread, what launches have left that were killed together with their masters."""
+    environ = dict(os.environ)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the next launch does it
+        threading.Thread(
+            target=record_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
+        ).start()
+
+
+@dataclass(frozen=True, slots=True)
+class InEtcd:
+    """What a master whose leadership is in etcd says of itself there."""
+
+    holder: str  # the life of the agent that starts it
+    advertise: str  # where other nodes dial it, which may not be where it listens
+
+
+class MasterProcess:
+    """One process of the job master, from its start to its ready line."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        bind: Endpoint,
+        record: LaunchFolder | None = None,
+        in_etcd: InEtcd | None = None,
+    ) -> None:
+        """Starts it; needs no loop, so that it can be done before asyncio is imported. OSError."""
+        self.record = record
+        self._code: int | None = None
+        self._heard: Callable[[int], None] | None = None
+        several = config.spec.max_nodes > 1 and config.rendezvous.kind in SHARED_KINDS
+        config_read, config_write = os.pipe()
+        self.ready_fd, ready_write = os.pipe()
+        lifeline_read, self.lifeline_fd = os.pipe()
+        self.output_fd, output_write = os.pipe()
+        master = MasterConfig(
+            job_id=config.spec.job_id,
+            host=bind.host,
+            port=bind.port,
+            spec=config.spec,
+            status_port=config.status_port,
+            lifeline_fd=lifeline_read,
+            ready_fd=ready_write,
+            token=config.token,
+            tls=config.tls,
+            outlive=several,
+            record_dir=str(record.path) if record is not None else "",
+            master_store=config.master_store,
+            advertise=in_etcd.advertise if in_etcd is not None else "",
+            holder=in_etcd.holder if in_etcd is not None else "",
+        )
+        environ = dict(os.environ)
+        # -P keeps the working directory off the path: a folder grpc/ in it would be imported.
+        # Where we are not installed our own folder has to be named.
+        paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
+        environ["PYTHONPATH"] = os.pathsep.join(paths)
+        environ.pop("PYTHONINSPECT", None)  # meant for scripts; no program ends with a 0 under it
+        passed = (config_read, ready_write, lifeline_read)
+        try:
+            with shielded():
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "elasticrun.master", f"--config-fd={config_read}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output_write,
+                    stderr=output_write,
+                    pass_fds=passed,
+                    env=environ,
+                    start_new_session=True,
+                )
+        finally:
+            for fd in (*passed, output_write):
+                os.close(fd)
+        with contextlib.suppress(BrokenPipeError), open(config_write, "wb") as pipe:
+            pipe.write(config_json.dumps(master).encode())
+
+    def watch(self, reaper: Reaper) -> None:
+        """Remember how it ends; before anything is reaped, or its end is missed."""
+        reaper.watch(self.process, self._end)
+
+    def on_end(self, heard: Callable[[int], None]) -> None:
+        """Call `heard(code)` when it has ended, at once if that is so already."""
+        self._heard = heard
+        if self._code is not None:
+            heard(self._code)
+
+    def _end(self, code: int) -> None:
+        self._code = code
+        if self._heard is not None:
+            self._heard(code)
+
+    def close(self) -> None:
+        """Let go of it: the master ends now, or when no agent is left."""
+        for name in ("lifeline_fd", "ready_fd", "output_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                setattr(self, name, -1)
+                os.close(fd)
+
+
+def early_master(config: AgentConfig) -> MasterProcess | None:
+    """Start the master where no name has to be asked to know that it is ours: then it is ready
+    when this process has imported grpc. None where that is not plain, or it fails for now."""
+    kind = config.rendezvous.kind
+    if kind == "standalone" or (kind == "static" and config.node_rank <= 0):
+        with contextlib.suppress(OSError):
+            return MasterProcess(config, Endpoint("127.0.0.1", 0), record=new_record())
+    return None
+
+
+class MasterHost:
+    """Keeps a master alive at one place: starts it, hears it, starts it again when it dies.
+
+    `moved(endpoint)` is called whenever one serves; `taken(sentence)` when its port is another
+    process's, so that this agent is not the host after all; `failed(sentence)` when none can be
+    had."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        bind: Endpoint,
+        reaper: Reaper,
+        writer: StderrWriter,
+        *,
+        moved: Callable[[Endpoint], None],
+        taken: Callable[[str], None],
+        failed: Callable[[str], None],
+        record: LaunchFolder | None = None,
+        in_etcd: InEtcd | None = None,
+    ) -> None:
+        """`record`: what this launch's masters remember; it is removed when the last one ends."""
+        self._config = config
+        self._bind = bind
+        self._reaper = reaper
+        self._writer = writer
+        self._moved = moved
+        self._taken = taken
+        self._failed = failed
+        self._record = record
+        self._in_etcd = in_etcd
+        import asyncio  # the first master is started before it
+
+        self._loop = asyncio.get_running_loop()
+        self._master: MasterProcess | None = None
+        self._closing = False
+        self._answer: dict[str, Any] = {}
+        self._since = 0.0
+        self._deaths = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._gone = asyncio.Event()
+        self._gone.set()
+        self._served = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._master is None else self._master.process.pid
+
+    @property
+    def serves(self) -> bool:
+        """Whether a master runs here and has said that it serves."""
+        return self._master is not None and "port" in self._answer
+
+    def start(self, first: MasterProcess | None = None) -> None:
+        """Start a master, or take over one that was started (and is watched) already."""
+        self._timer = None
+        if first is not None:
+            self._record = first.record
+        try:
+            master = first or MasterProcess(self._config, self._bind, self._record, self._in_etcd)
+        except OSError as error:
+            logger.warning("the job master cannot be started: %s", error)
+            self._again()
+            return
+        if first is None:
+            master.watch(self._reaper)
+        self._master = master
+        self._answer = {}
+        self._since = self._loop.time()
+        self._gone.clear()
+        os.set_blocking(master.ready_fd, False)
+        os.set_blocking(master.output_fd, False)
+        self._loop.add_reader(master.ready_fd, self._ready, master)
+        self._loop.add_reader(master.output_fd, self._relay, master)
+        master.on_end(lambda code: self._ended(master, code))
+
+    async def close(self, limit: float) -> None:
+        """Let the master go, and wait `limit` seconds for its end. One that nobody else can need
+        is killed then; another may have nodes yet and lives on for them."""
+        import asyncio
+
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._master is not None:
+            os.close(self._master.lifeline_fd)
+            self._master.lifeline_fd = -1
+            if not self._answer:
+                self.kill()  # it does not even serve yet
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), limit)
+        alone = self._config.spec.max_nodes == 1
+        if alone:
+            self.kill()
+        if self._master is not None:
+            self._let_go(self._master)
+        if self._master is not None and not alone:
+            if self._record is not None:
+                self._record.release()  # it removes the folder itself: it has seen our end
+        elif (removed := self._forget()) is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(removed.wait(), RECORD_LIMIT)
+
+    def _forget(self) -> asyncio.Event | None:
+        """Remove the record, in a thread; the event is set when that is done."""
+        import asyncio
+
+        record, self._record = self._record, None
+        if record is None:
+            return None
+        removed, loop = asyncio.Event(), self._loop
+
+        def work() -> None:
+            record.remove()
+            with contextlib.suppress(RuntimeError):  # the loop did not wait for it
+                loop.call_soon_threadsafe(removed.set)
+
+        threading.Thread(target=work, name="elasticrun-record", daemon=True).start()
+        return removed
+
+    def kill(self) -> None:
+        """End the master that runs here, whatever state it is in."""
+        if self._master is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._master.process.pid, signal.SIGKILL)
+
+    def _ready(self, master: MasterProcess) -> None:
+        try:
+            line = os.read(master.ready_fd, 4096)
+        except BlockingIOError:
+            return
+        self._loop.remove_reader(master.ready_fd)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            return  # it died before it served; its end is told apart
+        self._answer = answer if isinstance(answer, dict) else {}
+        port = self._answer.get("port")
+        if isinstance(port, int):
+            self._served = True
+            everywhere = self._bind.host in ("::", "0.0.0.0")
+            host = "127.0.0.1" if everywhere else self._bind.host
+            self._bind = Endpoint(self._bind.host, port)
+            self._moved(Endpoint(host, port))
+
+    def _relay(self, master: MasterProcess) -> None:
+        # By way of us, so that a master which outlives us does not hold the user's pipe open.
+        try:
+            text = os.read(master.output_fd, RELAY_BYTES)
+        except BlockingIOError:
+            return
+        if text:
+            self._writer.write(text.decode(errors="replace"))
+        else:
+            self._loop.remove_reader(master.output_fd)
+
+    def _ended(self, master: MasterProcess, code: int) -> None:
+        if self._master is not master:
+            return
+        if not self._answer:
+            self._ready(master)
+        self._relay(master)
+        self._let_go(master)
+        self._master = None
+        self._gone.set()
+        if self._closing or code == 0:
+            return  # the job is over, or we are
+        if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
+            self._forget()
+            self._taken(str(self._answer.get("error", "the job master here leads no more")))
+            return
+        if self._answer.get("exit_code") == EXIT_PORT_TAKEN:
+            self._port_taken()
+            return
+        if "error" in self._answer:
+            self._failed(str(self._answer["error"]))
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        if not self._served and self._deaths >= MAX_STILLBORN:
+            self._failed(f"the job master cannot be started: it {how} each time")
+            return
+        logger.warning("the job master %s; a new one is started, and the ranks go on", how)
+        self._again()
+
+    def _port_taken(self) -> None:
+        if self._config.rendezvous.kind not in NAMED_KINDS and self._served:
+            # On loopback only we know the port: any other does as well.
+            self._bind = Endpoint(self._bind.host, 0)
+            self._again()
+        elif self._served and self._deaths < MAX_TAKEN:
+            self._again()  # the kernel may not have given it back yet
+        else:
+            self._forget()
+            self._taken(str(self._answer.get("error", "its port is taken")))
+
+    def _again(self) -> None:
+        if self._loop.time() - self._since > HEALTHY_AFTER:
+            self._deaths = 0
+        wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
+        self._deaths += 1
+        self._timer = self._loop.call_later(wait, self.start)
+
+    def _let_go(self, master: MasterProcess) -> None:
+        for fd in (master.ready_fd, master.output_fd):
+            if fd >= 0:
+                self._loop.remove_reader(fd)
+        master.close()

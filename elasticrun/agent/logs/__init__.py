@@ -1,0 +1,4 @@
+"""What the ranks print: files, tails, the terminal.
+
+Forbidden here: torch, grpc.
+"""

@@ -1,0 +1,424 @@
+"""The kernel's word that a file has grown, so that nobody has to look.
+
+The standard library has no inotify, and the usual small package asks `ldconfig` and a compiler for
+the name of libc, that is, it starts processes inside the agent. Two calls are all we need.
+
+Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
+
+The files are the truth and ranks write them themselves; what is done here is the copy for people
+(console, filtered files). Lines come complete and in file order. As under torchrun a carriage
+return ends a line as well, or a progress bar would show only when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import re
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from elasticrun.agent.logs.console import ConsoleWriter
+from elasticrun.config import LOG_DRAIN
+
+IN_MODIFY: Final = 0x0000_0002
+_IN_Q_OVERFLOW: Final = 0x0000_4000
+_HEADER: Final = struct.Struct("iIII")
+_READ_BYTES: Final = 64 * 1024
+
+
+class Inotify:
+    """One inotify instance; `fileno()` becomes readable when a watched file was written to.
+
+    Raises OSError where the kernel has none to give (limits per user, other systems).
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            self._fd: int = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        except AttributeError as error:
+            raise OSError("this system has no inotify") from error
+        if self._fd < 0:
+            raise _last_error()
+
+    def fileno(self) -> int:
+        """The file descriptor to poll for reading."""
+        return self._fd
+
+    def watch(self, path: str, mask: int = IN_MODIFY) -> int:
+        """Watch a file that exists for writes, or a path for other events of inotify(7); the
+        number by which `read` names it."""
+        number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), mask)
+        if number < 0:
+            raise _last_error()
+        return number
+
+    def unwatch(self, number: int) -> None:
+        """Stop watching; a number that is not watched any more is ignored."""
+        self._libc.inotify_rm_watch(self._fd, number)
+
+    def read(self) -> set[int] | None:
+        """Numbers of the files that were written to since the last call; empty if none was, None
+        if the kernel lost count, which means any of them."""
+        written: set[int] = set()
+        try:
+            data = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return written
+        offset = 0
+        while offset + _HEADER.size <= len(data):
+            number, mask, _cookie, length = _HEADER.unpack_from(data, offset)
+            if mask & _IN_Q_OVERFLOW:
+                return None
+            written.add(number)
+            offset += _HEADER.size + length
+        return written
+
+    def close(self) -> None:
+        """Give the instance back to the kernel."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+MAX_LINE_BYTES: Final = 64 * 1024
+"""No more of a line that has not ended is held; what is there is passed on as a line of its own."""
+
+READ_BYTES: Final = 256 * 1024
+"""One read; a chatty rank gets this much before the next file has its turn."""
+
+BATCH_SECONDS: Final = 0.01
+"""After a look at the files the next one waits this long: a rank that prints a thousand short lines
+costs some wake-ups, not a thousand. Raise it to save CPU; the copy comes later by as much."""
+
+TIMER_SECONDS: Final = 0.1
+"""How often files are looked at where the kernel gives no inotify (torchrun's interval)."""
+
+logger = logging.getLogger("elasticrun")
+
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+class LineFilter:
+    """A file that gets the lines which contain any of the needles."""
+
+    def __init__(self, path: str, needles: Iterable[str]) -> None:
+        self._needles = tuple(needle.encode(errors="surrogateescape") for needle in needles)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed with its attempt)
+
+    def pass_on(self, lines: list[bytes]) -> None:
+        """Write those that match; a full disk ends the copy, not the thread."""
+        hits = [line for line in lines if any(needle in line for needle in self._needles)]
+        if hits:
+            try:
+                self._file.write(b"".join(hits))
+            except OSError as error:
+                logger.warning("cannot write %s: %s", self._file.name, error)
+                self._needles = ()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(slots=True)
+class Tail:
+    """One stream of one rank of one attempt: the file, and where its lines go."""
+
+    local_rank: int
+    path: str
+    prefix: bytes
+    console: ConsoleWriter
+    filter: LineFilter | None = None
+    fd: int = -1
+    watch: int = -1
+    held: bytes = b""  # the beginning of a line that has not ended yet
+    drain_until: float | None = None
+
+    def turn(self) -> int:
+        """Read what is there, once, and pass complete lines on; the number of bytes read."""
+        data = os.read(self.fd, READ_BYTES)
+        if not data and os.fstat(self.fd).st_size < os.lseek(self.fd, 0, os.SEEK_CUR):
+            os.lseek(self.fd, 0, os.SEEK_SET)  # the script has cut its log: start over, as tail -F
+            data = os.read(self.fd, READ_BYTES)
+        text = self.held + data
+        lines: list[bytes] = []
+        start = 0
+        for end in _LINE_END.finditer(text):
+            lines.append(text[start : end.start()])
+            start = end.end()
+        self.held = text[start:]
+        while len(self.held) > MAX_LINE_BYTES:
+            lines.append(self.held[:MAX_LINE_BYTES])
+            self.held = self.held[MAX_LINE_BYTES:]
+        self._pass_on([self.prefix + line + b"\n" for line in lines])
+        return len(data)
+
+    def finish(self, got: Callable[[int], None]) -> None:
+        """Read to where the file ends now, however long somebody goes on writing; then the rest of
+        a line that has no end. `got` is told the bytes of each turn. What nobody would see or keep
+        is not read but counted."""
+        size = os.fstat(self.fd).st_size
+        while os.lseek(self.fd, 0, os.SEEK_CUR) < size:
+            if self.console.is_over and self.filter is None:
+                self.skip()
+                break
+            if not (count := self.turn()):
+                break
+            got(count)
+        if self.held:
+            self._pass_on([self.prefix + self.held.rstrip(b"\r") + b"\n"])
+            self.held = b""
+
+    def skip(self) -> None:
+        """The rest of the file is not shown."""
+        rest = os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR)
+        self.console.lose(self.path, max(0, rest))
+        os.lseek(self.fd, 0, os.SEEK_END)
+
+    def _pass_on(self, lines: list[bytes]) -> None:
+        if lines:
+            if self.filter is not None:
+                self.filter.pass_on(lines)
+            self.console.put(lines, self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    tails: tuple[Tail, ...]
+    filters: tuple[LineFilter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankGone:
+    local_rank: int
+    drain_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+@dataclass(slots=True)
+class Reader:
+    """The thread. Every method may be called from any other thread and returns at once."""
+
+    make_inotify: Callable[[], Inotify] = Inotify
+    told: set[str] = field(default_factory=set)
+    """Warnings that were given, by this reader or by another one that shares the set."""
+    _inbox: queue.SimpleQueue[_Add | _RankGone | _Stop] = field(default_factory=queue.SimpleQueue)
+    _tails: list[Tail] = field(default_factory=list)
+    _filters: list[LineFilter] = field(default_factory=list)
+    _inotify: Inotify | None = None
+    _poller: select.poll = field(default_factory=select.poll)
+    _wake: int = -1
+    _thread: threading.Thread | None = None
+    _ending: bool = False
+    progress: int = 0
+    """Bytes read so far: grows while the reader gets on."""
+
+    def add(self, tails: Collection[Tail], filters: Iterable[LineFilter] = ()) -> None:
+        """Follow these files from now on. Files of an earlier attempt are finished first, so that
+        the lines of two lives do not mix. RuntimeError where no thread can be started."""
+        self._start()
+        for tail in tails:
+            tail.console.start()
+        self._send(_Add(tuple(tails), tuple(filters)))
+
+    def rank_gone(self, local_rank: int) -> None:
+        """The rank has been reaped. What it left behind may write for LOG_DRAIN seconds more."""
+        if self._thread is not None:
+            self._send(_RankGone(local_rank, time.monotonic() + LOG_DRAIN))
+
+    def end(self) -> None:
+        """Read everything that is there now and end; `ended` waits for that."""
+        if self._thread is not None and not self._ending:
+            self._ending = True
+            self._send(_Stop())
+
+    def ended(self, timeout: float, console: ConsoleWriter) -> bool:
+        """Whether the reader came to its end. False if for `timeout` seconds it could not get on (a
+        disk that hangs), not for its console's sake either; the thread is then left to itself."""
+        thread = self._thread
+        if thread is None:
+            return True
+        seen = -1
+        while thread.is_alive() and (seen != self.progress or console.is_awaited):
+            seen = self.progress
+            thread.join(timeout)
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        """RuntimeError where no thread can be started."""
+        if self._thread is not None:
+            return
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        thread = threading.Thread(target=self._watch, name="elasticrun-tail", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            os.close(self._wake)
+            raise
+        self._thread = thread
+
+    def _send(self, message: _Add | _RankGone | _Stop) -> None:
+        self._inbox.put(message)
+        os.eventfd_write(self._wake, 1)
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _watch(self) -> None:
+        """The body; a defect of ours ends the copy, not the job, and is told."""
+        try:
+            self._run()
+        except Exception:
+            logger.exception("the ranks' output is not shown any more: a defect of elasticrun")
+            for tail in self._tails:
+                with contextlib.suppress(OSError):
+                    tail.skip()
+
+    def _run(self) -> None:
+        self._poller.register(self._wake, select.POLLIN)
+        try:
+            self._inotify = self.make_inotify()
+            self._poller.register(self._inotify.fileno(), select.POLLIN)
+        except OSError as error:
+            self._fall_back(error)
+        while True:
+            ready = {fd for fd, _ in self._poller.poll(self._wait_ms())}
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                if not self._take_messages():
+                    break
+            self._look(ready)
+            self._expire()
+            self._batch()
+        self._finish(self._tails)
+        if self._inotify is not None:
+            self._inotify.close()
+        os.close(self._wake)
+
+    def _batch(self) -> None:
+        """Let writes add up for a moment; a message ends it."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.poll(BATCH_SECONDS * 1000)
+
+    def _wait_ms(self) -> float | None:
+        deadlines = [tail.drain_until for tail in self._tails if tail.drain_until is not None]
+        if self._inotify is None and self._tails:
+            deadlines.append(time.monotonic() + TIMER_SECONDS)
+        if not deadlines:
+            return None
+        return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
+
+    def _take_messages(self) -> bool:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            match message:
+                case _Add(tails, filters):
+                    self._finish(self._tails)
+                    self._filters.extend(filters)
+                    for tail in tails:
+                        self._open(tail)
+                case _RankGone(local_rank, drain_until):
+                    for tail in self._tails:
+                        if tail.local_rank == local_rank:
+                            tail.drain_until = drain_until
+                            self._read(tail)
+                case _Stop():
+                    return False
+
+    def _open(self, tail: Tail) -> None:
+        try:
+            tail.fd = os.open(tail.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            logger.warning("cannot show %s: %s", tail.path, error.strerror)
+            return
+        self._tails.append(tail)
+        if self._inotify is not None:
+            try:
+                tail.watch = self._inotify.watch(tail.path)
+            except OSError as error:
+                self._fall_back(error)
+        self._read_all([tail])  # what stood there before the watch makes no event of its own
+
+    def _fall_back(self, error: OSError) -> None:
+        """Say which slower way is taken, and take it."""
+        words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
+        words += f"{TIMER_SECONDS:g} s instead"
+        if words not in self.told:
+            self.told.add(words)
+            logger.warning("%s", words)
+        if self._inotify is not None:
+            self._poller.unregister(self._inotify.fileno())
+            self._inotify.close()
+            self._inotify = None
+
+    def _look(self, ready: set[int]) -> None:
+        if self._inotify is None:
+            due = list(self._tails)
+        elif self._inotify.fileno() in ready:
+            written = self._inotify.read()
+            due = [t for t in self._tails if written is None or t.watch in written]
+        else:
+            return
+        self._read_all(due)
+
+    def _read_all(self, due: list[Tail]) -> None:
+        while due:  # in turns, so that a flood in one file does not hold the others up
+            due = [tail for tail in due if self._read(tail) == READ_BYTES]
+
+    def _read(self, tail: Tail) -> int:
+        try:
+            count = tail.turn()
+        except OSError as error:
+            logger.warning("cannot read %s: %s", tail.path, error.strerror)
+            self._close(tail)
+            return 0
+        self._got(count)
+        return count
+
+    def _got(self, count: int) -> None:
+        self.progress += count
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        self._finish([t for t in self._tails if t.drain_until is not None and t.drain_until <= now])
+
+    def _finish(self, tails: list[Tail]) -> None:
+        for tail in list(tails):
+            try:
+                tail.finish(self._got)  # at each turn: `stop` would take a long rest for a hang
+            except OSError as error:
+                logger.warning("cannot read %s: %s", tail.path, error.strerror)
+            self.progress += 1
+            self._close(tail)
+        if not self._tails:
+            for line_filter in self._filters:
+                line_filter.close()
+            self._filters.clear()
+
+    def _close(self, tail: Tail) -> None:
+        self._tails.remove(tail)
+        if self._inotify is not None and tail.watch >= 0:
+            self._inotify.unwatch(tail.watch)
+        os.close(tail.fd)

@@ -1,0 +1,467 @@
+"""Where the job's master is, and whether this agent is the one to start it (decision 021).
+
+standalone  we start one on loopback, on a free port
+elastic     the agent that can bind the very address which the endpoint's name resolves to starts
+            it; to whom the address is another host's, or taken, the master is somebody else's
+static      node rank 0 starts it behind a door on the port that the user named (decision 008)
+external    somebody has started it
+
+What every way to meet has: the master that this node hosts, if it does, and the two addresses
+that the node asks for.
+
+Where this node meets its job: the master's place settled, hosted where it is ours, and the
+address that this node offers to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.agent.link.identity import offered_address
+from elasticrun.agent.link.master_process import (
+    MasterHost,
+    MasterProcess,
+    new_record,
+    sweep_records,
+)
+from elasticrun.agent.link.port_proxy import DoorHost
+from elasticrun.agent.processes import Reaper
+from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.config import AgentConfig
+from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.system.network import is_loopback, is_ours, names_this_host_only, routed_address
+from elasticrun.wire import run_folder as published
+from elasticrun.wire.messages import End, Refused
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    from elasticrun.agent.rendezvous.etcd import EtcdMeeting
+    from elasticrun.agent.rendezvous.file import FileMeeting
+    from elasticrun.agent.rendezvous.finding import Found
+
+
+LOOPBACK: Final = "127.0.0.1"
+ANYWHERE: Final = ("::", "0.0.0.0")
+
+DIAL_LIMIT: Final = 2.0
+"""Seconds for a dial to an address of our own, which takes microseconds."""
+
+NONCE_BYTES: Final = 16
+
+
+class HostError(Exception):
+    """The master can neither be started nor found; the text is one sentence."""
+
+
+class NotYet(Exception):
+    """The endpoint's name does not resolve (yet: pods get their names late)."""
+
+
+class Bind(Enum):
+    """What came of binding an address."""
+
+    OURS = "ours"
+    TAKEN = "taken"
+    ELSEWHERE = "elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the master is to be.
+
+    `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
+    address). `bind`: where to start it, None if that is not our part. `door`: where the static
+    job's door listens, None without one."""
+
+    dial: Endpoint
+    address: str
+    bind: Endpoint | None = None
+    door: Endpoint | None = None
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The addresses of a name in numbers, IPv4 loopback before IPv6's. NotYet. Blocks."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise NotYet(f"the name {host} does not resolve: {error.strerror}") from None
+    except UnicodeError:
+        raise HostError(f"{host!r} is no host name") from None
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return sorted(addresses, key=lambda address: is_loopback(address) and ":" in address)
+
+
+def bind_test(address: str, port: int) -> Bind:
+    """Whether this host may listen at exactly this address and port. HostError if it must not.
+
+    No SO_REUSEPORT, and no wildcard: both would succeed anywhere and prove nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # A port in TIME_WAIT is free; a listening one is not.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((address, port))
+            trial.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return Bind.TAKEN
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                return Bind.ELSEWHERE
+            where = Endpoint(address, port)
+            raise HostError(f"cannot listen on {where}: {error.strerror}") from None
+    # `ip_nonlocal_bind` lets any address be bound.
+    return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
+
+
+def leads_here(address: str) -> bool:
+    """Whether a dial to this address comes out at this host: what answers shows our own nonce.
+
+    On a port that nobody else knows: at the endpoint's, other nodes may be dialling already."""
+    if is_loopback(address):
+        return True
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    try:
+        with _socket_for(address) as listener, _socket_for(address) as dialled:
+            listener.bind((address, 0))
+            listener.listen(1)
+            dialled.connect(listener.getsockname())
+            answering, _ = listener.accept()
+            with answering:
+                answering.sendall(nonce)
+                return dialled.recv(NONCE_BYTES, socket.MSG_WAITALL) == nonce
+    except OSError:
+        return False
+
+
+def _socket_for(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    made.settimeout(DIAL_LIMIT)
+    return made
+
+
+def settle(config: AgentConfig) -> Place:
+    """Where the master is to be, as far as this host can say now. NotYet, HostError. Blocks."""
+    where = config.rendezvous
+    if where.kind == "standalone":
+        return Place(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
+    addresses = resolve(where.host, where.port)
+    if where.kind == "static" and config.node_rank <= 0:
+        door = Endpoint(_door_address(where.host, addresses), where.port)
+        here = Endpoint(LOOPBACK, 0)
+        return Place(here, addresses[0], bind=here, door=door)
+    if where.kind == "elastic" and where.is_host is not False:
+        place = _elastic(config, addresses)
+        if place is not None:
+            return place
+    return Place(Endpoint(where.host, where.port), addresses[0])
+
+
+def _elastic(config: AgentConfig, addresses: list[str]) -> Place | None:
+    """Our part of the bind test; None if the master is another host's."""
+    where = config.rendezvous
+    several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
+    for address in addresses:
+        at = address
+        if several and is_loopback(address):
+            # Debian's `127.0.1.1 hostname`: it proves that the name is ours, but nobody else
+            # could reach a master there.
+            at = routed_address() or address
+        result = bind_test(at, where.port)
+        if result is Bind.OURS:
+            here = Endpoint(at, where.port)
+            return Place(here, at, bind=here)
+        if result is Bind.TAKEN:
+            return Place(Endpoint(at, where.port), at)
+    if where.is_host:
+        # The user says so although no address is ours: behind NAT, or a Service of Kubernetes.
+        return Place(Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port))
+    return None
+
+
+def _door_address(host: str, addresses: list[str]) -> str:
+    """The address at which node rank 0 of a static job listens: the named one where it is ours,
+    else all of them, as torchrun does."""
+    if names_this_host_only(host):
+        return addresses[0]
+    local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
+    return local[0] if local else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen_door(where: Endpoint) -> socket.socket:
+    """The door's listening socket. HostError with a sentence when the port is taken."""
+    family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+    door = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if where.host == "::":
+            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((where.host, where.port))
+        door.listen(1024)
+    except OSError as error:
+        door.close()
+        text = (
+            "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+        )
+        raise HostError(f"cannot listen on the master port {where}: {text}") from None
+    return door
+
+
+RESOLVE_AGAIN: Final = 1.0
+"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
+late."""
+
+RESOLVE_CAP: Final = 5.0
+"""The longest such wait: name servers remember for some seconds that a name was not there."""
+
+
+def resolve_again(tries: int) -> float:
+    """Seconds until a name that did not resolve is tried again, after so many tries."""
+    return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
+
+
+OVER_LIMIT: Final = 3.0
+"""Seconds for a hosted master to end when the job is over: then its port is free again when the
+command returns."""
+
+LEAVE_LIMIT: Final = 1.0
+"""The same when only this node leaves: the master may live on for the others."""
+
+
+class MeetingBase:
+    """`met` is called when the master's place is known and whenever one serves there anew;
+    `fatal(sentence)` when it cannot be had."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        reaper: Reaper,
+        writer: StderrWriter,
+        met: Callable[[], None],
+        fatal: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._reaper = reaper
+        self._writer = writer
+        self._met = met
+        self._fatal = fatal
+        self._master: MasterHost | None = None
+        self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
+        """What the link dials."""
+        self.address = ""
+        """What other nodes dial to reach a store here, or a master; "" until settled."""
+
+    def pids(self) -> set[int]:
+        """Helpers that a sweep must spare."""
+        pid = self._master.pid if self._master else None
+        return set() if pid is None else {pid}
+
+    async def _let_master_go(self, *, job_over: bool) -> None:
+        if self._master is not None:
+            await self._master.close(OVER_LIMIT if job_over else LEAVE_LIMIT)
+
+
+HEIR_AFTER: Final = 3.0
+"""Seconds without a master after which an agent of its host starts one: the agent to which it
+belonged, if it lives, has done so long before."""
+
+
+def meeting_of(
+    config: AgentConfig,
+    reaper: Reaper,
+    writer: StderrWriter,
+    met: Callable[[], None],
+    fatal: Callable[[str], None],
+    deliver: Callable[[AgentEvent], None],
+    found: Found | None = None,
+) -> Meeting | EtcdMeeting | FileMeeting:
+    """The way in which the nodes of this job meet. `found`: see `finding`."""
+    if found is not None:
+        from elasticrun.agent.rendezvous.file import FileMeeting
+
+        return FileMeeting(config, reaper, writer, met, fatal, found)
+    if config.rendezvous.kind == "etcd":
+        from elasticrun.agent.rendezvous.etcd import EtcdMeeting
+
+        return EtcdMeeting(config, reaper, writer, met, fatal, deliver)
+    return Meeting(config, reaper, writer, met, fatal)
+
+
+class Meeting(MeetingBase):
+    """By way of an endpoint that every node was given.
+
+    An agent that found the endpoint of its own host taken attaches to the master there. Should that
+    one end while nobody starts it again (the agent it belonged to is gone), or should it be no
+    master at all (a connection of somebody's holds the port for a moment), this agent is the next
+    that can: it tries to take the endpoint whenever no master has answered for HEIR_AFTER
+    seconds."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        reaper: Reaper,
+        writer: StderrWriter,
+        met: Callable[[], None],
+        fatal: Callable[[str], None],
+    ) -> None:
+        super().__init__(config, reaper, writer, met, fatal)
+        self._door: DoorHost | None = None
+        self._heir: asyncio.Task[None] | None = None
+        self._over = False
+
+    async def settle(self, early: MasterProcess | None) -> None:
+        """Find the place, and start what is ours; `early` is a master that already runs. HostError
+        with a sentence when the endpoint can never be met."""
+        place = await self._place()
+        where = self._config.rendezvous
+        self.address = offered_address(
+            self._config.local_addr,
+            LOOPBACK if self._config.spec.max_nodes == 1 else where.host,
+            place.address,
+        )
+        self.dial = place.dial
+        if place.door is not None:
+            if place.door.host in ANYWHERE and self._config.spec.max_nodes > 1:
+                logger.warning(
+                    "this node has rank 0 and starts the job master, but %s is no address of this "
+                    "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
+                    where.host,
+                )
+            self._door = DoorHost(listen_door(place.door), self._reaper)
+        if place.bind is None:
+            self._met()
+            # No master has answered us yet, so none that we know of has ended the job.
+            self._look_after(may_succeed=True)
+            return
+        await self._host(place.bind, early)
+
+    async def _host(self, bind: Endpoint, early: MasterProcess | None = None) -> None:
+        sweep_records()
+        record = None if early is not None else await in_thread(new_record, name="record")
+        self._master = MasterHost(
+            self._config,
+            bind,
+            self._reaper,
+            self._writer,
+            moved=self._moved,
+            taken=self._taken,
+            failed=self._fatal,
+            record=record,
+        )
+        self._master.start(early)
+
+    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
+        """`deliver`, for what the link says; it is heard here too."""
+
+        def both(event: AgentEvent) -> None:
+            if isinstance(event, LinkLost):
+                self._look_after(may_succeed=False)
+            elif isinstance(event, LinkBack):
+                self._forget_heir()
+            elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
+                self._over = True
+            deliver(event)
+
+        return both
+
+    def _look_after(self, *, may_succeed: bool) -> None:
+        where = self._config.rendezvous
+        mine = where.kind == "elastic" and where.is_host is None
+        if mine and self._master is None and self._heir is None and not self._over:
+            self._heir = asyncio.create_task(self._succeed(may_succeed))
+            tell_failure(self._heir, self._fatal, "looking after the job master")
+
+    async def _succeed(self, may_succeed: bool) -> None:
+        """Host the master, once its place on this host is free and nobody else has taken it. One
+        that ended by itself had seen the end of the job, which must not begin again: so a free
+        place is taken only where one was killed, or with `may_succeed`: none has served us."""
+        while True:
+            # At once, too: whoever lists the masters of this host removes what shows it.
+            may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
+            await asyncio.sleep(HEIR_AFTER * random.uniform(1.0, 1.5))
+            may_succeed = may_succeed or await in_thread(self._was_killed, name="resolve")
+            bind = await in_thread(self._free_place, name="resolve") if may_succeed else None
+            if bind is not None and not self._over:
+                logger.warning("no job master is left at %s: this agent starts one", bind)
+                self._heir = None
+                await self._host(bind)
+                return
+
+    def _was_killed(self) -> bool:
+        try:
+            folder = published.run_folder(os.environ)
+            return published.was_killed(folder, self._config.spec.job_id, self.dial.port)
+        except (OSError, RuntimeError):  # RuntimeError: nobody knows our home
+            return False
+
+    def _free_place(self) -> Endpoint | None:
+        """The endpoint, where it is this host's and nobody listens there."""
+        try:
+            return settle(self._config).bind
+        except (NotYet, HostError):
+            return None
+
+    def _forget_heir(self) -> None:
+        if self._heir is not None:
+            self._heir.cancel()
+            self._heir = None
+
+    def pids(self) -> set[int]:
+        """Helpers that a sweep must spare."""
+        pid = self._door.pid if self._door else None
+        return super().pids() | (set() if pid is None else {pid})
+
+    def store(self, where: Endpoint | None) -> None:
+        """The store behind the door; None between rounds."""
+        if self._door is not None:
+            self._door.say("store", where)
+
+    async def close(self, *, job_over: bool) -> None:
+        """Let the master go and shut the door."""
+        self._over = True
+        self._forget_heir()
+        await self._let_master_go(job_over=job_over)
+        if self._door is not None:
+            await self._door.close(LEAVE_LIMIT)
+
+    async def _place(self) -> Place:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._config.spec.join_timeout
+        tries = 0
+        while True:
+            try:
+                return await in_thread(lambda: settle(self._config), name="resolve")
+            except NotYet as error:
+                if loop.time() >= end:
+                    limit = self._config.spec.join_timeout
+                    raise HostError(f"{error}, for {limit:g} s") from None
+                tries += 1
+                if tries == 1:
+                    logger.warning("%s; trying again until it does", error)
+            # No event tells of a new name. Not all pods of a job ask in the same moment.
+            wait = resolve_again(tries) * random.uniform(0.75, 1.25)
+            await asyncio.sleep(min(wait, max(0.0, end - loop.time())))
+
+    def _moved(self, endpoint: Endpoint) -> None:
+        self.dial = endpoint
+        if self._door is not None:
+            self._door.say("master", endpoint)
+        self._met()
+
+    def _taken(self, sentence: str) -> None:
+        if self._config.rendezvous.kind == "elastic" and self._config.rendezvous.is_host is None:
+            # Another agent of this host was faster: the master there is the job's.
+            logger.info("%s; the job master is looked for there", sentence)
+            self._master = None
+            self._met()
+        else:
+            self._fatal(sentence)

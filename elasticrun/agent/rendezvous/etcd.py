@@ -1,0 +1,348 @@
+"""Where this node meets a job whose mastership is in etcd (`--master-store`).
+
+No host is named in advance: whoever leads has written its endpoint into etcd, and every agent
+follows that key. Where nobody leads, one agent at a time *stands*: it takes the candidate key for
+CANDIDATE_TTL seconds and starts a master, which campaigns. That key only spares hosts the
+starting of masters that would lose; who leads is decided by the master's own transaction.
+
+A host that vanishes costs the lease (LEADER_TTL), the start of a process, and a dial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+from elasticrun.agent.link.identity import offered_address
+from elasticrun.agent.link.master_process import (
+    InEtcd,
+    MasterHost,
+    MasterProcess,
+    new_record,
+    sweep_records,
+)
+from elasticrun.agent.processes import Reaper
+from elasticrun.agent.rendezvous import c10d as host
+from elasticrun.agent.rendezvous.c10d import RESOLVE_AGAIN, MeetingBase
+from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, AgentConfig, Tls
+from elasticrun.core.events import AgentEvent, Ordered
+from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
+from elasticrun.wire.messages import End
+from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.run_folder import LaunchFolder
+from elasticrun.wire.types import Endpoint, mint_incarnation
+
+STAND_AFTER: Final = (0.05, 0.2)
+"""Least and most seconds without a leader before this agent stands, drawn anew each time: a master
+that its own agent starts again is back by then, and a thousand agents do not ask at one instant."""
+
+TELL_AFTER: Final = 3.0
+"""Seconds that etcd may be silent before the user is told."""
+
+DEPOSED_LIMIT: Final = 3.0
+"""Seconds in which a master that has lost its key ends by itself; one that does not stands still,
+and its agent, which may need to start another, ends it."""
+
+CLOSE_LIMIT: Final = 1.0
+"""Seconds to give the candidate key back at the end."""
+
+
+class EtcdMeeting(MeetingBase):
+    """A `meeting.Meeting` by way of etcd. `deliver` gets the End of a job that is over already."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        reaper: Reaper,
+        writer: StderrWriter,
+        met: Callable[[], None],
+        fatal: Callable[[str], None],
+        deliver: Callable[[AgentEvent], None],
+    ) -> None:
+        super().__init__(config, reaper, writer, met, fatal)
+        self._deliver = deliver
+        self._keys = Keys(config.spec.job_id)
+        self._me = mint_incarnation()
+        self._client: etcd.Etcd | None = None
+        self._there: dict[str, etcd.Item] = {}
+        self._known = asyncio.Event()
+        self._told_end = False
+        self._served = False
+        self._failed_once = False
+        self._listen_at = ""
+        self._chores: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._standing: asyncio.Task[None] | None = None
+        self._candidacy = 0  # a lease
+        self._deposed: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._silent = False
+        self.dial = Endpoint("", 0)
+        """What the link dials: whoever led last."""
+
+    # ------------------------------------------------------------ what the node calls
+
+    async def settle(self, early: MasterProcess | None) -> None:
+        """Find whoever leads, or start a master. HostError when etcd cannot be used or names
+        nobody within `join_timeout`."""
+        tls = self._config.tls or Tls()
+        try:
+            place = parse_place(self._config.master_store)
+            self._client = etcd.Etcd(
+                place, ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
+            )
+        except (ValueError, etcd.EtcdError) as wrong:
+            raise host.HostError(str(wrong)) from None
+        limit = self._config.spec.join_timeout
+        try:
+            async with asyncio.timeout(limit):
+                sweep_records()
+                self.address, self._listen_at = await self._own_address(place.servers)
+                self._following = asyncio.create_task(self._follow(self._client))
+                tell_failure(self._following, self._fatal, "following etcd")
+                await self._known.wait()
+        except TimeoutError:
+            why = "names no job master" if self._silence is None else "does not answer"
+            raise host.HostError(f"{place} {why}, for {limit:g} s") from None
+
+    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
+        """What the link says needs no second ear: who leads is known from etcd."""
+        return deliver
+
+    def store(self, where: Endpoint | None) -> None:
+        """There is no door here."""
+
+    async def close(self, *, job_over: bool) -> None:
+        """Follow no more, and let the master go."""
+        for task in (self._following, self._standing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for timer in (self._deposed, self._silence):
+            if timer is not None:
+                timer.cancel()
+        await self._let_master_go(job_over=job_over)
+        if self._chores:
+            await asyncio.wait(self._chores, timeout=CLOSE_LIMIT)
+        if self._client is not None:
+            with contextlib.suppress(TimeoutError, etcd.EtcdError):
+                await asyncio.wait_for(self._give_up_candidacy(), CLOSE_LIMIT)
+            await self._client.close()
+
+    # ------------------------------------------------------------ following
+
+    async def _own_address(self, servers: tuple[Endpoint, ...]) -> tuple[str, str]:
+        """This node's address on its way to etcd, or what --local-addr says; and where a master
+        here listens: there, or everywhere if the address is not this host's (NAT)."""
+        told = False
+        while True:
+            for server in servers:
+                try:
+                    return await in_thread(partial(self._towards, server), name="resolve")
+                except host.NotYet as wrong:
+                    if not told:
+                        told = True
+                        logger.warning("%s; trying again until it does", wrong)
+            await asyncio.sleep(RESOLVE_AGAIN)
+
+    def _towards(self, server: Endpoint) -> tuple[str, str]:
+        numbers = host.resolve(server.host, server.port)[0]
+        address = offered_address(self._config.local_addr, server.host, numbers)
+        ours = host.resolve(address, 0)[0]
+        here = host.bind_test(ours, 0) is host.Bind.OURS
+        return address, ours if here else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+    async def _follow(self, client: etcd.Etcd) -> None:
+        try:
+            async for there in client.follow(self._keys.lead, self._trouble):
+                self._there = there
+                self._look()
+        except etcd.EtcdRefused as refused:
+            self._fatal(str(refused))
+
+    def _look(self) -> None:
+        """Act on what etcd says now."""
+        item = self._there.get(self._keys.master)
+        leader = None if item is None else leader_from_bytes(item.value)
+        if leader is not None and leader.holder == self._me and self._master is not None:
+            self._watch_deposed(leading=True)  # where it is dialled it tells us itself
+        elif leader is not None and leader.holder != self._me:
+            self._watch_deposed(leading=False)
+            self._lead_is_at(leader.endpoint)
+        elif (ended := self._there.get(self._keys.outcome)) is not None:
+            self._is_over(ended)
+        elif self._master is not None:
+            self._watch_deposed(leading=False)  # it campaigns, or has lost its key
+        elif self._keys.candidate not in self._there and self._standing is None:
+            # Nobody leads, or a master of ours that has ended since.
+            self._standing = asyncio.create_task(self._stand())
+            self._standing.add_done_callback(self._stood)
+            tell_failure(self._standing, self._fatal, "standing for job master")
+
+    def _lead_is_at(self, endpoint: Endpoint) -> None:
+        if endpoint != self.dial or not self._known.is_set():
+            self.dial = endpoint
+            self._known.set()
+            self._met()
+
+    def _is_over(self, item: etcd.Item) -> None:
+        """The job has ended, and so has its master."""
+        if self._told_end:
+            return
+        self._told_end = True
+        late = not self._known.is_set()
+        self._known.set()
+        try:
+            end = codec.order_from_wire(item.value)
+        except codec.WireError as wrong:
+            self._fatal(f"{item.key} in etcd is {wrong}")
+            return
+        if not isinstance(end, End):
+            self._fatal(f"{item.key} in etcd is no end of a job")
+            return
+        if late:
+            logger.warning(
+                "job %s has ended before, as etcd remembers; a new run needs a new --rdzv-id",
+                self._config.spec.job_id,
+            )
+        self._deliver(Ordered(end))
+
+    def _trouble(self, sentence: str) -> None:
+        """etcd does not answer; "": it does again."""
+        if not sentence:
+            if self._silence is not None:
+                self._silence.cancel()
+                self._silence = None
+            if self._silent:
+                self._silent = False
+                logger.warning("etcd answers again")
+        elif self._silence is None:
+            loop = asyncio.get_running_loop()
+            self._silence = loop.call_later(TELL_AFTER, self._tell_silent, sentence)
+
+    def _tell_silent(self, sentence: str) -> None:
+        self._silent = True
+        if self._known.is_set():
+            sentence += "; ranks go on, but this node hears of no other master until it does"
+        else:
+            sentence += f"; this node asks for {self._config.spec.join_timeout:g} s in all"
+        logger.warning("%s", sentence)
+
+    # ------------------------------------------------------------ standing
+
+    async def _stand(self) -> None:
+        """Take the candidate key and start a master, unless somebody leads or stands meanwhile."""
+        await asyncio.sleep(random.uniform(*STAND_AFTER))
+        if self._failed_once:
+            await asyncio.sleep(CANDIDATE_TTL)  # the others first
+        if self._keys.candidate in self._there:
+            return
+        item = self._there.get(self._keys.master)
+        free = (
+            etcd.created_at(self._keys.candidate, 0),
+            etcd.created_at(self._keys.master, 0 if item is None else item.created),
+        )
+        client = self._client
+        assert client is not None
+        pause = etcd.BACKOFF_FIRST
+        while True:
+            try:
+                self._candidacy = await client.grant(CANDIDATE_TTL)
+                claim = etcd.put(self._keys.candidate, self._me.encode(), self._candidacy)
+                if (await client.txn(free, (claim,))).succeeded:
+                    break
+                await self._give_up_candidacy()
+                return  # the change that we have not seen yet is on its way
+            except etcd.EtcdSilent:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(etcd.BACKOFF_MOST, 2 * pause)
+            except etcd.EtcdRefused as refused:
+                self._fatal(str(refused))
+                return
+        self._start_master(await in_thread(new_record, name="record"))
+
+    def _stood(self, task: asyncio.Task[None]) -> None:
+        self._standing = None
+        if not task.cancelled() and task.exception() is None:
+            self._look()
+
+    async def _give_up_candidacy(self) -> None:
+        lease, self._candidacy = self._candidacy, 0
+        if lease and self._client is not None:
+            await self._client.revoke(lease)
+
+    def _start_master(self, folder: LaunchFolder | None) -> None:
+        """`folder`: for its trace; its record is in etcd."""
+        self._master = MasterHost(
+            self._config,
+            Endpoint(self._listen_at, self._config.rendezvous.port),
+            self._reaper,
+            self._writer,
+            moved=self._moved,
+            taken=self._not_leading,
+            failed=self._fatal,
+            record=folder,
+            in_etcd=InEtcd(self._me, self.address),
+        )
+        self._master.start()
+
+    def _moved(self, endpoint: Endpoint) -> None:
+        """Our master leads, and serves (again)."""
+        self._served = True
+        self._failed_once = False
+        self.dial = endpoint
+        self._known.set()
+        self._met()
+        self._release_later()
+
+    def _not_leading(self, sentence: str) -> None:
+        """Our master has ended because it does not lead, or could not listen."""
+        logger.info("%s", sentence)
+        if self._master is not None:
+            self._spawn(self._master.close(0.0))
+        self._master = None
+        self._failed_once = not self._served  # one that led has only lost its lease
+        self._served = False
+        self._watch_deposed(leading=True)
+        self._release_later()
+        self._look()
+
+    def _release_later(self) -> None:
+        """Give the candidate key back without waiting for it; its lease is short in any case."""
+
+        async def release() -> None:
+            with contextlib.suppress(etcd.EtcdError):
+                await self._give_up_candidacy()
+
+        if self._candidacy:
+            self._spawn(release())
+
+    def _spawn(self, chore: Coroutine[Any, Any, None]) -> None:
+        """Have it done; nobody waits for it before the end."""
+        task = asyncio.create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        tell_failure(task, logger.error, "telling etcd")
+
+    def _watch_deposed(self, *, leading: bool) -> None:
+        """End a master of ours that stands still while its key is gone."""
+        if leading or self._master is None:
+            if self._deposed is not None:
+                self._deposed.cancel()
+                self._deposed = None
+        elif self._deposed is None and self._master.serves:
+            loop = asyncio.get_running_loop()
+            self._deposed = loop.call_later(DEPOSED_LIMIT, self._end_deposed)
+
+    def _end_deposed(self) -> None:
+        self._deposed = None
+        if self._master is not None:
+            logger.warning("the job master here leads no more and does not end: it is killed")
+            self._master.kill()

@@ -1,0 +1,362 @@
+"""Where this node meets a job that has no endpoint: the first node hosts its master, and says where
+in a rendezvous file (`--rdzv-endpoint=file://...`), or to people ("open").
+
+Whoever holds the claim renews it. Where the master is gone and nobody renews the claim, one of the
+job's agents takes it over and starts the next master, which adopts the round that the agents
+report; all follow the file to it. A holder whose claim was taken over lets its own master go and
+follows too. The claim is removed with the job's end; where its holder leaves before, the file says
+so, and whoever is there at the end removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.agent.link.identity import offered_address
+from elasticrun.agent.link.master_process import (
+    MasterHost,
+    MasterProcess,
+    new_record,
+    sweep_records,
+)
+from elasticrun.agent.processes import Reaper
+from elasticrun.agent.rendezvous import c10d as host, finding
+from elasticrun.agent.rendezvous.c10d import LEAVE_LIMIT, MeetingBase
+from elasticrun.agent.rendezvous.claims import (
+    LOOK_EVERY,
+    Claim,
+    ClaimError,
+    Keeper,
+    Looks,
+    fresh,
+    timed,
+)
+from elasticrun.agent.rendezvous.finding import Found, on_file, place_of
+from elasticrun.agent.runtime import in_thread, tell_failure, threadsafe
+from elasticrun.config import FIRST_PORT, AgentConfig
+from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
+from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire.messages import End, Refused
+from elasticrun.wire.run_folder import LaunchFolder
+from elasticrun.wire.types import Endpoint
+
+CLOSE_LIMIT: Final = 5.0
+"""Seconds to leave the file as it should be left."""
+
+TOKEN_NAME: Final = "token"
+"""File with the job's token in the folder of this launch, from where people copy it."""
+
+
+class FileMeeting(MeetingBase):
+    """A `meeting.Meeting` for what was found. A job without a file has a holder and no claim."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        reaper: Reaper,
+        writer: StderrWriter,
+        met: Callable[[], None],
+        fatal: Callable[[str], None],
+        found: Found,
+    ) -> None:
+        super().__init__(config, reaper, writer, met, fatal)
+        self._found = found
+        self._file = found.file
+        self._keeper = found.keeper
+        self._claim = found.claim
+        self._own = config.rendezvous.host if found.ours else ""
+        self._told = False
+        self._over = False
+        self._said = ""
+        self._following: asyncio.Task[None] | None = None
+        self._chores: set[asyncio.Task[None]] = set()
+
+    async def settle(self, early: MasterProcess | None) -> None:
+        """Host the master where that is ours, else follow the claim. HostError."""
+        if self._found.interrupted:
+            await asyncio.get_running_loop().create_future()  # the brain has heard the signal
+        if self._found.wrong:
+            raise host.HostError(self._found.wrong)
+        where = self._config.rendezvous
+        if self._found.ours:
+            self.address = self._config.local_addr or where.host
+            await self._begin(where.port)
+            return
+        self.address = offered_address(self._config.local_addr, where.host, where.host)
+        self._met()
+        self._follow()
+
+    # ------------------------------------------------------------ hosting
+
+    async def _begin(self, port: int) -> None:
+        """Start a master here, at this port or the next one that is free."""
+        sweep_records()
+        if self._keeper is not None:
+            loop = asyncio.get_running_loop()
+            self._keeper.attach(
+                lambda claim: threadsafe(loop, self._deposed, claim),
+                lambda sentence: threadsafe(loop, self._trouble, sentence),
+            )
+        record = await in_thread(new_record, name="record")
+        if self._over:
+            return
+        self._master = MasterHost(
+            self._config,
+            Endpoint(self._own, port),
+            self._reaper,
+            self._writer,
+            moved=partial(self._moved, record),
+            taken=self._taken,
+            failed=self._fatal,
+            record=record,
+        )
+        self._master.start()
+
+    def _moved(self, record: LaunchFolder | None, endpoint: Endpoint) -> None:
+        self.dial = endpoint
+        if not self._told and self._config.spec.max_nodes > 1:
+            self._told = True
+            self._spawn(self._tell(record, endpoint))
+        self._met()
+
+    def _taken(self, sentence: str) -> None:
+        """Somebody was faster at that port: the next one."""
+        logger.info("%s; the next free port is taken", sentence)
+        self._master = None
+        self._spawn(self._elsewhere(self.dial.port or self._config.rendezvous.port))
+
+    async def _elsewhere(self, port: int) -> None:
+        try:
+            free = await in_thread(partial(finding.free_port, self._own, port + 1), name="resolve")
+            if self._file is not None and not await self._take(free, self._file.mine):
+                raise host.HostError(f"{self._file.path} was taken over by another host")
+        except (host.HostError, ClaimError) as wrong:
+            self._fatal(str(wrong))
+            return
+        await self._begin(free)
+
+    async def _take(self, port: int, instead: Claim | None) -> bool:
+        """Make the claim that counts ours, with this port."""
+        assert self._file is not None
+        file, keeper = self._file, self._keeper
+        words = finding.words_of(self._config, self._own, port, given=self._found.given)
+        mine = fresh(words)
+        if keeper is not None:
+            await in_thread(keeper.close, name="claim")
+        if not await on_file(partial(file.take, mine, instead), file):
+            return False
+        self._claim, self._keeper = mine, Keeper(file)
+        return True
+
+    async def _tell(self, record: LaunchFolder | None, endpoint: Endpoint) -> None:
+        """How others join; the token is on the screen of nobody."""
+        spec = self._config.spec
+        command = self._config.to_join or (
+            f"elasticrun --nnodes={spec.min_nodes}:{spec.max_nodes} \0 {self._config.entry.target}"
+        )
+        if self._file is not None:
+            words = command.replace("\0 ", "")
+            self._say(f"to join, on a machine with this folder: {words}")
+            self._say(f"machines meet by {self._file.path}, which has the job's token")
+            return
+        flags = f"--rdzv-endpoint={endpoint}"
+        if f"--rdzv-id={spec.job_id}" not in command:
+            flags += f" --rdzv-id={spec.job_id}"
+        path = None if self._found.given else await self._token_file(record)
+        if path is not None:
+            flags += f" --token-file={spec.job_id}.token"
+        if path is not None:
+            host_name = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+            self._say(
+                f"to join, first on that machine: scp {host_name}:{path} {spec.job_id}.token   "
+                "(the job's token: who has it can join and run code)"
+            )
+            self._say(f"then: {command.replace(chr(0), flags)}")
+            return
+        self._say(f"to join: {command.replace(chr(0), flags)}")
+        if not self._found.given:
+            self._say(
+                "no folder here can hold the job's token for others: set ELASTICRUN_TOKEN to one "
+                "secret on all nodes and start again if others are to join"
+            )
+        else:
+            self._say("the other nodes need the same ELASTICRUN_TOKEN or --token-file")
+
+    async def _token_file(self, record: LaunchFolder | None) -> Path | None:
+        if record is None:
+            return None
+        path = record.path / TOKEN_NAME
+        try:
+            await in_thread(partial(_write_private, path, self._config.token), limit=CLOSE_LIMIT)
+        except (OSError, TimeoutError):
+            return None
+        return path
+
+    def _say(self, sentence: str) -> None:
+        self._writer.write(f"elasticrun: {sentence}\n")
+
+    # ------------------------------------------------------------ holding a claim
+
+    def _trouble(self, sentence: str) -> None:
+        if sentence:
+            logger.warning("%s; others may take this job's master for lost", sentence)
+        else:
+            logger.warning("the rendezvous file is renewed again")
+
+    def _deposed(self, claim: Claim) -> None:
+        """Another host has taken the job over, having seen nothing of us."""
+        if self._over or self._file is None or self._keeper is None:
+            return
+        logger.warning(
+            "%s has taken this job over, as %s says: the job master here ends, and this node "
+            "follows that one",
+            claim.text("host"), self._file.path,
+        )  # fmt: skip
+        self._file.let_go()
+        self._keeper = None
+        old, self._master = self._master, None
+        if old is not None:
+            old.kill()
+            self._spawn(old.close(LEAVE_LIMIT))
+        self._turn_to(claim)
+        self._follow()
+
+    # ------------------------------------------------------------ following one
+
+    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
+        """`deliver`, for what the link says; it is heard here too."""
+
+        def both(event: AgentEvent) -> None:
+            if isinstance(event, LinkLost):
+                self._follow()
+            elif isinstance(event, LinkBack):
+                self._follow_no_more()
+            elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
+                self._over = True
+            deliver(event)
+
+        return both
+
+    def _follow(self) -> None:
+        if self._master is not None or self._file is None or self._over:
+            return
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._look_after(Looks()))
+            tell_failure(self._following, self._fatal, "looking after the rendezvous file")
+
+    def _follow_no_more(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    async def _look_after(self, looks: Looks) -> None:
+        """Until the link is back: go where the file says, or be the one whom it names."""
+        assert self._file is not None
+        while not self._over:
+            await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
+            try:
+                claim, took = await on_file(partial(timed, self._file), self._file)
+            except ClaimError as wrong:
+                self._remark(str(wrong))
+                continue
+            if claim is None:
+                self._remark(f"{self._file.path} is gone: its holder has ended the job, or left it")
+            elif self._claim is None or claim.holder != self._claim.holder:
+                looks = Looks()
+                self._turn_to(claim)
+            else:
+                looks.look(claim, took)
+                if looks.is_stale(claim) and await self._succeed(claim):
+                    return
+
+    def _remark(self, sentence: str) -> None:
+        if sentence != self._said:
+            self._said = sentence
+            logger.warning("%s; this node dials on", sentence)
+
+    def _turn_to(self, claim: Claim) -> None:
+        """Its master is the job's, if it is of this job."""
+        token = claim.text("token")
+        mine = claim.text("job") == self._config.spec.job_id
+        if not mine or (token and token != self._config.token):
+            self._remark(f"another job has begun by that file ({claim.text('job')})")
+            return
+        self._claim = claim
+        self.dial = place_of(claim)
+        self._met()
+
+    async def _succeed(self, claim: Claim) -> bool:
+        """Take over what nobody renews and where nobody answers; whether it is ours now."""
+        where = self._config.rendezvous
+        if where.is_host is False or await finding.answers(claim, self._config):
+            return False
+        try:
+            self._own = await in_thread(
+                partial(finding.own_address, self._config.local_addr), name="resolve"
+            )
+            port = await in_thread(
+                partial(finding.free_port, self._own, FIRST_PORT), name="resolve"
+            )
+            if not await self._take(port, claim):
+                return False
+        except (host.HostError, ClaimError) as wrong:
+            self._remark(str(wrong))
+            return False
+        logger.warning(
+            "no job master is left at %s, and nobody renews %s: this agent starts one",
+            place_of(claim), self._file.path if self._file else "",
+        )  # fmt: skip
+        self._following = None  # we are it; the link's return must not cancel what follows
+        self._told = True
+        await self._begin(port)
+        return True
+
+    # ------------------------------------------------------------ the end
+
+    def store(self, where: Endpoint | None) -> None:
+        """There is no door here."""
+
+    async def close(self, *, job_over: bool) -> None:
+        """Let the master go, and leave the file as it should be left."""
+        self._over = True
+        self._follow_no_more()
+        if self._keeper is not None:
+            with contextlib.suppress(TimeoutError):
+                await in_thread(self._keeper.close, limit=CLOSE_LIMIT, name="claim")
+        await self._let_master_go(job_over=job_over)
+        if self._chores:
+            await asyncio.wait(self._chores, timeout=CLOSE_LIMIT)
+        if self._file is not None:
+            lives_on = self._master is not None and self._master.pid is not None and not job_over
+            with contextlib.suppress(TimeoutError, ClaimError):
+                work = partial(self._leave_file, lives_on=lives_on, job_over=job_over)
+                await in_thread(work, limit=CLOSE_LIMIT, name="claim")
+
+    def _leave_file(self, *, lives_on: bool, job_over: bool) -> None:
+        assert self._file is not None
+        if self._file.mine is not None and lives_on:
+            self._file.leave()
+        elif self._file.mine is not None:
+            self._file.remove()
+        elif job_over and self._claim is not None:
+            current = self._file.read()
+            if current is not None and current.left and current.holder == self._claim.holder:
+                self._file.remove(current.holder)
+
+    def _spawn(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        tell_failure(task, self._fatal, "meeting by a file")
+
+
+def _write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text + "\n")

@@ -1,0 +1,337 @@
+"""Where a job is that nobody has named a host for: at this node, or where a rendezvous file says.
+
+It comes before the node's parts are built, since what the file has, the job's name and its token,
+is what they are built with. A claim counts as long as the master at its address proves itself, or
+its holder renews it; one for which neither is true is taken over, with the job's name and token:
+nodes that look for their master find the next one then. What goes on later is `file_meeting`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from msgspec import structs
+
+from elasticrun.agent.link.trust import TOKEN_BYTES
+from elasticrun.agent.main import SignalInbox
+from elasticrun.agent.rendezvous import c10d as host
+from elasticrun.agent.rendezvous.claims import (
+    LOOK_EVERY,
+    Claim,
+    ClaimError,
+    ClaimFile,
+    Keeper,
+    Looks,
+    fresh,
+    timed,
+)
+from elasticrun.agent.runtime import in_thread, threadsafe
+from elasticrun.agent.workers.ranks import directed
+from elasticrun.config import AgentConfig
+from elasticrun.operator_log import logger
+from elasticrun.system.network import is_loopback, is_ours, routed_address
+from elasticrun.wire import auth as tls
+from elasticrun.wire.auth import reader_token
+from elasticrun.wire.rpc.channel import LinkError, get_status
+from elasticrun.wire.types import Endpoint
+
+FORMAT: Final = 1
+
+ASK_LIMIT: Final = 3.0
+"""Seconds for a master to answer whether it is there."""
+
+FILE_LIMIT: Final = 30.0
+"""Seconds for one look at a shared folder, or one change of it, until it is said to hang."""
+
+MOST_PORTS: Final = 200
+"""Ports that are tried from the first one on."""
+
+
+@dataclass
+class Found:
+    """What came of it. `file` and `keeper`: our claim; `claim`: whose the job is; `wrong`: why it
+    cannot be met, in a sentence; `interrupted`: a signal came first."""
+
+    file: ClaimFile | None = None
+    keeper: Keeper | None = None
+    claim: Claim | None = None
+    wrong: str = ""
+    interrupted: bool = False
+    given: bool = False  # the token is the user's
+
+    @property
+    def ours(self) -> bool:
+        """Whether this agent starts the master."""
+        return self.file is None or self.file.mine is not None
+
+    def close(self) -> None:
+        """Let go of a claim that nobody has let go of."""
+        if self.keeper is not None and self.file is not None and self.file.mine is not None:
+            self.keeper.close()
+            self.file.remove()
+
+
+async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Found]:
+    """The configuration with the master's place, the job's name and its token. A death signal ends
+    the search; it is heard again by whoever attaches to the inbox next."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def signalled(signum: int, death: bool) -> None:
+        caught.append(signum)
+        if death:
+            threadsafe(loop, stop.set)
+
+    caught: list[int] = []
+    inbox.attach(signalled, lambda: None)
+    search = asyncio.create_task(_find(config))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({search, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if search.done():
+            return search.result()
+        search.cancel()
+        await asyncio.gather(search, return_exceptions=True)
+        return config, Found(interrupted=True)
+    except (host.HostError, ClaimError, tls.TlsError) as wrong:
+        return config, Found(wrong=str(wrong))
+    finally:
+        stopped.cancel()
+        inbox.detach(caught)
+
+
+async def _find(config: AgentConfig) -> tuple[AgentConfig, Found]:
+    address = await in_thread(partial(own_address, config.local_addr), name="resolve")
+    where = config.rendezvous
+    if where.kind == "file":
+        file = ClaimFile(where.path)
+        try:
+            return await _Search(config, file, address).run()
+        except ClaimError as wrong:
+            if not where.found:
+                raise
+            # Nobody has named this file: what it was for is still to be had.
+            logger.warning("%s; this job begins here, and others join it by its address", wrong)
+            where = dataclasses.replace(where, kind="open", path="", found="")
+    if is_loopback(address) and config.spec.max_nodes > 1:
+        logger.warning("this host has no address but loopback: no other host can join")
+    token = config.token or secrets.token_hex(TOKEN_BYTES)
+    place = dataclasses.replace(where, host=address)
+    return dataclasses.replace(config, rendezvous=place, token=token), Found(
+        given=bool(config.token)
+    )
+
+
+class _Search:
+    """Looks at the file until the job is found there, or it is ours to begin."""
+
+    def __init__(self, config: AgentConfig, file: ClaimFile, address: str) -> None:
+        self._config = config
+        self._file = file
+        self._address = address
+        self._looks = Looks()
+        self._told = ""
+
+    async def run(self) -> tuple[AgentConfig, Found]:
+        loop = asyncio.get_running_loop()
+        limit = self._config.spec.join_timeout
+        end = loop.time() + limit
+        while True:
+            found = await self._look()
+            if found is not None:
+                return found
+            if loop.time() >= end:
+                raise host.HostError(f"{self._told or 'no job was found'}, for {limit:g} s")
+            await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
+
+    async def _look(self) -> tuple[AgentConfig, Found] | None:
+        claim, took = await on_file(partial(timed, self._file), self._file)
+        may_host = self._config.rendezvous.is_host is not False
+        if claim is None:
+            if may_host:
+                return await self._claim(None)
+            self._tell(
+                f"nobody has written {self._file.path} yet, and is_host=0 leaves it to others"
+            )
+            return None
+        check(claim, self._file, self._config)
+        if await answers(claim, self._config):
+            check_job(claim, self._file, self._config)
+            return self._joined(claim)
+        self._looks.look(claim, took)
+        if may_host and self._looks.is_stale(claim):
+            logger.warning(
+                "the job master at %s (%s), which %s names, does not answer, and nobody renews "
+                "that file: this node takes it over",
+                place_of(claim), claim.text("host"), self._file.path,
+            )  # fmt: skip
+            return await self._claim(claim)
+        self._tell(
+            f"{self._file.path} names the job master at {place_of(claim)} ({claim.text('host')}), "
+            "which does not answer this node; it is asked again until it does, or until its host "
+            "renews that file no more",
+            place_of(claim),
+        )
+        return None
+
+    def _tell(self, sentence: str, dial: object = "") -> None:
+        if sentence != self._told:
+            self._told = sentence
+            if self._looks.same > 2 or "is_host" in sentence:
+                logger.warning("%s", directed(sentence, dial))
+            else:
+                logger.info("%s", sentence)
+
+    async def _claim(self, before: Claim | None) -> tuple[AgentConfig, Found] | None:
+        config = inherit(self._config, before)
+        port = await in_thread(partial(free_port, self._address, config.rendezvous.port))
+        mine = fresh(words_of(config, self._address, port, given=bool(self._config.token)))
+        if not await on_file(partial(self._file.take, mine, before), self._file):
+            return None
+        place = dataclasses.replace(config.rendezvous, host=self._address, port=port)
+        config = dataclasses.replace(config, rendezvous=place)
+        return config, Found(self._file, Keeper(self._file), mine, given=bool(self._config.token))
+
+    def _joined(self, claim: Claim) -> tuple[AgentConfig, Found]:
+        where = place_of(claim)
+        logger.info(
+            "job %s is joined at %s, which %s names", claim.text("job"), where, self._file.path
+        )
+        config = inherit(self._config, claim)
+        place = dataclasses.replace(config.rendezvous, host=where.host, port=where.port)
+        return dataclasses.replace(config, rendezvous=place), Found(
+            self._file, None, claim, given=bool(self._config.token)
+        )
+
+
+# ---------------------------------------------------------------- what a claim says
+
+
+def words_of(config: AgentConfig, address: str, port: int, *, given: bool) -> dict[str, Any]:
+    """What the file is to say; a token that the user gave is no affair of the file's."""
+    return {
+        "format": FORMAT,
+        "job": config.spec.job_id,
+        "host": os.uname().nodename,
+        "address": address,
+        "port": port,
+        "token": "" if given else config.token,
+        "given": given,
+    }
+
+
+def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:
+    """The configuration with the name and the token of the job that a claim is of; with a token of
+    its own where there is none."""
+    token = config.token or (claim.text("token") if claim is not None else "")
+    token = token or secrets.token_hex(TOKEN_BYTES)
+    spec = config.spec
+    if claim is not None and not config.rendezvous.named:
+        spec = structs.replace(spec, job_id=claim.text("job"))
+    return dataclasses.replace(config, spec=spec, token=token)
+
+
+def place_of(claim: Claim) -> Endpoint:
+    """Where its master is."""
+    return Endpoint(claim.text("address"), claim.number("port"))
+
+
+def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
+    """Raises HostError for a claim that no release like this one has made, or whose token is to be
+    given by hand and was not."""
+    where = place_of(claim)
+    named = bool(claim.text("job") and where.host and 0 < where.port < 65536)
+    if claim.number("format") != FORMAT or not named:
+        raise host.HostError(
+            f"{file.path} is of another release of elasticrun: end its job, or name another file"
+        )
+    if claim.words.get("given") is True and not config.token:
+        raise host.HostError(
+            f"the job of {file.path} has a token that is not in the file: set ELASTICRUN_TOKEN or "
+            "--token-file to it"
+        )
+
+
+def check_job(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
+    """Raises HostError where another job runs there than the user wants."""
+    if config.rendezvous.named and claim.text("job") != config.spec.job_id:
+        raise host.HostError(
+            f"{file.path} is of job {claim.text('job')}, which runs at {place_of(claim)}, and "
+            f"--rdzv-id={config.spec.job_id} asks for another: leave it out, or name another file"
+        )
+
+
+async def answers(claim: Claim, config: AgentConfig) -> bool:
+    """Whether the master of this very job is at its address, which it proves."""
+    pem = None
+    if config.tls is not None:
+        files = config.tls
+        pem = await in_thread(lambda: tls.read(files), limit=ASK_LIMIT, name="tls")
+    token = reader_token(config.token or claim.text("token"))
+    try:
+        page = await get_status(place_of(claim), ASK_LIMIT, token=token, tls=pem)
+    except LinkError:
+        return False
+    return page.job_id == claim.text("job")
+
+
+# ---------------------------------------------------------------- this host
+
+
+def own_address(given: str | None) -> str:
+    """The address of this host for others, in numbers: what --local-addr says, else the one of its
+    default route, else the first that is not loopback, else loopback. NotYet, HostError. Blocks."""
+    if given:
+        try:
+            return host.resolve(given, 0)[0]
+        except host.NotYet as wrong:
+            raise host.HostError(f"--local-addr={given}: {wrong}") from None
+    if routed := routed_address():
+        return routed
+    import psutil
+
+    for family in ("AF_INET", "AF_INET6"):
+        for addresses in psutil.net_if_addrs().values():
+            for one in addresses:
+                if one.family.name == family and not _useless(one.address):
+                    return str(one.address)
+    return host.LOOPBACK
+
+
+def _useless(address: str) -> bool:
+    return "%" in address or is_loopback(address) or not is_ours(address)
+
+
+def free_port(address: str, first: int) -> int:
+    """The first port from `first` on where nobody listens at this address. HostError. Blocks."""
+    for port in range(first, min(first + MOST_PORTS, 65536)):
+        there = host.bind_test(address, port)
+        if there is host.Bind.OURS:
+            return port
+        if there is host.Bind.ELSEWHERE:
+            raise host.HostError(
+                f"{address} is no address of this host: give one by --local-addr, or name the "
+                "master's place by --rdzv-endpoint"
+            )
+    raise host.HostError(
+        f"no port from {first} to {first + MOST_PORTS - 1} is free here: name another by "
+        "--rdzv-endpoint=HOST:PORT"
+    )
+
+
+async def on_file(work: Callable[[], Any], file: ClaimFile) -> Any:
+    """The result of work on the shared folder. ClaimError, also where it takes too long."""
+    try:
+        return await in_thread(work, limit=FILE_LIMIT, name="claim")
+    except TimeoutError:
+        raise ClaimError(
+            f"{file.path}: its file system has not answered for {FILE_LIMIT:g} s"
+        ) from None

@@ -1,0 +1,283 @@
+"""Work that may block on a disk or a terminal, kept out of the loop; and tasks with an owner.
+
+The threads are daemons and nobody joins them: a file system that hangs for an hour must neither
+stop the agent's beats nor keep the agent from ending, which the executor of asyncio would do.
+
+The agent's loop: one queue of events, one brain, and the carrying out of its effects.
+
+It sleeps until an event comes or the brain's next deadline; there is no other timer. Nothing that
+it calls may block: disks, terminals and name servers have threads (`threads.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol, TypeVar
+
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core.events import (
+    AgentEffect,
+    AgentEvent,
+    Exit,
+    PrepareStore,
+    RunProbe,
+    SignalRanks,
+    SpawnRanks,
+    SweepRanks,
+    Tick,
+)
+from elasticrun.operator_log import logger
+
+T = TypeVar("T")
+
+SLOW_DISK: Final = 5.0
+"""Seconds after which a wait for a disk is told to the operator, where a sentence is given."""
+
+DISK_LIMIT: Final = 120.0
+"""Seconds that a disk may take for what a node cannot go on without: a file server that was started
+again answers within that."""
+
+THREAD_LIMIT: Final = 10.0
+"""Seconds for which the start of a thread is tried again: whoever has used up the processes of this
+container (pids.max, RLIMIT_NPROC) may be about to end, as ranks that are stopped are."""
+
+FIRST_TRY: Final = 0.05
+"""Seconds until the second try; twice as long until the third, and so on."""
+
+
+_OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class NoThread(TimeoutError):
+    """No thread could be started. For whoever has set a limit it is the same as no answer."""
+
+
+async def in_thread(
+    work: Callable[[], T],
+    *,
+    limit: float | None = None,
+    name: str = "work",
+    slow: str = "",
+    late: Callable[[T], object] | None = None,
+) -> T:
+    """The result of `work()`, called in a thread of its own.
+
+    Raises TimeoutError after `limit` seconds (None: waits as long as it takes); the thread is then
+    left to itself, and what it brings later is given to `late`, in a thread. After SLOW_DISK
+    seconds `slow` is said to the operator."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled() or done.done():
+            if error is None and late is not None:
+                with contextlib.suppress(RuntimeError):  # no thread for it either: it stays
+                    threading.Thread(target=late, args=(result,), daemon=True).start()
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as caught:  # it is the caller's to judge, in the loop's thread
+            error = caught
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:  # the loop ended meanwhile: nobody waits any more
+            if error is None and late is not None:
+                late(result)  # type: ignore[arg-type]
+
+    began = loop.time()
+    await _started(body, name, THREAD_LIMIT if limit is None else min(limit, THREAD_LIMIT))
+    timer = loop.call_later(SLOW_DISK, logger.warning, "%s", slow) if slow else None
+    try:
+        left = None if limit is None else began + limit - loop.time()
+        return await asyncio.wait_for(done, left)
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+async def _started(body: Callable[[], None], name: str, limit: float) -> None:
+    """Start the thread. NoThread if that fails again and again for `limit` seconds."""
+    loop = asyncio.get_running_loop()
+    end, wait = loop.time() + limit, FIRST_TRY
+    while True:
+        try:
+            threading.Thread(target=body, name=f"elasticrun-{name}", daemon=True).start()
+            return
+        except RuntimeError as error:
+            left = end - loop.time()
+            if left <= 0:
+                words = f"no thread can be started here ({error}): too many processes or threads"
+                raise NoThread(words) from None
+        await asyncio.sleep(min(wait, left))
+        wait *= 2
+
+
+def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Have the loop call `call(*args)`, from any thread; nothing if the loop is over."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
+
+
+class Tasks:
+    """The owner of tasks that nobody awaits: it hears of their ends.
+
+    `fatal(sentence)` ends the node: what a task that failed was to do is not done by anybody, and
+    whoever waits for it would wait for ever."""
+
+    def __init__(self, fatal: Callable[[str], object]) -> None:
+        self._fatal = fatal
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, T],
+        what: str,
+        *,
+        tell: Callable[[str], object] | None = None,
+    ) -> asyncio.Task[T]:
+        """Start a task. If it fails the node ends, unless the sentence is for `tell`, where the
+        node can do without."""
+        task = asyncio.get_running_loop().create_task(work, name=what)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        tell_failure(task, tell or self._fatal, what)
+        return task
+
+    def close(self) -> None:
+        """Cancel all that are under way."""
+        for task in list(self._running):
+            task.cancel()
+
+
+def own_defect(context: dict[str, Any]) -> Exception | None:
+    """What an exception handler of asyncio is told of, if a callback failed in our code."""
+    error = context.get("exception")
+    if "handle" not in context or not isinstance(error, Exception):
+        return None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            return error
+        trace = trace.tb_next
+    return None
+
+
+def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: str) -> None:
+    """Have the failure of a task told, so that nobody waits for it for ever."""
+
+    def look(done: asyncio.Task[Any]) -> None:
+        if done.cancelled() or (error := done.exception()) is None:
+            return
+        if isinstance(error, NoThread):  # no defect of ours
+            tell(f"{what} failed: {error}")
+            return
+        logger.error("a defect of elasticrun: %s failed", what, exc_info=error)
+        tell(f"{what} failed: {error!r}")
+
+    task.add_done_callback(look)
+
+
+MAX_FAULTS: Final = 3
+"""So many effects that could not be carried out end the agent."""
+
+AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
+"""Effects whose outcome the brain waits for: one that is not carried out would never come."""
+
+
+class Brain(Protocol):
+    """What the loop needs of `core.worker_group.WorkerGroup`."""
+
+    def step(self, event: AgentEvent, now: float) -> list[AgentEffect]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class AgentLoop:
+    """Feeds events to the brain in the order of `deliver`, until the brain says Exit."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        perform: Callable[[AgentEffect], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._brain = brain
+        self._perform = perform
+        self._clock = clock
+        self._inbox: deque[AgentEvent] = deque()
+        self._wake = asyncio.Event()
+        self._faults = 0
+        self._exit: Exit | None = None
+
+    def deliver(self, event: AgentEvent) -> None:
+        """Queue an event; in the loop's thread."""
+        self._inbox.append(event)
+        self._wake.set()
+
+    def end(self, outcome: Exit) -> None:
+        """End without the brain: what it needs cannot be had."""
+        if self._exit is None:
+            self._exit = outcome
+            self._wake.set()
+
+    async def run(self) -> Exit:
+        """Turn after turn until the outcome is known."""
+        self.deliver(Tick())
+        while True:
+            while self._inbox and self._exit is None:
+                self._turn(self._inbox.popleft())
+            if self._exit is not None:
+                return self._exit
+            deadline = self._brain.next_deadline()
+            wait = None if deadline is None else deadline - self._clock()
+            if wait is not None and wait <= 0:
+                self._inbox.append(Tick())
+                await asyncio.sleep(0)  # events that came meanwhile are looked at as well
+                continue
+            self._wake.clear()
+            try:
+                await asyncio.wait_for(self._wake.wait(), wait)
+            except TimeoutError:
+                self._inbox.append(Tick())
+
+    def _turn(self, event: AgentEvent) -> None:
+        try:
+            effects = self._brain.step(event, self._clock())
+        except Exception as error:
+            # Never for bad input. What the brain knows may be wrong now: nothing is to follow it.
+            logger.exception("a defect of elasticrun: %s", error)
+            self._end_of_defect(f"{type(event).__name__} was not understood", error)
+            return
+        for effect in effects:
+            if isinstance(effect, Exit):
+                self._exit = effect
+                return
+            try:
+                self._perform(effect)
+            except Exception as error:
+                self._faulted(effect, error)
+
+    def _faulted(self, effect: AgentEffect, error: Exception) -> None:
+        """A defect of ours in what the brain knows nothing of: the next effect is carried out."""
+        name = type(effect).__name__
+        logger.exception("a defect of elasticrun: %s could not be carried out", name)
+        self._faults += 1
+        if isinstance(effect, AWAITED) or self._faults >= MAX_FAULTS:
+            self._end_of_defect(f"{name} could not be carried out", error)
+
+    def _end_of_defect(self, what: str, error: Exception) -> None:
+        sentence = f"a defect of elasticrun, please report it: {what} ({error!r})"
+        self.end(Exit(EXIT_FAILED, sentence, (), 0))

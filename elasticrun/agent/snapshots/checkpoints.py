@@ -1,0 +1,245 @@
+"""This node's share of checkpoints that are being written: an attempt from its order to its end.
+
+What is written is pinned for as long, compared with its hashes first, and handed to the saver. What
+came of it is said to the master, and said again to one that may not have heard it. When the time of
+an attempt is over it is given up here, whatever the master says, or never says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from elasticrun.agent.rendezvous.claims import NotOurs
+from elasticrun.agent.runtime import tell_failure
+from elasticrun.agent.snapshots.inventory import Inventory
+from elasticrun.agent.snapshots.saver import SaverGone, Savers
+from elasticrun.agent.snapshots.segments import Held, Segments
+from elasticrun.operator_log import logger
+from elasticrun.shm.segment import Snapshot
+from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver, Report
+from elasticrun.wire.snapshots import Named, PartOf, PersistParts
+from elasticrun.wire.types import RoundName
+
+MAX_REASON: Final = 1000
+"""Characters of a reason that the master is told."""
+
+
+def named(name: RoundName) -> Named:
+    """A round's name as ranks and savers are told it."""
+    return Named(name.term, name.number, name.nonce)
+
+
+class CannotPersist(Exception):
+    """This node's share cannot be written; a sentence."""
+
+
+@dataclass(eq=False)
+class _Attempt:
+    order: Persist
+    timer: asyncio.TimerHandle | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    said: list[Persisted] = field(default_factory=list)
+    committing: bool = False
+
+    @property
+    def pin(self) -> str:
+        return f"attempt {self.order.attempt}"
+
+
+class Persisting:
+    """All attempts under way. `say` reports; `bad(round, step, rank, reason)` tells of a snapshot
+    that is not what was written; `freed` is called when pins were taken away; `sure` returns when
+    a marker may be written, and raises NotOurs."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        inventory: Inventory,
+        savers: Savers,
+        *,
+        say: Callable[[Report], None],
+        bad: Callable[[RoundName, int, int, str], None],
+        freed: Callable[[], None],
+        sure: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._segments = segments
+        self._inventory = inventory
+        self._savers = savers
+        self._say = say
+        self._bad = bad
+        self._freed = freed
+        self._sure = sure
+        self._attempts: dict[str, _Attempt] = {}
+
+    def concerns(self, name: RoundName, step: int) -> bool:
+        """Whether this snapshot is being written."""
+        return any((a.order.round, a.order.step) == (name, step) for a in self._attempts.values())
+
+    def pins(self) -> set[str]:
+        """What slots are pinned for by attempts under way."""
+        return {attempt.pin for attempt in self._attempts.values()}
+
+    # ------------------------------------------------------------ orders
+
+    def begin(self, order: Persist) -> None:
+        """Write this node's share; the same order again is answered again."""
+        known = self._attempts.get(order.attempt)
+        if known is not None:
+            for report in known.said:
+                self._say(report)
+            return
+        attempt = self._attempts[order.attempt] = _Attempt(order)
+        loop = asyncio.get_running_loop()
+        attempt.timer = loop.call_later(order.limit, self._late, attempt)
+        self._run(attempt, self._write(attempt))
+
+    def commit(self, order: CommitCheckpoint) -> None:
+        """Every part of it is written: have the marker written."""
+        attempt = self._attempts.get(order.attempt)
+        if attempt is None:
+            why = "this node does not know that attempt any more"
+            self._say(Persisted(order.attempt, False, True, why, 0, 0.0))
+        elif not attempt.committing:
+            attempt.committing = True
+            self._run(attempt, self._commit(attempt))
+        else:
+            for report in attempt.said:
+                if report.committed:
+                    self._say(report)
+
+    def over(self, order: PersistOver) -> None:
+        """It was committed or given up."""
+        attempt = self._attempts.get(order.attempt)
+        if attempt is not None:
+            self._close(attempt, ok=order.ok)
+            if order.ok and attempt.order.coordinates:
+                logger.info("the checkpoint of step %d is written", order.step)
+
+    def say_again(self) -> None:
+        """To a master that may not have heard it."""
+        for attempt in self._attempts.values():
+            for report in attempt.said:
+                self._say(report)
+
+    def close(self) -> None:
+        """The agent ends."""
+        for attempt in list(self._attempts.values()):
+            self._close(attempt, ok=True)
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _write(self, attempt: _Attempt) -> None:
+        order = attempt.order
+        try:
+            found = self._find(order)
+            for held, snapshot, _ in found:
+                held.pin(snapshot.slot, attempt.pin)
+            await self._compare(order, found)
+            done = await self._savers.persist(self._parts(order, found), [h for h, _, _ in found])
+        except (CannotPersist, SaverGone) as error:
+            self._tell(attempt, Persisted(order.attempt, False, False, str(error), 0, 0.0))
+            return
+        told = (done.reason, done.nbytes, done.seconds)
+        self._tell(attempt, Persisted(order.attempt, done.ok, False, *told))
+
+    async def _commit(self, attempt: _Attempt) -> None:
+        order = attempt.order
+        try:
+            await self._sure()
+            done = await self._savers.commit(order.attempt, order.writers)
+        except (SaverGone, NotOurs) as error:
+            self._tell(attempt, Persisted(order.attempt, False, True, str(error), 0, 0.0))
+            return
+        self._tell(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))
+
+    def _find(self, order: Persist) -> list[tuple[Held, Snapshot, int]]:
+        found = []
+        for rank in order.ranks:
+            mine = self._inventory.find(self._segments.held, order.round, order.step, rank)
+            if mine is None:
+                raise CannotPersist(f"step {order.step} of rank {rank} is not held here any more")
+            found.append((*mine, rank))
+        return found
+
+    async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
+        """With the hashes that were made when they were committed."""
+        answers = await asyncio.gather(*(self._savers.check(h, s) for h, s, _ in found))
+        for answer, (_, _, rank) in zip(answers, found, strict=True):
+            if not answer.ok:
+                self._bad(order.round, order.step, rank, answer.reason)
+                raise CannotPersist(f"step {order.step} of rank {rank}: {answer.reason}")
+
+    def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:
+        life = self._inventory.life(order.round)
+        if life is None or not life.folder:
+            raise CannotPersist("no rank has said where checkpoints go")
+        where = order.coordinator
+        last, in_use = self._keep(order, life.keep_last)
+        return PersistParts(
+            attempt=order.attempt,
+            round=named(order.round),
+            step=order.step,
+            folder=life.folder,
+            world_size=order.world_size,
+            parts=tuple(
+                PartOf(held.key, snapshot.slot, snapshot.sequence, rank, rank in order.shared)
+                for held, snapshot, rank in found
+            ),
+            coordinates=order.coordinates,
+            coordinator_host="" if order.coordinates or where is None else where.host,
+            coordinator_port=0 if order.coordinates or where is None else where.port,
+            reason=order.reason,
+            keep_last=last,
+            keep_every=life.keep_every,
+            rewound_from=order.rewound_from,
+            in_use=in_use,
+        )
+
+    def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
+        """How many checkpoints are kept (0: all), and which besides: a rank may still be reading
+        the one that it goes on from, unless each has taken a snapshot since."""
+        present, reading = self._inventory.present, self._inventory.reading
+        is_present = present is not None and present.name == order.round
+        if is_present and order.writers >= order.world_size:
+            return last, ()
+        if reading is None:
+            return 0, ()
+        return last, (reading,) if reading >= 0 else ()
+
+    # ------------------------------------------------------------ small change
+
+    def _run(self, attempt: _Attempt, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        attempt.tasks.append(task)
+        tell_failure(task, logger.error, f"attempt {attempt.order.attempt}")
+
+    def _tell(self, attempt: _Attempt, report: Persisted) -> None:
+        if not report.ok:
+            logger.warning("step %d is not written: %s", attempt.order.step, report.reason)
+        reason = report.reason[:MAX_REASON]
+        report = Persisted(
+            report.attempt, report.ok, report.committed, reason, report.nbytes, report.seconds
+        )
+        attempt.said.append(report)
+        self._say(report)
+
+    def _late(self, attempt: _Attempt) -> None:
+        order = attempt.order
+        why = f"it was not written within {order.limit:g} s"
+        self._close(attempt, ok=False)
+        self._tell(attempt, Persisted(order.attempt, False, attempt.committing, why, 0, 0.0))
+
+    def _close(self, attempt: _Attempt, *, ok: bool) -> None:
+        self._attempts.pop(attempt.order.attempt, None)
+        if attempt.timer is not None:
+            attempt.timer.cancel()
+        for task in attempt.tasks:
+            task.cancel()
+        if not ok:
+            self._savers.give_up(attempt.order.attempt)
+        for held in self._segments.held:
+            held.unpin(attempt.pin)
+        self._freed()

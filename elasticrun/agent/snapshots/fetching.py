@@ -1,0 +1,470 @@
+"""What the ranks of a life go on from: shards of the snapshot that the master has chosen, from this
+node's segments or fetched from another node, and whether they are what was written.
+
+Comparing begins with the life itself, while its ranks are still being born; they ask for the answer
+when they have copied the shard.
+
+What another node's ranks hold, copied into this node's memory, so that either may be lost.
+
+The master says what to copy and from whom; the saver copies it, a process of its own, so that
+nothing of it passes through this loop. A replica lies in a segment like a rank's own: two slots,
+one that is whole and one that is written, a commit word, hashes; and it is told to the master,
+served, restored from, persisted and taken over by a later agent like one.
+
+One order is carried out at a time, and of several the newest. There is no limit to the traffic but
+what two connections can carry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from elasticrun.agent.runtime import tell_failure
+from elasticrun.agent.snapshots.checkpoints import named
+from elasticrun.agent.snapshots.inventory import Inventory
+from elasticrun.agent.snapshots.peers import Peer, one_line
+from elasticrun.agent.snapshots.saver import SaverGone, Savers
+from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
+from elasticrun.operator_log import logger
+from elasticrun.shm.memory import NoRoom
+from elasticrun.shm.segment import MIN_SLOTS, Snapshot
+from elasticrun.wire.messages import (
+    Holder,
+    NotReplicated,
+    Replicate,
+    Report,
+    Restore,
+    ShardBad,
+    Start,
+    WhereIs,
+)
+from elasticrun.wire.snapshots import Fetch, ShardHere, Whole
+from elasticrun.wire.types import RoundName
+
+WHERE_LIMIT: Final = 60.0
+"""Seconds for the master to say who holds a shard; it may be on its way back."""
+
+FETCH_LIMIT: Final = 900.0
+"""Seconds for a copy from another node: a terabyte at a gigabyte a second, nearly."""
+
+CHECK_LIMIT: Final = 300.0
+"""Seconds for the saver to compare a shard: more than a terabyte takes, and less than a rank waits
+for the answer."""
+
+MAX_ASKED: Final = 16384
+"""Shards that one life asks for; each local rank needs those of a few others at most."""
+
+MAX_REASON: Final = 1000
+
+
+class Absent(Exception):
+    """A shard cannot be had; a sentence."""
+
+
+class Shards:
+    """Of the present life. `say` reports to the master."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        inventory: Inventory,
+        savers: Savers,
+        say: Callable[[Report], None],
+    ) -> None:
+        self._segments = segments
+        self._inventory = inventory
+        self._savers = savers
+        self._say = say
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
+        self._holders: dict[int, asyncio.Future[Holder]] = {}
+        self._copies: dict[int, asyncio.Task[Held]] = {}
+        self._given: dict[int, tuple[Held, Snapshot, int]] = {}
+        self._bad: set[int] = set()
+        self.restore: Restore | None = None
+
+    def begin(self, start: Start) -> None:
+        """A new life; what was asked for by the last one is of no use."""
+        self.end()
+        self.restore = start.restore
+        self._bad.clear()
+        self._given.clear()
+        if self._savers.here:
+            self.compare()
+
+    def end(self) -> None:
+        """Nobody asks any more."""
+        for task in (*self._tasks, *self._checks.values()):
+            task.cancel()
+        self._checks.clear()
+        self._holders.clear()
+        self.let_copies_go()
+
+    def let_copies_go(self) -> None:
+        """What was fetched is not needed any more."""
+        for task in self._copies.values():
+            task.cancel()
+        self._copies.clear()
+        for held in [one for one in self._segments.held if one.passing]:
+            self._savers.forget(held)
+            self._segments.drop(held)
+
+    def compare(self) -> None:
+        """Have all that lies here of the chosen snapshot compared with its hashes."""
+        if self.restore is not None:
+            name, step = self.restore.round, self.restore.step
+            for held, snapshot, _ in self._inventory.all_of(self._segments.held, name, step):
+                if held.replica < 0:  # of those only what is asked for
+                    self._check(held, snapshot)
+
+    def ask_again(self) -> None:
+        """To a master that may not have heard it."""
+        for rank, answer in self._holders.items():
+            if not answer.done():
+                self._where(rank)
+
+    # ------------------------------------------------------------ what ranks ask
+
+    def is_here(self, rank: int) -> bool:
+        """Whether this rank's own shard lies on this node."""
+        return self._local(rank) is not None
+
+    def want(self, peer: Peer, rank: int) -> None:
+        """WantShard; answered with ShardHere."""
+        self._spawn(peer, self._bring(peer, rank))
+
+    def is_whole(self, peer: Peer, rank: int) -> None:
+        """IsWhole; answered with Whole."""
+        self._spawn(peer, self._answer_whole(peer, rank))
+
+    def cannot(self, rank: int, reason: str) -> None:
+        """CannotRestore: this shard does not count any more, for us and for the master."""
+        if self.restore is None or rank in self._bad or len(self._bad) >= MAX_ASKED:
+            return
+        self._bad.add(rank)
+        whose = self._given[rank][2] if rank in self._given else rank
+        self.bad(self.restore.round, self.restore.step, whose, reason)
+
+    def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
+        """A shard is not what was written, or cannot be had."""
+        logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
+        mine = self._inventory.find(self._segments.held, round, step, rank)
+        if mine is not None:
+            held, snapshot = mine
+            held.segment.withdraw(snapshot.slot)
+        self._say(ShardBad(round, step, rank, reason[:MAX_REASON]))
+
+    def holder(self, order: Holder) -> None:
+        """The master's answer to WhereIs."""
+        answer = self._holders.get(order.rank)
+        if answer is not None and not answer.done() and self._is_chosen(order.round, order.step):
+            answer.set_result(order)
+
+    # ------------------------------------------------------------ bringing one
+
+    async def _bring(self, peer: Peer, rank: int) -> None:
+        try:
+            held, snapshot, whose = await self._find(rank)
+        except Absent as error:
+            peer.send(ShardHere(False, str(error), rank, 0, 0))
+            return
+        if not held.gone:
+            self._given[rank] = (held, snapshot, whose)
+            peer.send(ShardHere(True, "", whose, snapshot.slot, snapshot.sequence), held.fd)
+
+    async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
+        """The shard of this rank, or of one with the same content. Absent."""
+        if self.restore is None:
+            raise Absent("there is no snapshot to go on from")
+        if not 0 <= rank < self.restore.world_size:
+            raise Absent(f"there was no rank {rank} among {self.restore.world_size}")
+        if (mine := self._local(rank)) is not None:
+            return (*mine, rank)
+        order = await self._ask(rank)
+        if (mine := self._local(order.holds)) is not None:
+            return (*mine, order.holds)
+        if order.saver is None:
+            raise Absent(order.reason or f"nobody holds what rank {rank} had")
+        if order.holds not in self._copies:
+            task = asyncio.create_task(self._fetch(order))
+            self._copies[order.holds] = task
+            task.add_done_callback(_look_at)
+        try:
+            held = await asyncio.shield(self._copies[order.holds])
+        except (NoRoom, SaverGone) as error:
+            raise Absent(str(error)) from None
+        snapshot = held.find_any()
+        if snapshot is None:
+            raise Absent("the copy from another node is gone")
+        return held, snapshot, order.holds
+
+    async def _ask(self, rank: int) -> Holder:
+        """Who holds it, as the master says. Absent."""
+        if rank not in self._holders:
+            if len(self._holders) >= MAX_ASKED:
+                raise Absent(f"more than {MAX_ASKED} shards were asked for")
+            self._holders[rank] = asyncio.get_running_loop().create_future()
+            self._where(rank)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._holders[rank]), WHERE_LIMIT)
+        except TimeoutError:
+            raise Absent(
+                f"the master has not said within {WHERE_LIMIT:g} s who holds rank {rank}'s shard"
+            ) from None
+
+    def _where(self, rank: int) -> None:
+        if self.restore is not None:
+            self._say(WhereIs(self.restore.round, self.restore.step, rank))
+
+    async def _fetch(self, order: Holder) -> Held:
+        """A copy in memory of its own. Absent, NoRoom, SaverGone."""
+        assert order.saver is not None
+        key = self._segments.new_key()
+        where = (order.saver.host, order.saver.port)
+        try:
+            async with asyncio.timeout(FETCH_LIMIT):
+                size = await self._savers.fetch_size(
+                    Fetch(key, named(order.round), order.step, order.holds, *where)
+                )
+                if not size.ok:
+                    raise Absent(size.reason)
+                held = await self._segments.copy_of(size.layout_length, size.slot_bytes)
+                done = await self._savers.fetch_into(key, held)
+        except TimeoutError:
+            raise Absent(f"it could not be fetched within {FETCH_LIMIT:g} s") from None
+        if not done.ok:
+            self._segments.drop(held)
+            raise Absent(done.reason)
+        return held
+
+    # ------------------------------------------------------------ comparing
+
+    async def _answer_whole(self, peer: Peer, rank: int) -> None:
+        given = self._given.get(rank)
+        if given is None:
+            peer.send(Whole(rank, False, f"rank {rank}'s shard was not given"))
+        elif given[0].passing:  # it was compared on its way
+            peer.send(Whole(rank, True, ""))
+        else:
+            ok, reason = await asyncio.shield(self._check(given[0], given[1]))
+            peer.send(Whole(rank, ok, reason))
+
+    def _check(self, held: Held, snapshot: Snapshot) -> asyncio.Task[tuple[bool, str]]:
+        name = (held.key, snapshot.slot, snapshot.sequence)
+        if name not in self._checks:
+            self._checks[name] = asyncio.create_task(self._compared(held, snapshot))
+        return self._checks[name]
+
+    async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
+        try:
+            async with asyncio.timeout(CHECK_LIMIT):
+                answer = await self._savers.check(held, snapshot)
+        except (SaverGone, TimeoutError) as error:
+            why = str(error) or f"the saver has not answered for {CHECK_LIMIT:g} s"
+            text = f"nothing was compared: {why}"
+            logger.warning("step %d goes unverified: %s", snapshot.step, one_line(text))
+            return True, text
+        if answer.ok and answer.reason:  # it was not hashed before its ranks died
+            logger.info("step %d goes unverified: %s", snapshot.step, one_line(answer.reason))
+        return answer.ok, answer.reason
+
+    # ------------------------------------------------------------ small change
+
+    def _local(self, rank: int) -> tuple[Held, Snapshot] | None:
+        if self.restore is None:
+            return None
+        name, step = self.restore.round, self.restore.step
+        return self._inventory.find(self._segments.held, name, step, rank)
+
+    def _is_chosen(self, round: RoundName, step: int) -> bool:
+        restore = self.restore
+        return restore is not None and (restore.round, restore.step) == (round, step)
+
+    def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= MAX_ASKED:
+            work.close()
+            peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        tell_failure(task, logger.error, "bringing a shard")
+
+
+def _look_at(task: asyncio.Task[Held]) -> None:
+    """Who waits for it is told; nobody has to."""
+    if not task.cancelled():
+        task.exception()
+
+
+MAX_REPLICA_REASON: Final = 1000
+
+MAX_ORDERS: Final = 64
+"""That wait; each names another node, and of another step than theirs none waits."""
+
+
+_NOTHING: Final = (-1, -1, -1)
+
+
+class Replicas:
+    """Those of this node. `say` reports to the master, `changed` is called when what is held has
+    changed."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        inventory: Inventory,
+        savers: Savers,
+        *,
+        say: Callable[[Report], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._segments = segments
+        self._inventory = inventory
+        self._savers = savers
+        self._say = say
+        self._changed = changed
+        self._known: set[tuple[RoundName, int | None]] = set()
+        self._orders: list[Replicate] = []
+        self._ranks: set[int] = set()  # that the newest orders name
+        self._newest: tuple[RoundName, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._untidy = False  # a copy was under way when something could have gone
+        self.wanted = False
+        """Whether the ranks of this node want them."""
+
+    def begin(self, start: Start) -> None:
+        """A new life of the ranks: orders of the last one are of no use."""
+        self._known = {(start.round, None)}
+        if start.restore is not None:
+            self._known.add((start.restore.round, start.restore.step))
+        self._orders.clear()
+        self._ranks.clear()
+        self._newest = None
+        self._untidy = False  # this life has no whole step yet
+
+    def close(self) -> None:
+        """The agent ends."""
+        self._orders.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def obey(self, order: Replicate) -> None:
+        """Copy what is not here yet; the same order again is answered again."""
+        name = (order.round, order.step)
+        if not self._is_known(*name):
+            self._say(NotReplicated(*name, "its ranks are of another round"))
+            return
+        if name != self._newest:
+            self._newest = name
+            self._orders.clear()
+            self._ranks.clear()
+            self._untidy = False  # what older orders have copied stays until this step counts
+        self._ranks.update(order.ranks)
+        if len(self._orders) < MAX_ORDERS and order not in self._orders:
+            self._orders.append(order)
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+            tell_failure(self._task, logger.error, "copying from another node")
+
+    def tidy(self) -> None:
+        """The present life has a whole step of its own: what no order names any more can go, and
+        what a rank had before its state was laid out anew. While a copy is under way nothing does:
+        it goes at the end of that."""
+        self._untidy = self._task is not None
+        if self._untidy:
+            return
+        held = [one for one in self._segments.held if one.replica >= 0]
+        newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
+        for one in held:
+            newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
+        gone = [
+            one
+            for one in held
+            if (_newest(one) < newest[one.replica] or one.replica not in self._ranks)
+            and not one.pinned()
+        ]
+        for one in gone:
+            self._savers.forget(one)
+            self._segments.drop(one)
+        if gone:
+            self._changed()
+
+    # ------------------------------------------------------------ one order
+
+    async def _work(self) -> None:
+        try:
+            while self._orders:
+                await self._copy(self._orders.pop(0))
+        finally:
+            self._task = None
+        if self._untidy:
+            self.tidy()
+
+    async def _copy(self, order: Replicate) -> None:
+        """All that it names."""
+        self._inventory.learn(order.round, order.world_size)
+        rows = zip(order.ranks, order.contents, strict=True)
+        reasons = await asyncio.gather(*(self._copy_one(order, *row) for row in rows))
+        await self._segments.note(self._inventory.lives())
+        reason = next(filter(None, reasons), "")
+        if reason and self._is_known(order.round, order.step):
+            self._say(NotReplicated(order.round, order.step, reason[:MAX_REPLICA_REASON]))
+        self._changed()
+
+    async def _copy_one(self, order: Replicate, rank: int, content: int) -> str:
+        """What one rank has; why it could not be copied, "" if it was or is here already."""
+        if self._inventory.find(self._segments.held, order.round, order.step, rank) is not None:
+            return ""
+        key = self._segments.new_key()
+        where = (order.saver.host, order.saver.port)
+        try:
+            size = await self._savers.fetch_size(
+                Fetch(key, named(order.round), order.step, rank, *where, replica=True)
+            )
+            if not size.ok:
+                return size.reason
+            sizes = Sizes(size.layout, size.layout_length, size.slot_bytes, MIN_SLOTS)
+            held = await self._segments.replica_of(rank, sizes, content)
+            slot = _slot(held)
+            if slot is None:
+                return f"both slots for rank {rank} are needed still"
+            held.segment.withdraw(slot)
+            done = await self._savers.fetch_into(key, held, slot)
+        except NoRoom as error:
+            return f"there is no room for replicas: {error}"
+        except SaverGone as error:
+            return str(error)
+        if held.gone:
+            return "it was dropped meanwhile"
+        if done.ok and not self._is_known(order.round, order.step):
+            held.segment.withdraw(slot)  # of a step that a later life has gone back behind
+        held.written = held.written or done.ok
+        self._changed()
+        return "" if done.ok else done.reason
+
+    def _is_known(self, name: RoundName, step: int) -> bool:
+        """Whether the present life knows this step: its own, or what it goes on from."""
+        return bool(self._known & {(name, None), (name, step)})
+
+
+def _slot(held: Held) -> int | None:
+    """Where the next snapshot goes: never over the newest one, nor over one that is needed."""
+    found = sorted(held.snapshots(), key=_age)
+    taken = {snapshot.slot for snapshot in found}
+    empty = [slot for slot in range(held.segment.slots) if slot not in taken]
+    for slot in [*empty, *(snapshot.slot for snapshot in found[:-1])]:
+        if not held.pins.get(slot):
+            return slot
+    return None
+
+
+def _newest(held: Held) -> tuple[int, int, int]:
+    """The age of what was copied there last."""
+    return max(map(_age, held.snapshots()), default=_NOTHING)
+
+
+def _age(snapshot: Snapshot) -> tuple[int, int, int]:
+    return (snapshot.term, snapshot.number, snapshot.step)

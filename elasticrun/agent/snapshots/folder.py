@@ -1,0 +1,418 @@
+"""The folder on a tmpfs where a node keeps its segments, and who may touch it. All of it blocks.
+
+Its name says whose it is: user, job, node. An agent holds its lock (flock) for as long as it lives,
+so a folder whose lock is free has lost its agent: the next agent of the same node adopts what lies
+there. Agents of other jobs mark it when they find it so, and remove it some time later: at once if
+the machine was started anew since, for what is not on a tmpfs may be torn then. Nothing here is at
+a path that two jobs share.
+
+What killed agents of other jobs of this user have left in shared memory: looked at when this
+agent starts, and again when the time of the next one is over (`config.ORPHAN_GRACE`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from elasticrun import config
+from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.operator_log import logger
+from elasticrun.shm.segment import round_key
+from elasticrun.wire.messages import Restore, Start
+from elasticrun.wire.types import RoundName
+
+DEFAULT_BASE: Final = "/dev/shm"
+
+MOST_ALIKE: Final = 8
+"""Folders of one node that are tried; another agent that calls itself the same holds the others."""
+
+MAX_LIVES: Final = 256
+"""Rounds of which snapshots may lie here; each local rank has a few slots."""
+
+MAX_LIVES_BYTES: Final = 4 * 1024 * 1024
+
+MAX_FILES: Final = 65536
+"""Entries that are looked at in one folder."""
+
+LOCK: Final = "lock"
+LIVES: Final = "lives.json"
+ORPHAN: Final = "orphan"
+"""Its time is when another agent found that this folder had lost its own."""
+
+_TEXTS: Final = ("nonce", "folder", "from_nonce")
+_OR_NONE: Final = ("from_step", "rewound_from")
+"""Fields of a `Life` that are text, and numbers of which -1 says that there is none."""
+
+_NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
+
+
+class NotOurs(OSError):
+    """There is something at that path, and it is not a folder of this user; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of a segment."""
+
+    path: str
+    local_rank: int  # -1: another node's rank
+    replica: int  # that rank; -1: none
+    layout: int  # Layout.key
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a snapshot's record does not say of its round: one life of the local ranks, its place in
+    the round, where its checkpoints go, and what it had gone on from."""
+
+    term: int
+    number: int
+    nonce: str
+    first_rank: int
+    world_size: int
+    nproc: int
+    folder: str = ""  # an absolute path or a URL; "" until a rank has said it
+    keep_last: int = 0
+    keep_every: int = 0
+    from_term: int = 0  # the round of the snapshot that it had gone on from
+    from_number: int = 0
+    from_nonce: str = ""
+    from_step: int = -1  # -1: it had gone on from none
+    from_world_size: int = 0
+    rewound_from: int = -1  # as in Start
+
+    @classmethod
+    def of(cls, start: Start, nproc: int) -> Life:
+        """That of ranks which are about to start."""
+        name = start.round
+        life = cls(name.term, name.number, name.nonce, start.first_rank, start.world_size, nproc)
+        if (on := start.restore) is not None:
+            life = replace(
+                life,
+                from_term=on.round.term,
+                from_number=on.round.number,
+                from_nonce=on.round.nonce,
+                from_step=on.step,
+                from_world_size=on.world_size,
+            )
+        return replace(life, rewound_from=start.rewound_from)
+
+    @property
+    def restore(self) -> Restore | None:
+        """The snapshot that it had gone on from."""
+        if self.from_step < 0:
+            return None
+        name = RoundName(self.from_term, self.from_number, self.from_nonce)
+        return Restore(name, self.from_step, self.from_world_size)
+
+    @property
+    def name(self) -> RoundName:
+        return RoundName(self.term, self.number, self.nonce)
+
+    @property
+    def key(self) -> bytes:
+        return round_key(self.name)
+
+
+class SegmentFolder:
+    """One node's folder, locked. Made by `take`."""
+
+    def __init__(self, path: str, lock: int, prefix: str) -> None:
+        self.path = path
+        self._lock = lock
+        self._prefix = prefix  # of the folders of this job's other nodes
+        self.torn = False  # what lay here was of before this machine's last start
+        if _is_of_another_boot(lock):
+            self.torn = True
+            self.clear()
+        _note_boot(lock)
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(path, ORPHAN))
+
+    def file(self, local_rank: int, layout: int, serial: int, replica: int = -1) -> str:
+        """The path of a segment; `replica`: the rank of another node that it is for."""
+        whose = f"r{replica}" if replica >= 0 else str(local_rank)
+        return os.path.join(self.path, f"{whose}-{layout:016x}-{serial}")
+
+    def files(self) -> Iterator[Found]:
+        """Each segment that lies here."""
+        for name in sorted(os.listdir(self.path))[:MAX_FILES]:
+            if found := _NAME.fullmatch(name):
+                rank, layout = int(found[2]), int(found[3], 16)
+                whose = (-1, rank) if found[1] else (rank, -1)
+                yield Found(os.path.join(self.path, name), *whose, layout, int(found[4]))
+
+    def lives(self) -> list[Life]:
+        """The rounds that the last agent has noted; [] where nothing can be read."""
+        try:
+            with open(os.path.join(self.path, LIVES), "rb") as file:
+                rows = json.loads(file.read(MAX_LIVES_BYTES))
+            return [_life(row) for row in rows[:MAX_LIVES]]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def note(self, lives: list[Life]) -> None:
+        """Keep the newest rounds for an agent that comes after us. OSError."""
+        text = json.dumps([asdict(life) for life in lives[-MAX_LIVES:]])
+        path = os.path.join(self.path, LIVES)
+        with open(path + ".new", "w") as file:
+            file.write(text)
+        os.rename(path + ".new", path)
+
+    def clear(self) -> None:
+        """Remove all that lies here but the lock."""
+        for name in os.listdir(self.path):
+            if name != LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.path, name))
+
+    def leave(self) -> None:
+        """Let another agent have it, as it is."""
+        os.close(self._lock)
+
+    def remove(self, *, job_over: bool) -> None:
+        """Give it back; with the job over, also those of its nodes on this host whose agents were
+        killed and never came again."""
+        _remove(self.path)
+        os.close(self._lock)
+        if job_over:
+            base = os.path.dirname(self.path)
+            _remove_free(base, lambda name: name.startswith(self._prefix))
+
+
+def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
+    """The locked folder of this node; without `make` only one that its last agent has left, None if
+    there is none. A name that somebody else has taken is passed over. OSError."""
+    ours = _ours(job_id)
+    taken: list[NotOurs] = []
+    for number in range(MOST_ALIKE):
+        path = os.path.join(base, f"{ours}{_hash(node)}.{number}")
+        if not make and not os.path.isdir(path):
+            continue
+        try:
+            lock = _lock(path)
+        except NotOurs as error:
+            taken.append(error)
+            continue
+        if lock is not None:
+            return SegmentFolder(path, lock, ours)
+    if make and taken:
+        raise taken[0]
+    if make:
+        raise OSError(f"{MOST_ALIKE} agents of node {node} live on this host")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """Folders that were removed, and the seconds until the next one may be; None: there is none."""
+
+    removed: int
+    due: float | None
+
+
+def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
+    """Remove what agents of other jobs of this user have left that were killed, once one of us has
+    found it `grace` seconds ago. `now`: by the clock of files."""
+    mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
+    waits: list[float] = []
+
+    def is_over(path: str, lock: int) -> bool:
+        left = 0.0 if _is_of_another_boot(lock) else grace - _orphaned_for(path, now)
+        if left > 0:
+            waits.append(left)
+        return left <= 0
+
+    removed = _remove_free(
+        base, lambda name: name.startswith(mine) and not name.startswith(ours), is_over
+    )
+    return Cleaned(removed, min(waits, default=None))
+
+
+def _orphaned_for(path: str, now: float) -> float:
+    """Seconds since one of us found that this folder had lost its agent; 0.0: it is found now."""
+    mark = os.path.join(path, ORPHAN)
+    with contextlib.suppress(OSError):
+        age = now - os.stat(mark, follow_symlinks=False).st_mtime
+        if age >= 0:  # else the clock was set back meanwhile
+            return age
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(OSError):
+        os.close(os.open(mark, flags, 0o600))
+        os.utime(mark, (now, now), follow_symlinks=False)
+    return 0.0
+
+
+def _boot() -> bytes:
+    """Names the time since this machine's last start; b"" where the kernel does not say."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read(64).strip()
+    return b""
+
+
+def _note_boot(lock: int) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _boot(), 0)
+
+
+def _is_of_another_boot(lock: int) -> bool:
+    with contextlib.suppress(OSError):
+        noted, boot = os.pread(lock, 64, 0), _boot()
+        return bool(noted and boot) and noted != boot
+    return False
+
+
+def _lock(path: str) -> int | None:
+    """The lock of this folder, made where there was none; None if another agent holds it. OSError,
+    also where the folder is somebody else's."""
+    for _ in range(3):  # its remover may have been quicker than us, though not for ever
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise NotOurs(f"{path} is not a folder of this user")
+        os.chmod(path, 0o700)
+        lock = os.path.join(path, LOCK)
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.stat(lock, follow_symlinks=False), os.fstat(fd)):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+    raise OSError(f"{path} is removed again and again")
+
+
+def _remove_free(
+    base: str,
+    wanted: Callable[[str], bool],
+    is_over: Callable[[str, int], bool] = lambda path, lock: True,
+) -> int:
+    """Remove the folders here that are `wanted(name)`, that no agent holds, and that `is_over(path,
+    lock)`; how many that was."""
+    removed = 0
+    pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(base)[:MAX_FILES]:
+            path = os.path.join(base, name)
+            if not pattern.fullmatch(name) or not wanted(name):
+                continue
+            with contextlib.suppress(OSError):
+                lock = _lock(path)
+                if lock is not None:
+                    try:
+                        if is_over(path, lock):
+                            _remove(path)
+                            removed += 1
+                    finally:
+                        os.close(lock)
+    return removed
+
+
+def _remove(path: str) -> None:
+    """While its lock is held; the lock goes last, so that who waits for it finds another one."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if name != LOCK:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(path, name))
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(path, LOCK))
+        os.rmdir(path)
+
+
+def _life(row: Any) -> Life:
+    life = Life(**row)
+    for name, value in asdict(life).items():
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise ValueError("a name is no text")
+        elif type(value) is not int or not (-1 if name in _OR_NONE else 0) <= value < 2**62:
+            raise ValueError("impossible numbers")
+    return life
+
+
+def _ours(job_id: str) -> str:
+    return f"elasticrun-{os.getuid()}-{_hash(job_id)}-"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+LIMIT = 60.0
+"""Seconds for one look; the kernel takes a while to free gigabytes."""
+
+
+class Orphans:
+    """Of the folder `base`, apart from those of this job. Belongs to the loop's thread, but for
+    `look`."""
+
+    def __init__(self, base: str, job_id: str) -> None:
+        self._base = base
+        self._job_id = job_id
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def look(self, grace: float | None = None) -> Cleaned:
+        """Remove those whose time is over; blocks."""
+        grace = config.ORPHAN_GRACE if grace is None else grace
+        return clean(self._base, self._job_id, grace, time.time())
+
+    def again(self, due: float | None) -> None:
+        """Look again in so many seconds; None: there is nothing to look for."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(due, self._due)
+
+    async def make_room(self) -> bool:
+        """There is no room without what they have left: whether there was any of it."""
+        try:
+            found = await in_thread(lambda: self.look(0.0), limit=LIMIT, name="orphans")
+        except (OSError, TimeoutError):
+            return False
+        if found.removed:
+            logger.warning(
+                "snapshots of %d killed agents of other jobs were removed: there was no room in %s",
+                *(found.removed, self._base),
+            )
+        return found.removed > 0
+
+    def close(self) -> None:
+        """This agent ends; the next one looks."""
+        self.again(None)
+        if self._task is not None:
+            self._task.cancel()
+
+    def _due(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._look_again())
+        tell_failure(self._task, logger.error, "looking for killed agents' snapshots")
+
+    async def _look_again(self) -> None:
+        try:
+            found = await in_thread(self.look, limit=LIMIT, name="orphans")
+        except (OSError, TimeoutError):
+            return  # a folder that does not answer is the next agent's
+        self.again(found.due)

@@ -1,0 +1,491 @@
+"""What this node holds, as the master is told it.
+
+Read from the segments themselves: a notice over a socket may be lost with its rank, what was
+committed may not.
+
+While ranks live, a step counts once all of them have committed it. Of ranks that are gone a step
+counts that only some have committed, unless there is one of the same round that all of them have:
+what belongs to a rank alone (its random numbers, its data loader) is in nobody else's.
+
+What may stay in the segments when a new life of the ranks begins, and while it lasts.
+
+Snapshots that the ranks want written out: kept until the master says that this is over.
+
+A slot has one word that says that it is pinned, and several reasons for that; this is one of them.
+
+Telling the master what this node holds: always all of it, and not too often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from elasticrun.agent.link.link import Link
+from elasticrun.agent.snapshots.folder import Life
+from elasticrun.agent.snapshots.segments import Held, Segments
+from elasticrun.operator_log import logger
+from elasticrun.shm.segment import NONE, Snapshot, round_key
+from elasticrun.wire.messages import (
+    MAX_CONTENTS,
+    MAX_HOLDINGS,
+    Holding,
+    Holdings,
+    LastRound,
+    Restore,
+    Start,
+)
+from elasticrun.wire.snapshots import RankHere, Restored
+from elasticrun.wire.types import RoundName
+
+MOST_GAP: Final = 64
+"""Ranks between two of which a report lists replicas as one row: those between them have 0."""
+
+
+class Inventory:
+    """The rounds whose snapshots may lie here, and which of them the ranks want written."""
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        self._lives: dict[bytes, Life] = {}
+        self._adopted: set[bytes] = set()
+        self._wanted: set[tuple[bytes, int]] = set()
+        self._folder_told = False
+        self.reading: int | None = None
+        """The checkpoint that ranks of the present life went on from; -1: none; None: they have not
+        said so yet, and may be reading any."""
+        self.present: Life | None = None
+        """The newest life of the local ranks."""
+
+    def adopt(self, lives: Iterable[Life]) -> None:
+        """Those of the agent before us."""
+        self._lives = {life.key: life for life in lives}
+        self._adopted = set(self._lives)
+
+    def begin(self, start: Start, held: Iterable[Held]) -> None:
+        """A new life; older ones of which nothing lies here are forgotten."""
+        life = Life.of(start, self._nproc)
+        self._lives.pop(life.key, None)
+        self._lives[life.key] = self.present = life
+        self._folder_told = False
+        self.reading = None
+        needed = {snapshot.round for one in held for snapshot in one.snapshots()} | {life.key}
+        self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
+
+    def told(self, here: RankHere) -> str:
+        """Where the checkpoints of the present life go; a sentence if ranks do not agree on it. The
+        first one counts."""
+        assert self.present is not None
+        said = (here.folder, here.keep_last, here.keep_every)
+        if not self._folder_told:
+            self._folder_told = True
+            folder, last, every = said
+            life = replace(self.present, folder=folder, keep_last=last, keep_every=every)
+            self._lives[life.key] = self.present = life
+        elif said != (self.present.folder, self.present.keep_last, self.present.keep_every):
+            return (
+                f"local rank {here.local_rank} names another folder for checkpoints, or another "
+                f"number of them to keep, than the first one did: {self.present.folder} counts"
+            )
+        return ""
+
+    def restored(self, said: Restored) -> None:
+        """What came of the restore of a local rank."""
+        self.reading = said.step if said.source == "storage" else -1
+
+    def elsewhere(self, name: RoundName, folder: str) -> str:
+        """Where checkpoints went of what lies here of this round, if that was not `folder` and
+        before this agent's time: it is of another training under the same name. Else ""."""
+        life = self.life(name)
+        if life is None or life.key not in self._adopted or life.folder == folder:
+            return ""
+        return life.folder
+
+    def is_beyond(self, local_rank: int) -> bool:
+        """Whether an agent before this one had more local ranks, this one among them."""
+        return local_rank >= self._nproc
+
+    def committed(self, step: int) -> bool:
+        """There is a checkpoint of this step. Whether that has changed what `last` says."""
+        life = self.present
+        if life is None or step >= life.rewound_from:
+            return False
+        self._lives[life.key] = self.present = replace(life, rewound_from=-1)
+        return True
+
+    def last(self) -> LastRound | None:
+        """The newest round whose ranks lived here, under an agent before this one too."""
+        lived = [life for life in self._lives.values() if life.nproc]
+        if not lived:
+            return None
+        life = max(lived, key=lambda one: (one.term, one.number))
+        return LastRound(life.name, life.world_size, life.restore, life.rewound_from)
+
+    def lives(self) -> list[Life]:
+        """All that are known, the newest last."""
+        return list(self._lives.values())
+
+    def life(self, name: RoundName) -> Life | None:
+        return self._lives.get(round_key(name))
+
+    def learn(self, name: RoundName, world_size: int) -> None:
+        """A round in which no rank of this node took part, and of which it is to hold replicas."""
+        life = Life(name.term, name.number, name.nonce, 0, world_size, 0)
+        if life.key not in self._lives:
+            if self.present is not None:
+                last, every = self.present.keep_last, self.present.keep_every
+                life = replace(life, folder=self.present.folder, keep_last=last, keep_every=every)
+            self._lives = {life.key: life, **self._lives}
+
+    # ------------------------------------------------------------ single snapshots
+
+    def find(
+        self, held: Iterable[Held], name: RoundName, step: int, rank: int
+    ) -> tuple[Held, Snapshot] | None:
+        """The snapshot of this rank of (round, step), if it lies here."""
+        mine = [one for one in self.all_of(held, name, step) if one[2] == rank]
+        return min(mine, key=lambda one: one[0].replica)[:2] if mine else None
+
+    def all_of(
+        self, held: Iterable[Held], name: RoundName, step: int
+    ) -> list[tuple[Held, Snapshot, int]]:
+        """Every snapshot of (round, step) that lies here, with its rank."""
+        life = self.life(name)
+        found: list[tuple[Held, Snapshot, int]] = []
+        if life is None:
+            return found
+        for one in held:
+            rank = _rank(one, life)
+            snapshot = one.find(life.key, step) if rank >= 0 else None
+            if snapshot is not None:
+                found.append((one, snapshot, rank))
+        return found
+
+    def everything(self, held: Iterable[Held]) -> list[tuple[Held, Snapshot, Life, int]]:
+        """Every snapshot of a known life that lies here, with its rank."""
+        found: list[tuple[Held, Snapshot, Life, int]] = []
+        for one in held:
+            for snapshot in one.snapshots() if not one.passing else ():
+                life = self._lives.get(snapshot.round)
+                if life is not None and _rank(one, life) >= 0:
+                    found.append((one, snapshot, life, _rank(one, life)))
+        return found
+
+    # ------------------------------------------------------------ all of them
+
+    def want(self, round: bytes, step: int) -> None:
+        """The ranks want this one written."""
+        self._wanted.add((round, step))
+
+    def unwant(self, round: bytes, step: int) -> None:
+        self._wanted.discard((round, step))
+
+    def wants(self, round: bytes, step: int) -> bool:
+        return (round, step) in self._wanted
+
+    def holdings(self, held: Iterable[Held], *, living: bool) -> tuple[Holding, ...]:
+        """All that is held, the newest first; `living`: ranks of the present life may still
+        write."""
+        contents = self._contents(held)
+        self._wanted &= contents.keys()
+        found: list[Holding] = []
+        own = any(one.own for one in held if one.local_rank >= 0)
+        order = {key: at for at, key in enumerate(self._lives)}
+        for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
+            life, row = self._lives[key], tuple(contents[key, step])
+            partly = 0 in row
+            if partly and ((living and life is self.present) or self._better(contents, key, step)):
+                continue
+            wanted = (key, step) in self._wanted
+            place = (life.first_rank, life.world_size)
+            found.append(Holding(life.name, step, *place, row, wanted, own=own))
+        return _fitting([*found, *self._replicas(held)])
+
+    def whole_here(self, held: Iterable[Held]) -> int:
+        """The newest step of the present life that all local ranks have committed; -1: none."""
+        if self.present is None:
+            return -1
+        key = self.present.key
+        rows = self._contents(held).items()
+        return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
+
+    def has_whole(self, held: Held, watermark: int) -> bool:
+        """Whether a step of the present life lies in it that is whole over the job."""
+        present = self.present
+        return present is not None and any(
+            one.round == present.key and one.step <= watermark for one in held.snapshots()
+        )
+
+    def passed_over(self, held: Iterable[Held], watermark: int) -> int:
+        """Ranks of the present life hold different steps above the watermark, and one that some
+        have was passed over by others, so that it will never be whole: the newest step, below all
+        that every local rank holds, that may be given up; -1: none, or no rank has passed any."""
+        if self.present is None:
+            return -1
+        rows = [
+            {s.step for s in one.snapshots() if s.round == self.present.key and s.step > watermark}
+            for one in held
+        ]
+        steps = set().union(*rows)
+        if not any(step not in row and step < max(row) for row in rows if row for step in steps):
+            return -1
+        common = set.intersection(*rows)
+        return max((step for step in steps if not common or step < min(common)), default=-1)
+
+    def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
+        """By (round, step): what each local rank of that round holds."""
+        found: dict[tuple[bytes, int], list[int]] = {}
+        for one in held:
+            for snapshot in one.snapshots() if one.local_rank >= 0 else ():
+                life = self._lives.get(snapshot.round)
+                if life is None or one.local_rank >= life.nproc:
+                    continue
+                row = found.setdefault((snapshot.round, snapshot.step), [0] * life.nproc)
+                row[one.local_rank] = one.content
+        return found
+
+    def _replicas(self, held: Iterable[Held]) -> list[Holding]:
+        """What is held of other nodes' ranks."""
+        rows: dict[tuple[bytes, int], dict[int, int]] = {}
+        for one in held:
+            for snapshot in one.snapshots() if one.replica >= 0 else ():
+                if snapshot.round in self._lives:
+                    row = rows.setdefault((snapshot.round, snapshot.step), {})
+                    row[one.replica] = one.content
+        found = []
+        for (key, step), row in rows.items():
+            life = self._lives[key]
+            for first, contents in _stretches(row):
+                place = (first, life.world_size)
+                found.append(Holding(life.name, step, *place, contents, False, replica=True))
+        return found
+
+    def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
+        """Whether all ranks hold another step of this round."""
+        return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
+
+
+def _rank(one: Held, life: Life) -> int:
+    """Whose snapshots of this life lie there; -1: nobody's."""
+    if one.local_rank >= 0:
+        return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
+    return one.replica if one.replica < life.world_size else -1
+
+
+def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Contents by rank as runs with few gaps: the first rank of each, and its contents."""
+    run: list[int] = []
+    for rank in [*sorted(row), -1]:
+        if run and (rank < 0 or rank - run[-1] > MOST_GAP):
+            yield run[0], tuple(row.get(one, 0) for one in range(run[0], run[-1] + 1))
+            run = []
+        run.append(rank)
+
+
+def _fitting(held: list[Holding]) -> tuple[Holding, ...]:
+    """As many as a report may list: the newest, what ranks of this node have before replicas."""
+    found: list[Holding] = []
+    listed = 0
+    for one in sorted(
+        held, key=lambda h: (-h.round.term, -h.round.number, -h.step, h.replica, h.first_rank)
+    ):
+        listed += len(one.contents)
+        if len(found) == MAX_HOLDINGS or listed > MAX_CONTENTS:
+            break
+        found.append(one)
+    return tuple(found)
+
+
+CHOSEN = "restore"
+"""What a slot is pinned for that the present life goes on from."""
+
+
+def sift(
+    held: Iterable[Held],
+    restore: Restore | None,
+    going_on: set[str],
+    wanted: Callable[[Snapshot], set[str]],
+) -> None:
+    """While no rank lives: withdraw what is newer than what the new life goes on from, pin that,
+    and set the words of the control pages. Pins that stay: `going_on`, and those that `wanted`
+    gives for a snapshot."""
+    for one in held:
+        segment = one.segment
+        for snapshot in one.snapshots():
+            if restore is None or _newer(snapshot, restore):
+                segment.withdraw(snapshot.slot)
+        left = {snapshot.slot: snapshot for snapshot in one.snapshots()}
+        for slot in range(segment.slots):
+            reasons = one.pins.get(slot, set()) & going_on
+            if slot in left:
+                reasons |= wanted(left[slot])
+            one.pins[slot] = reasons
+            segment.pin(slot, bool(reasons))
+        segment.watermark = NONE if restore is None else restore.step
+        segment.save_at = segment.current = NONE
+        chosen = None if restore is None else one.find(round_key(restore.round), restore.step)
+        if chosen is not None:
+            one.pin(chosen.slot, CHOSEN)
+
+
+def needless(
+    held: Iterable[Held], current: Mapping[int, Held], inventory: Inventory, watermark: int
+) -> list[Held]:
+    """Segments of local ranks that nobody needs any more: of a layout that a rank has no more, or
+    of a local rank that is no more. `current`: those that were given in this life."""
+    found: list[Held] = []
+    for one in held:
+        now = current.get(one.local_rank)
+        if now is None and not inventory.is_beyond(one.local_rank):
+            continue  # its rank has yet to ask for one
+        if now is one or one.pinned():
+            continue
+        heirs = current.values() if now is None else [now]
+        if not one.snapshots() or any(inventory.has_whole(heir, watermark) for heir in heirs):
+            found.append(one)
+    return found
+
+
+def _newer(snapshot: Snapshot, restore: Restore) -> bool:
+    """Whether it is of a later time than what is gone back to, or of one that never was."""
+    name = restore.round
+    if (snapshot.term, snapshot.number) == (name.term, name.number):
+        return not snapshot.is_of(name) or snapshot.step > restore.step
+    return (snapshot.term, snapshot.number) > (name.term, name.number)
+
+
+TIMES: Final = 3.0
+"""One is kept for so many times the limit of an attempt: a master that has forgotten it must not
+stop snapshots for good."""
+
+
+class Wanted:
+    """`limit`: seconds that one attempt to persist may take; `freed` is called when pins were taken
+    away for good."""
+
+    def __init__(
+        self, segments: Segments, inventory: Inventory, limit: float, freed: Callable[[], None]
+    ) -> None:
+        self._segments = segments
+        self._inventory = inventory
+        self._limit = TIMES * limit
+        self._freed = freed
+        self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
+
+    def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
+        """Every local rank's share of it stays."""
+        name = (round, step)
+        if name not in self._timers:
+            self._inventory.want(*name)
+            loop = asyncio.get_running_loop()
+            self._timers[name] = loop.call_later(self._limit, self._forgotten, *name)
+        for held in current:
+            if (found := held.find(*name)) is not None:
+                held.pin(found.slot, _pin(*name))
+
+    def look(self, current: list[Held]) -> None:
+        """A rank pins what it wants written before it says so, and may have died in between."""
+        for held in current:
+            for snapshot in held.snapshots():
+                if held.segment.pinned(snapshot.slot) and not held.pins.get(snapshot.slot):
+                    self.add(snapshot.round, snapshot.step, current)
+
+    def reason(self, snapshot: Snapshot) -> set[str]:
+        """What a slot with this snapshot is pinned for, if it is wanted."""
+        name = (snapshot.round, snapshot.step)
+        return {_pin(*name)} if self._inventory.wants(*name) else set()
+
+    def over(self, round: bytes, step: int) -> None:
+        """It was written, or will not be."""
+        timer = self._timers.pop((round, step), None)
+        if timer is not None:
+            timer.cancel()
+        self._inventory.unwant(round, step)
+        for held in self._segments.held:
+            held.unpin(_pin(round, step))
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _forgotten(self, round: bytes, step: int) -> None:
+        logger.warning("step %d was to be written, and was not: it is not kept for that", step)
+        self.over(round, step)
+        self._freed()
+
+
+def _pin(round: bytes, step: int) -> str:
+    return f"wanted {round.hex()}/{step}"
+
+
+REPORTS_PER_SECOND: Final = 50.0
+"""That a master hears from all nodes of a round."""
+
+ALONE: Final = 1.0
+"""Seconds between the reports of a node that is the only one: it knows by itself what is whole, and
+what matters is said at once (`now`)."""
+
+
+class HoldingsReport:
+    """`look` makes the report as it is now, `nodes` is how many the round has."""
+
+    def __init__(
+        self, link: Callable[[], Link], look: Callable[[], Holdings], nodes: Callable[[], int]
+    ) -> None:
+        self._link = link
+        self._look = look
+        self._nodes = nodes
+        self._said: Holdings | None = None
+        self._said_at = -math.inf
+        self._due: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def changed(self) -> None:
+        """Tell it soon; of what changes within a moment only the last."""
+        loop = asyncio.get_running_loop()
+        nodes = self._nodes()
+        due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
+        if due <= loop.time():
+            self._offer()
+        elif self._due is None and not self._closed:
+            self._due = loop.call_at(due, self._offer)
+
+    def now(self, *, again: bool = False) -> None:
+        """Tell it before anything that is said from now on; `again`: also where nothing is new."""
+        self._cancel()
+        report = self._look()
+        if self._nothing(report) or (report == self._said and not again):
+            return
+        self._link().say(report)
+        self._told(report)
+
+    def close(self) -> None:
+        self._closed = True
+        self._cancel()
+
+    def _offer(self) -> None:
+        self._cancel()
+        report = self._look()
+        if self._closed or self._nothing(report) or report == self._said:
+            return
+        link = self._link()
+        if link.offer(report):
+            self._told(report)
+        elif link.beat_interval:  # it is busy; without a session, the next one is told all
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_later(1 / REPORTS_PER_SECOND, self._offer)
+
+    def _nothing(self, report: Holdings) -> bool:
+        """As far as anybody knows, no script of this job takes snapshots."""
+        return self._said is None and not report.held and report.saver is None
+
+    def _told(self, report: Holdings) -> None:
+        self._said, self._said_at = report, asyncio.get_running_loop().time()
+
+    def _cancel(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None

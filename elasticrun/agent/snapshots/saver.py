@@ -1,0 +1,458 @@
+"""The node's saver: started when a rank first speaks of snapshots, and again when it has died.
+
+Whoever wants something of it awaits the answer; SaverGone says in a sentence why none comes. It
+knows segments by their keys, and is given each one's descriptor once.
+
+When the saver hashes what ranks have committed: a moment later, and only the newest of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import signal
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, Final, TypeVar
+
+from elasticrun.agent.snapshots.peers import Peer
+from elasticrun.agent.snapshots.segments import Held
+from elasticrun.agent.spawner import Spawners
+from elasticrun.config import AgentConfig
+from elasticrun.operator_log import logger
+from elasticrun.shm.segment import VERSION, Snapshot
+from elasticrun.wire import env
+from elasticrun.wire.snapshots import (
+    Checked,
+    CheckSnapshot,
+    CommitDone,
+    CommitNow,
+    Fetch,
+    Fetched,
+    FetchInto,
+    FetchSize,
+    FromSaver,
+    GiveUp,
+    HashSnapshot,
+    Named,
+    PartsDone,
+    PersistParts,
+    Remark,
+    SaverHere,
+    SegmentClosed,
+    SegmentOpen,
+    Serve,
+)
+from elasticrun.wire.spawning import Exited, SendSignal, SpawnFailed, SpawnSaver
+
+T = TypeVar("T")
+
+STARTS_MOST: Final = 4
+STARTS_WINDOW: Final = 600.0
+"""A saver is started so many times in so many seconds; one that keeps dying is of no use. The count
+begins anew with a checkpoint's part that one has written, and none that went with its fork server
+is counted."""
+
+RETRY_FIRST: Final = 0.2
+RETRY_MOST: Final = 10.0
+"""Seconds until the next try where one could not be started, or ended before it had spoken: for
+want of processes, threads or memory, which may be there a moment later. Doubled each time; such a
+try is not counted above."""
+
+START_LIMIT: Final = 60.0
+"""Seconds until a saver speaks; one that is executed imports torch first."""
+
+
+class SaverGone(Exception):
+    """There is no saver, or it died meanwhile; a sentence."""
+
+
+class Savers:
+    """At most one saver at a time. `ready` is called when one is there, with its segments still to
+    be opened; `place` is the name of the agent's socket, `host` where it serves others, "" for
+    nowhere."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        spawners: Spawners,
+        *,
+        place: Callable[[], str],
+        host: Callable[[], str],
+        ready: Callable[[], None],
+        lost: Callable[[], None],
+        remark: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._spawners = spawners
+        self._place = place
+        self._host = host
+        self._ready = ready
+        self._lost = lost
+        self._remark = remark
+        self._key: int | None = None  # of the process, until it was reaped
+        self._peer: Peer | None = None
+        self._coming: asyncio.Future[None] | None = None
+        self._starts: deque[float] = deque()
+        self._last_end = ""
+        self._open: set[int] = set()
+        self._answers: dict[Hashable, asyncio.Future[Any]] = {}
+        self._closed = False
+        self._hopeless = ""  # why none is started any more
+        self._spoke = False  # the one that was started last
+        self._misses = 0  # tries in a row that came to nothing
+        self._again: asyncio.TimerHandle | None = None  # until then none is tried
+        self.port = 0
+        """Where it serves other nodes; 0: nowhere."""
+
+    @property
+    def here(self) -> bool:
+        """Whether orders reach it."""
+        return self._peer is not None
+
+    def want(self) -> None:
+        """Have one started, unless there is one or it is no use."""
+        if self._peer is None and self._coming is None and not self._closed:
+            self._coming = asyncio.get_running_loop().create_future()
+            self._coming.add_done_callback(_look_at)
+            self._start()
+
+    def replace_old(self) -> None:
+        """Between two lives of the ranks: a saver of a spawner that is being replaced goes, so that
+        this spawner can go too."""
+        if self._key is not None and not self._answers and self._spawners.is_old(self._key):
+            self._starts.clear()  # it did not die
+            if self._peer is not None:
+                self._peer.close()
+
+    async def there(self) -> None:
+        """Wait until orders reach it. SaverGone."""
+        self.want()
+        if self._peer is not None:
+            return
+        if self._coming is None:
+            raise SaverGone(self._hopeless or "this agent ends")
+        try:
+            await asyncio.wait_for(asyncio.shield(self._coming), START_LIMIT)
+        except TimeoutError:
+            self._coming = None
+            self._kill()
+            if not self._misses:
+                self._end(f"the saver has not spoken for {START_LIMIT:g} s")
+            raise SaverGone(self._last_end) from None
+
+    # ------------------------------------------------------------ orders
+
+    async def check(self, held: Held, snapshot: Snapshot) -> Checked:
+        """Have a snapshot compared with its hashes. SaverGone."""
+        await self.there()
+        self._show(held)
+        which = (held.key, snapshot.slot, snapshot.sequence)
+        answer = self._answer(("check", *which))
+        self._say(CheckSnapshot(*which))
+        return await self._of(answer, Checked)
+
+    async def persist(self, order: PersistParts, helds: list[Held]) -> PartsDone:
+        """Have parts of a checkpoint written. SaverGone."""
+        await self.there()
+        for held in helds:
+            self._show(held)
+        answer = self._answer(("parts", order.attempt))
+        self._say(order)
+        return await self._of(answer, PartsDone)
+
+    async def commit(self, attempt: str, writers: int) -> CommitDone:
+        """Have the marker written. SaverGone."""
+        if self._peer is None:
+            raise SaverGone(self._last_end or "the saver that had collected the parts is gone")
+        answer = self._answer(("commit", attempt))
+        self._say(CommitNow(attempt, writers))
+        return await self._of(answer, CommitDone)
+
+    async def fetch_size(self, order: Fetch) -> FetchSize:
+        """Ask another node's saver for a snapshot. SaverGone."""
+        await self.there()
+        answer = self._answer(("size", order.key))
+        self._say(order)
+        return await self._of(answer, FetchSize)
+
+    async def fetch_into(self, key: int, held: Held, slot: int = 0) -> Fetched:
+        """And have it copied into this memory. SaverGone."""
+        answer = self._answer(("fetched", key))
+        self._say(FetchInto(key, slot, held.sizes.layout), held.fd)
+        return await self._of(answer, Fetched)
+
+    def hash(self, held: Held, snapshot: Snapshot) -> None:
+        """Have a snapshot hashed some time, if there is a saver."""
+        if self._peer is not None:
+            self._show(held)
+            self._say(HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
+
+    def serve(self, held: Held, snapshot: Snapshot, round: Named, rank: int) -> None:
+        """Have a snapshot given to other nodes that ask for it, if there is a saver."""
+        if self._peer is not None:
+            self._show(held)
+            which = (held.key, snapshot.slot, snapshot.sequence)
+            self._say(Serve(*which, round, snapshot.step, rank))
+
+    def give_up(self, attempt: str) -> None:
+        """This attempt is over."""
+        for kind in ("parts", "commit"):
+            answer = self._answers.pop((kind, attempt), None)
+            if answer is not None and not answer.done():
+                answer.cancel()
+        self._say(GiveUp(attempt))
+
+    def forget(self, held: Held) -> None:
+        """This segment is dropped."""
+        if held.key in self._open:
+            self._open.discard(held.key)
+            self._say(SegmentClosed(held.key))
+
+    def close(self) -> None:
+        """The agent ends; its spawners kill and reap what is left."""
+        self._closed = True
+        if self._again is not None:
+            self._again.cancel()
+        self._fail("this agent ends")
+
+    # ------------------------------------------------------------ what it says
+
+    def heard(self, peer: Peer, message: FromSaver) -> None:
+        """A message of a process that says it is the saver."""
+        if isinstance(message, SaverHere):
+            self._introduced(peer, message)
+        elif peer is not self._peer:
+            return
+        elif isinstance(message, Checked):
+            self._settle(("check", message.key, message.slot, message.sequence), message)
+        elif isinstance(message, PartsDone):
+            self._worked(message.ok)
+            self._settle(("parts", message.attempt), message)
+        elif isinstance(message, CommitDone):
+            self._settle(("commit", message.attempt), message)
+        elif isinstance(message, FetchSize):
+            self._settle(("size", message.key), message)
+        elif isinstance(message, Fetched):
+            self._settle(("fetched", message.key), message)
+        elif isinstance(message, Remark):
+            self._remark(message.text)
+
+    def hung_up(self, peer: Peer) -> None:
+        """Its conversation is over, and it ends with that; how it ended is told by `gone`."""
+        if peer is self._peer:
+            self._peer = None
+            if self._key is None:
+                self._end("the saver has ended its conversation")
+            else:
+                self._kill()
+
+    def gone(self, message: Exited | SpawnFailed) -> bool:
+        """Whether it was the saver's end."""
+        if message.key != self._key:
+            return False
+        self._spawners.forget([message.key])
+        self._key = None
+        if isinstance(message, SpawnFailed):
+            why = f"the saver could not be started: {message.reason}"
+        else:
+            why = f"the saver ended ({_code_in_words(message.code)})"
+        if isinstance(message, SpawnFailed) or not self._spoke:
+            self._put_off(why)
+        if isinstance(message, SpawnFailed) or not self._closed:
+            self._end(why)
+        if self._coming is not None:
+            self._start()
+        return True
+
+    def all_lost(self) -> None:
+        """A spawner has died, perhaps with the saver."""
+        if self._key is not None and self._spawners.owner(self._key) is None:
+            self._key = None
+            if self._starts:
+                self._starts.pop()
+            self._end("the saver died with the fork server")
+            if self._coming is not None:
+                self._start()
+
+    # ------------------------------------------------------------ its life
+
+    def _start(self) -> None:
+        """Order one, once the last one was reaped."""
+        if self._key is not None or self._coming is None or self._again is not None:
+            return
+        now = asyncio.get_running_loop().time()
+        while self._starts and now - self._starts[0] > STARTS_WINDOW:
+            self._starts.popleft()
+        if len(self._starts) >= STARTS_MOST:
+            times = f"{len(self._starts)} times in {STARTS_WINDOW / 60:g} minutes"
+            coming, self._coming = self._coming, None
+            sentence = f"{self._last_end}, {times}: it is not started again for a while"
+            coming.set_exception(SaverGone(sentence))
+            if not self._hopeless:
+                self._hopeless = sentence
+                logger.warning("no checkpoint is written from memory: %s", sentence)
+            return
+        self._hopeless, self._spoke = "", False
+        self._starts.append(now)
+        self._key = self._spawners.new_key()
+        self._spawners.start(
+            SpawnSaver(
+                key=self._key,
+                place=self._place(),
+                host=self._host(),
+                secret=_secret(self._config),
+                env={env.OMP_NUM_THREADS: "1", env.CUDA_VISIBLE_DEVICES: ""},
+                unset=(),
+                cpus=(),
+            )
+        )
+
+    def _put_off(self, why: str) -> None:
+        """Try again a little later: this one says nothing about whether savers are of use."""
+        if self._closed:
+            return
+        if self._starts:
+            self._starts.pop()
+        wait = min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._misses, 16))
+        self._misses += 1
+        if self._misses == 1:
+            logger.warning("%s; it is tried again, %g s later at most", why, RETRY_MOST)
+        self._again = asyncio.get_running_loop().call_later(wait, self._retry)
+
+    def _retry(self) -> None:
+        self._again = None
+        self._start()
+
+    def _worked(self, ok: bool) -> None:
+        if ok:
+            self._starts.clear()
+
+    def _introduced(self, peer: Peer, here: SaverHere) -> None:
+        if here.version != VERSION:
+            peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
+        elif here.key != self._key or self._peer is not None:
+            peer.break_off("no such saver was started")
+        else:
+            self._peer, self.port = peer, here.port
+            self._spoke, self._misses = True, 0
+            coming, self._coming = self._coming, None
+            if coming is not None and not coming.done():
+                coming.set_result(None)
+            self._ready()
+
+    def _end(self, sentence: str) -> None:
+        """It is of no use any more, for this reason; the first one told stands."""
+        peer, self._peer, self.port = self._peer, None, 0
+        if peer is not None:
+            peer.close()
+        self._open.clear()
+        lasting = bool(self._answers)
+        if sentence != self._last_end or lasting:
+            logger.log(30 if lasting else 20, "%s", sentence)
+        self._last_end = sentence
+        self._fail(sentence)
+        if not self._closed:
+            self._lost()
+
+    def _fail(self, sentence: str) -> None:
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(SaverGone(sentence))
+        if self._closed and self._coming is not None and not self._coming.done():
+            self._coming.set_exception(SaverGone(sentence))
+            self._coming = None
+
+    # ------------------------------------------------------------ small change
+
+    def _kill(self) -> None:
+        if self._key is not None:
+            self._spawners.send(self._key, SendSignal(self._key, signal.SIGKILL))
+
+    def _show(self, held: Held) -> None:
+        if self._peer is not None and held.key not in self._open and not held.gone:
+            self._open.add(held.key)
+            self._peer.send(SegmentOpen(held.key, held.local_rank), held.fd)
+
+    def _say(self, message: Any, fd: int = -1) -> None:
+        if self._peer is not None:
+            self._peer.send(message, fd)
+
+    def _answer(self, name: Hashable) -> asyncio.Future[Any]:
+        """What will be known by this name; who asks again waits for the same."""
+        if name not in self._answers:
+            answer = asyncio.get_running_loop().create_future()
+            answer.add_done_callback(_look_at)
+            self._answers[name] = answer
+            if self._peer is None:
+                answer.set_exception(SaverGone(self._last_end or "there is no saver"))
+        return self._answers[name]
+
+    async def _of(self, answer: asyncio.Future[Any], kind: type[T]) -> T:
+        found = await asyncio.shield(answer)
+        assert isinstance(found, kind)
+        return found
+
+    def _settle(self, name: Hashable, message: FromSaver) -> None:
+        answer = self._answers.pop(name, None)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """Nobody has to wait for it."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _secret(config: AgentConfig) -> str:
+    """What savers of this job know, and prove to each other; the token cannot be told from it."""
+    if not config.token:
+        return ""
+    what = f"elasticrun saver of {config.spec.job_id}".encode()
+    return hmac.new(config.token.encode(), what, hashlib.sha256).hexdigest()
+
+
+def _code_in_words(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+HASH_AFTER: Final = 0.1
+"""Seconds after a commit when it is hashed."""
+
+APART: Final = 1.0
+"""Seconds between two snapshots of one segment that are hashed; ranks that commit faster have only
+some hashed, and keep their cores to themselves."""
+
+
+class Hashing:
+    """The timers, one a segment."""
+
+    def __init__(self, savers: Savers) -> None:
+        self._savers = savers
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._hashed: dict[int, float] = {}  # when, on the loop's clock
+
+    def soon(self, held: Held) -> None:
+        """Something was committed in it."""
+        if held.key not in self._timers:
+            loop = asyncio.get_running_loop()
+            last = self._hashed.get(held.key, -APART)
+            at = max(loop.time() + HASH_AFTER, last + APART)
+            self._timers[held.key] = loop.call_at(at, self.now, held)
+
+    def now(self, held: Held) -> None:
+        """Have its newest snapshot hashed."""
+        timer = self._timers.pop(held.key, None)
+        if timer is not None:
+            timer.cancel()
+        newest = held.find_any()
+        if newest is not None:
+            self._hashed[held.key] = asyncio.get_running_loop().time()
+            self._savers.hash(held, newest)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()

@@ -1,0 +1,518 @@
+"""One segment in the agent's hands: what it was made for, what is in it, why it is needed.
+
+The segments of this node's local ranks: made, lent, taken over from a killed agent, removed.
+
+They outlive the ranks, and their pages stay warm: a rank that comes back with the same layout is
+given the same segment. A named file outlives this agent too; where its folder has no room, memory
+without a name serves, which does not (one line says so).
+
+Whatever touches a disk or gigabytes of memory happens in threads; the loop only reads and writes
+words of the segments' own pages. What a segment is needed for is known to `snapshots.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from elasticrun.agent.runtime import NoThread, in_thread, tell_failure
+from elasticrun.agent.snapshots.folder import (
+    DEFAULT_BASE,
+    Found,
+    Life,
+    Orphans,
+    SegmentFolder,
+    take,
+)
+from elasticrun.operator_log import logger
+from elasticrun.shm import memory
+from elasticrun.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
+from elasticrun.shm.memory import NoRoom, in_words
+from elasticrun.shm.segment import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    Segment,
+    SegmentError,
+    Snapshot,
+    begin,
+    segment_bytes,
+)
+from elasticrun.wire import env
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a segment is made for."""
+
+    layout: int  # Layout.key
+    layout_length: int
+    slot_bytes: int
+    slots: int
+
+    @property
+    def nbytes(self) -> int:
+        return segment_bytes(self.layout_length, self.slot_bytes, self.slots)
+
+    def wrong(self) -> str:
+        """Why no segment has such sizes; "" if one may."""
+        if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
+            return f"a segment has {MIN_SLOTS} to {MAX_SLOTS} slots, not {self.slots}"
+        if not 0 < self.layout_length <= MAX_LAYOUT_BYTES:
+            return f"a layout of {self.layout_length} bytes is none"
+        if self.slot_bytes % PAGE or not 0 <= self.slot_bytes <= MAX_SIZE // MAX_SLOTS:
+            return f"a slot of {self.slot_bytes} bytes is none"
+        return ""
+
+
+@dataclass(eq=False)
+class Held:
+    """One segment in our hands."""
+
+    key: int  # what a saver knows it by; never used twice
+    local_rank: int  # -1: what another node's rank has, copied from there
+    sizes: Sizes
+    content: int  # Layout.content
+    path: str  # "" for memory without a name
+    fd: int
+    map: mmap.mmap
+    segment: Segment
+    written: bool = False  # a snapshot was seen in it, so its layout stands
+    pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> what it is needed for
+    gone: bool = False  # given back: nothing of it may be looked at
+    own: bool = False  # its rank has state that no other rank has
+    replica: int = -1  # the rank of another node whose snapshots are kept here; -1: it is none
+
+    @property
+    def passing(self) -> bool:
+        """Whether it is a copy that one restore needs, and nobody else."""
+        return self.local_rank < 0 and self.replica < 0
+
+    def snapshots(self) -> list[Snapshot]:
+        """What stands in it, the newest last."""
+        return [] if self.gone else self.segment.snapshots()
+
+    def find(self, round: bytes, step: int) -> Snapshot | None:
+        """The snapshot of (round, step) in it."""
+        for snapshot in self.snapshots():
+            if snapshot.round == round and snapshot.step == step:
+                return snapshot
+        return None
+
+    def find_any(self) -> Snapshot | None:
+        """The newest snapshot in it."""
+        return next(reversed(self.snapshots()), None)
+
+    def pin(self, slot: int, reason: str) -> None:
+        if not self.gone:
+            self.pins.setdefault(slot, set()).add(reason)
+            self.segment.pin(slot)
+
+    def unpin(self, reason: str) -> None:
+        """Not needed for this any more; a slot that nobody needs is free."""
+        for slot, reasons in self.pins.items():
+            if reason in reasons and not self.gone:
+                reasons.discard(reason)
+                self.segment.pin(slot, bool(reasons))
+
+    def pinned(self) -> bool:
+        return any(self.pins.values())
+
+
+def let_go(held: Held) -> None:
+    """Unmap it; blocks for as long as the kernel takes for gigabytes."""
+    held.segment.close()
+    os.close(held.fd)
+    with contextlib.suppress(BufferError):  # it is unmapped with its last view
+        held.map.close()
+
+
+OPEN_LIMIT: Final = 5.0
+"""Seconds for finding the folder; a file system that hangs leaves us without one."""
+
+REMOVE_LIMIT: Final = 10.0
+"""Seconds for giving all of it back at the end."""
+
+
+class Segments:
+    """All segments of this node. `held` is changed here alone, in the loop's thread."""
+
+    def __init__(self, job_id: str, nproc: int, environ: Mapping[str, str]) -> None:
+        self._job_id = job_id
+        self._nproc = nproc
+        self._base = environ.get(env.SHM_DIR, "") or DEFAULT_BASE
+        self._orphans = Orphans(self._base, job_id)
+        self._folder: SegmentFolder | None = None
+        self._no_folder = ""
+        self._node = ""
+        self._making: asyncio.Task[None] | None = None
+        self._keys = count(1)
+        self._serials = count(1)
+        self._taking = 0  # bytes that are being taken now
+        self._taken = asyncio.Event()
+        self._told: set[str] = set()
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._to_note: list[Life] = []
+        self._noted: list[Life] = []
+        self._noting: asyncio.Task[None] | None = None
+        self.held: list[Held] = []
+
+    async def open(self, node: str) -> list[Life]:
+        """Take over what a killed agent of this node has left; the rounds that its snapshots are
+        of. The folder of a node that has none is made when it is needed."""
+        self._node = node
+        try:
+            due, adopted = await in_thread(
+                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments", late=_leave
+            )
+        except (OSError, TimeoutError) as error:
+            self._have_none(error)
+            return []
+        self._orphans.again(due)
+        if adopted is None:
+            return []
+        self._folder, self.held, lives = adopted
+        if self._folder.torn:
+            logger.warning("snapshots of before this machine's last start are not used")
+        found = self.held
+        serials = [int(held.path.rpartition("-")[2]) for held in found]
+        self._serials = count(max(serials, default=0) + 1)
+        if found:
+            sizes = in_words(sum(held.sizes.nbytes for held in found))
+            logger.info("snapshots of the agent before this one are here: %s", sizes)
+        return lives
+
+    async def note(self, lives: list[Life]) -> None:
+        """Keep for a later agent what snapshots do not say of their rounds; what is said last is
+        what stays."""
+        self._to_note = list(lives)
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.create_task(self._note())
+        await asyncio.shield(self._noting)
+
+    async def _note(self) -> None:
+        while (folder := self._folder) is not None and self._to_note != self._noted:
+            self._noted = self._to_note
+            note = partial(folder.note, self._noted)
+            try:
+                await in_thread(note, limit=OPEN_LIMIT, name="segments")
+            except (OSError, TimeoutError) as error:
+                self._once(f"snapshots will not outlive this agent: {error or 'no answer'}")
+
+    def new_key(self) -> int:
+        """A number that no segment has had."""
+        return next(self._keys)
+
+    async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
+        """The segment of this local rank for this layout: the one it had, or a new one; with
+        `least` slots (0: no fewer) where there is no room for all. NoRoom."""
+        fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
+        if wrong := sizes.wrong() or fewer.wrong():
+            raise NoRoom(wrong)
+        for held in self.held:
+            if held.local_rank == local_rank and held.sizes in (sizes, fewer):
+                held.content = content
+                return held
+        try:
+            self._announce(sizes)
+            held = await self._make(local_rank, sizes, content, sizes.nbytes)
+        except NoRoom as error:
+            if fewer == sizes or self._closed:
+                raise
+            self._once(
+                f"there is room for {least} snapshots of a rank only: some are skipped while a "
+                f"checkpoint is written ({error})"
+            )
+            sizes = fewer
+            held = await self._make(local_rank, sizes, content, sizes.nbytes)
+        self._spawn(self._warm(held))
+        return held
+
+    async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
+        """Memory for a snapshot of another node's; only slot 0 has pages. NoRoom."""
+        sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
+        if wrong := sizes.wrong():
+            raise NoRoom(wrong)
+        one = sizes.nbytes - (PAGE + slot_bytes)
+        return await self._make(-1, sizes, 0, one)
+
+    async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
+        """The segment for what this rank of another node has: the one it had for this layout, or a
+        new one. NoRoom."""
+        if wrong := sizes.wrong():
+            raise NoRoom(wrong)
+        for held in self.held:
+            if held.replica == rank and held.sizes == sizes:
+                held.content = content
+                return held
+        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        self._once(f"replicas take {slots} of shared memory for each rank of another node", "info")
+        return await self._make(-1, sizes, content, sizes.nbytes, rank)
+
+    def drop(self, held: Held) -> None:
+        """Not needed any more; who has mapped it keeps what it sees."""
+        if held in self.held:
+            self.held.remove(held)
+            held.gone = True
+            self._spawn(_give_back([held]))
+
+    async def close(self, *, job_over: bool) -> None:
+        """Give everything back."""
+        self._closed = True
+        self._orphans.close()
+        held, self.held = self.held, []
+        for one in held:
+            one.gone = True
+        folder, self._folder = self._folder, None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_give_back(held), REMOVE_LIMIT)
+            if folder is not None:
+                await in_thread(
+                    lambda: folder.remove(job_over=job_over), limit=REMOVE_LIMIT, name="segments"
+                )
+        for task in self._tasks:
+            task.cancel()
+
+    # ------------------------------------------------------------ making
+
+    async def _have_folder(self) -> None:
+        """Once; who comes meanwhile waits for it."""
+        if self._folder is None and not self._no_folder:
+            if self._making is None:
+                self._making = asyncio.create_task(self._make_folder())
+            await asyncio.shield(self._making)
+
+    async def _make_folder(self) -> None:
+        def work() -> SegmentFolder | None:
+            return take(self._base, self._job_id, self._node, make=True)
+
+        def late(folder: SegmentFolder | None) -> None:
+            if folder is not None:
+                folder.remove(job_over=False)
+
+        try:
+            folder = await in_thread(work, limit=OPEN_LIMIT, name="segments", late=late)
+        except (OSError, TimeoutError) as error:
+            self._have_none(error)
+            return
+        if folder is not None and self._closed:
+            await in_thread(lambda: folder.remove(job_over=False), name="segments")
+            return
+        self._folder = folder
+
+    def _have_none(self, error: Exception) -> None:
+        why = f"{self._base} does not answer"
+        if isinstance(error, OSError) and str(error):
+            why = f"{self._base}: {error.strerror or error}"
+        self._no_folder = f"there is no folder for snapshots ({why})"
+
+    async def _make(
+        self, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int = -1
+    ) -> Held:
+        named = await self._room(filled)
+        self._taking += filled
+        try:
+            return await self._take(named, local_rank, sizes, content, filled, replica)
+        finally:
+            self._taking -= filled
+            self._taken.set()
+
+    async def _take(
+        self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int
+    ) -> Held:
+        folder = self._folder if named else None
+        path = ""
+        if folder is not None and max(local_rank, replica) >= 0:  # else no later agent wants it
+            path = folder.file(local_rank, sizes.layout, next(self._serials), replica)
+
+        small: list[str] = []
+
+        def work() -> tuple[int, mmap.mmap]:
+            if path:
+                fd = memory.take_file(path, sizes.nbytes, filled, small.append)
+            else:
+                fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled, small.append)
+            return fd, memory.mapped(fd, sizes.nbytes, path)
+
+        def late(taken: tuple[int, mmap.mmap]) -> None:
+            """Who wanted it has gone meanwhile."""
+            if path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            taken[1].close()
+            os.close(taken[0])
+
+        fd, mapped = await in_thread(work, name="segments", late=late)
+        for why in small:
+            self._once(f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})", "info")
+        view = memoryview(mapped)
+        begin(
+            view,
+            layout_length=sizes.layout_length,
+            slot_bytes=sizes.slot_bytes,
+            slots=sizes.slots,
+        )
+        segment = Segment(view)
+        held = Held(
+            *(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment),
+            replica=replica,
+        )
+        if self._closed:
+            await _give_back([held])
+            raise NoRoom("this agent ends")
+        self.held.append(held)
+        return held
+
+    async def _room(self, need: int) -> bool:
+        """Whether it goes into the folder; false: into memory without a name. NoRoom.
+
+        What others are just taking may or may not have been counted already: so a refusal waits
+        until they are done."""
+        await self._have_folder()
+        made_room = False
+        while True:
+            self._taken.clear()
+            room, (free, bound) = await in_thread(self._look, name="segments")
+            taking = self._taking
+            if need + taking <= free and room is not None and need + taking <= room:
+                return True
+            if taking:
+                await self._taken.wait()
+            elif made_room or not await self._orphans.make_room():
+                break
+            else:
+                made_room = True
+        if need > free:
+            raise NoRoom(f"{in_words(need)} are needed, and {bound} has {in_words(free)} left")
+        where = f"{self._base} has room for {in_words(room or 0)}"
+        why = self._no_folder if room is None else where
+        self._once(
+            f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
+            f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
+        )
+        return False
+
+    def _look(self) -> tuple[int | None, tuple[int, str]]:
+        room = None
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                room = memory.room_in(self._base)
+        return room, memory.room_in_memory()
+
+    async def _warm(self, held: Held) -> None:
+        """Beside the rank, which makes its own mapping warm: who is first at a page zeroes it."""
+        fd = os.dup(held.fd)
+
+        def work() -> bool:
+            with os.fdopen(fd, "rb"):  # closed here: nobody else knows when the thread is over
+                return memory.populate(fd, held.sizes.nbytes)
+
+        try:
+            warm = await in_thread(work, name="warm")
+        except NoThread:
+            os.close(fd)
+            warm = False
+        if not warm:
+            self._once("the kernel cannot make memory warm: the first snapshots take longer")
+
+    # ------------------------------------------------------------ taking over
+
+    def _adopt(
+        self, node: str
+    ) -> tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]:
+        """When others' folders are to be looked at again, and what is ours here."""
+        due = self._orphans.look().due
+        folder = take(self._base, self._job_id, node, make=False)
+        if folder is None:
+            return due, None
+        lives = folder.lives()
+        most = max((life.nproc for life in lives), default=0)
+        found: list[Held] = []
+        for file in folder.files():
+            held = self._adopted(file) if lives else None
+            if held is not None and file.local_rank < most:
+                found.append(held)
+                continue
+            with contextlib.suppress(OSError):
+                os.unlink(file.path)
+            if held is not None:
+                let_go(held)
+        return due, (folder, found, lives)
+
+    def _adopted(self, file: Found) -> Held | None:
+        """A segment with snapshots of ours, or None for what is none."""
+        try:
+            fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            mapped = mmap.mmap(fd, os.fstat(fd).st_size)
+        except (OSError, ValueError):
+            os.close(fd)
+            return None
+        try:
+            segment = Segment(memoryview(mapped))
+            found = segment.layout()
+            if found.key != file.layout:
+                raise SegmentError("another layout")
+        except (SegmentError, BufferError):
+            os.close(fd)
+            return None  # the mapping goes with its last view
+        sizes = Sizes(file.layout, len(found.encode()), segment.slot_bytes, segment.slots)
+        held = Held(
+            *(next(self._keys), file.local_rank, sizes, found.content, file.path, fd),
+            *(mapped, segment, True),
+            replica=file.replica,
+            own=any(item.own for item in found.items),
+        )
+        for slot in range(segment.slots):
+            segment.pin(slot, False)
+        return held
+
+    # ------------------------------------------------------------ small change
+
+    def _announce(self, sizes: Sizes) -> None:
+        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
+        self._once(f"snapshots take {slots} of shared memory for {ranks}", level="info")
+
+    def _once(self, sentence: str, level: str = "warning") -> None:
+        if sentence not in self._told and len(self._told) < 100:
+            self._told.add(sentence)
+            getattr(logger, level)("%s", sentence)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        tell_failure(task, logger.error, "keeping segments")
+
+
+def _leave(found: tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]) -> None:
+    """What was found too late stays for a later agent."""
+    if found[1] is not None:
+        folder, held, _ = found[1]
+        for one in held:
+            let_go(one)
+        folder.leave()
+
+
+async def _give_back(held: list[Held]) -> None:
+    """Unlink and unmap; the kernel takes a while for gigabytes."""
+
+    def work() -> None:
+        for one in held:
+            if one.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(one.path)
+            let_go(one)
+
+    if held:
+        await in_thread(work, name="segments")

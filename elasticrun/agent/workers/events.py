@@ -1,0 +1,170 @@
+"""--event-log-handler: what happened to agent and workers, as torch's JSON lines.
+
+The shape is `torch.distributed.elastic.events.Event` with the metadata that torchrun's agent puts
+in, field by field. One thing is better: `timestamp` is filled (milliseconds; torchrun leaves 0).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from elasticrun.agent.workers.exits import read_error_file
+from elasticrun.wire import env
+from elasticrun.wire.messages import Failure, Start
+
+HANDLERS: Final = ("null", "console", "dynamic_rendezvous")
+"""Of these only `console` writes anything, as under torchrun."""
+
+
+def check_handler(name: str) -> None:
+    """Raises ValueError with one sentence for a handler that torchrun does not have."""
+    if name not in HANDLERS:
+        raise ValueError(
+            f"--event-log-handler={name} is not known: use one of {', '.join(HANDLERS)}"
+        )
+
+
+class EventLog:
+    """Says events; does nothing unless the handler is `console`.
+
+    `write` takes a text and must not block (the agent's writer thread). `now_ms` of each method is
+    wall time in milliseconds, `run_seconds` how long the agent has run.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        write: Callable[[str], None],
+        *,
+        run_id: str,
+        role: str,
+        host: str,
+        backend: str,
+        entry_point: str,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        check_handler(handler)
+        self._write = write
+        self.enabled = handler == "console" and _level(environ) <= logging.INFO
+        self._constant = {"run_id": run_id, "role": role, "hostname": host, "rdzv_backend": backend}
+        self._entry_point = entry_point
+
+    def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
+        """A round formed after this node had waited for it."""
+        self._say("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
+        self._say("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
+
+    def started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
+        """The local ranks of a round run; pids by local rank."""
+        for local_rank, pid in sorted(pids.items()):
+            self._worker("START", start, local_rank, pid, now_ms)
+
+    def ended(
+        self,
+        start: Start | None,
+        pids: Mapping[int, int],
+        failures: Iterable[Failure],
+        *,
+        succeeded: bool,
+        run_seconds: float,
+        now_ms: int,
+        agent_failed: bool = False,
+    ) -> None:
+        """The job is over for this node. `failures` are those of its own ranks; `start` is None if
+        no round was ever formed.
+
+        As under torchrun the agent "succeeded" when it has seen its ranks to their end, whatever
+        that was; it failed (`agent_failed`) by a signal, a lost master or too few nodes, and then
+        there is no word about the ranks.
+        """
+        failed = {failure.local_rank: failure for failure in failures}
+        if start is not None and not agent_failed:
+            for local_rank, pid in sorted(pids.items()):
+                failure = failed.get(local_rank)
+                state = "SUCCEEDED" if succeeded else "FAILED" if failure else "TERMINATED"
+                self._worker(state, start, local_rank, pid, now_ms, failure, run_seconds)
+        state = "FAILED" if agent_failed else "SUCCEEDED"
+        self._say(state, "AGENT", start, now_ms, run_seconds=run_seconds)
+
+    def _worker(
+        self,
+        state: str,
+        start: Start,
+        local_rank: int,
+        pid: int,
+        now_ms: int,
+        failure: Failure | None = None,
+        run_seconds: float = 0.0,
+    ) -> None:
+        more = {
+            "local_rank": [local_rank],
+            "role_rank": [start.role_first_rank + local_rank],
+            "role_world_size": [start.role_world_size],
+            "exit_code": [failure.exitcode if failure else None],
+            "worker_pid": [failure.pid if failure else None],
+        }
+        raw_error = None
+        if failure is not None and self.enabled:
+            data = read_error_file(failure.error_file).data
+            raw_error = json.dumps(data if data is not None else {"message": "<NONE>"})
+        self._say(
+            state, "WORKER", start, now_ms, more=more, raw_error=raw_error,
+            global_rank=start.first_rank + local_rank, worker_id=str(pid), run_seconds=run_seconds,
+        )  # fmt: skip
+
+    def _say(
+        self,
+        state: str,
+        source: str,
+        start: Start | None,
+        now_ms: int,
+        *,
+        more: Mapping[str, Any] | None = None,
+        raw_error: str | None = None,
+        global_rank: int | None = None,
+        worker_id: str | None = None,
+        duration_ms: float | None = None,
+        run_seconds: float = 0.0,
+    ) -> None:
+        if not self.enabled:
+            return
+        inner = {
+            "group_world_size": start.group_world_size if start else None,
+            "entry_point": self._entry_point,
+            **(more or {}),
+        }
+        metadata = {
+            "run_id": self._constant["run_id"],
+            "global_rank": global_rank,
+            "group_rank": start.group_rank if start else None,
+            "worker_id": worker_id,
+            "role": self._constant["role"],
+            "hostname": self._constant["hostname"],
+            "state": state,
+            "total_run_time": int(run_seconds),
+            "rdzv_backend": self._constant["rdzv_backend"],
+            "raw_error": raw_error,
+            "metadata": json.dumps(inner),
+            "agent_restarts": start.restart_count if start else 0,
+            "duration_ms": duration_ms,
+        }
+        event = {
+            "name": f"torchelastic.worker.status.{state}",
+            "source": source,
+            "timestamp": now_ms,
+            "metadata": metadata,
+        }
+        self._write(json.dumps(event) + "\n")
+
+
+def _level(environ: Mapping[str, str]) -> int:
+    """LOGLEVEL, which torch's events obey too; INFO if it is unset or not understood."""
+    word = environ.get(env.LOGLEVEL, "").strip().upper()
+    if word.isdecimal():
+        return int(word)
+    level = logging.getLevelNamesMapping().get(word)
+    return logging.INFO if level is None else level

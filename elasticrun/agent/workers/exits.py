@@ -1,0 +1,341 @@
+"""By whom a rank was killed, as far as the kernel's log tells where no count of its own does.
+
+The kernel's own count of what its out-of-memory killer took, for ranks that died of SIGKILL.
+
+What a rank died of, read from what it left behind: error.json, its exit code, the kernel's word.
+
+The error file is written by the rank (torch's `@record`, or the fork server for scripts without
+it), so whatever stands in it is the user's: it is read with a bound, and rubbish is described, not
+raised. Everything here touches the disk; call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.agent.runtime import in_thread
+from elasticrun.core.rounds.failures import NO_TRACEBACK, classify
+from elasticrun.operator_log import logger
+from elasticrun.wire import env
+from elasticrun.wire.messages import MAX_TEXT, Failure
+
+LOOK_LIMIT: Final = 5.0
+"""Seconds for reading the log; nothing waits for it."""
+
+
+class Killers:
+    """Of the ranks here; it says one thing once. `root`: where the kernel's files are."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._told: set[str] = set()
+
+    async def look(self, failure: Failure) -> None:
+        """Tell what the log says of this rank, which a SIGKILL ended that nobody here has sent."""
+        from elasticrun.doctor import kernel  # only where a rank was killed
+
+        def read() -> kernel.Word:
+            return kernel.of_a_kill(failure.pid, self._root)
+
+        try:
+            word = await in_thread(read, limit=LOOK_LIMIT, name="kernel-log")
+        except TimeoutError:
+            return
+        level = logging.INFO if word.clear else logging.WARNING
+        if word.text not in self._told:
+            self._told.add(word.text)
+            logger.log(level, "rank %d: %s", failure.rank, word.text)
+
+
+NEAR_US: Final = 10_000_000
+"""A count that rose this long ago at most explains a death now; ranks of one job die together, and
+reading the count for the first must not hide it from the second."""
+
+
+class OomKills:
+    """Watches the `oom_kill` counts of this process' own cgroup (v2, then v1; since Linux 5.2
+    without those of the groups below it, which are other people's), or of the whole host where no
+    cgroup tells. The counts at the time of making are those to compare with; one that was out of
+    sight then, since this process was put into another cgroup later, began with 0."""
+
+    def __init__(self, files: Callable[[], Iterable[Path]] | None = None) -> None:
+        self._files = files or _candidates
+        self._counts = {file: count for file in self._files() if (count := _read(file)) is not None}
+        self._rose_us = 0
+
+    def near(self, time_us: int) -> bool:
+        """Whether the count has risen since it was last looked at, or did so near `time_us`
+        (microseconds since the epoch, of the death that is to be explained)."""
+        for file in self._files():
+            count = _read(file)
+            if count is None:
+                continue
+            if count > self._counts.get(file, 0):
+                self._rose_us = time_us
+            self._counts[file] = count
+            break
+        return self._rose_us > 0 and abs(time_us - self._rose_us) <= NEAR_US
+
+
+def _read(file: Path) -> int | None:
+    """The count in a file, None if it has none."""
+    try:
+        with file.open() as lines:
+            for line in lines:
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _candidates() -> list[Path]:
+    try:
+        return count_files(Path("/proc/self/cgroup").read_text())
+    except OSError:
+        return count_files("")
+
+
+def count_files(groups: str) -> list[Path]:
+    """Where the count may stand for a process in these cgroups (text as in /proc/PID/cgroup, see
+    cgroups(7)), nearest first."""
+    files = []
+    for line in groups.splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            group = Path("/sys/fs/cgroup" + path)
+            files += [group / "memory.events.local", group / "memory.events"]
+        elif "memory" in controllers.split(","):
+            files.append(Path("/sys/fs/cgroup/memory" + path) / "memory.oom_control")
+            files.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))
+    files.append(Path("/proc/vmstat"))
+    return files
+
+
+MAX_ERROR_FILE_BYTES: Final = 1024 * 1024
+"""A longer error file is not parsed; a traceback of a thousand frames is a tenth of this."""
+
+MAX_MESSAGE_CHARS: Final = 1024
+"""One line; what is longer is cut, the traceback has the rest."""
+
+
+@cache
+def oom_kills() -> OomKills:
+    """To be called, in a thread, before there are ranks: it compares with the count of then."""
+    return OomKills()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFile:
+    """What an error file says. `data` is None if there was none; `problem` says why it could not
+    be read although it is there."""
+
+    data: dict[str, Any] | None = None
+    message: str = ""
+    traceback: str = ""
+    time_us: int = 0  # 0: it does not say
+    problem: str = ""
+
+
+def describe(
+    *,
+    host: str,
+    rank: int,
+    local_rank: int,
+    pid: int,
+    exitcode: int,
+    time_us: int,
+    error_file: str,
+    stopping: bool,
+) -> Failure:
+    """One failed rank as a Failure. Never raises for what stands in the file.
+
+    `exitcode` is negative for a signal, `time_us` is when the rank was reaped, `stopping` says that
+    its agent had been stopping it. The failure's time is the error file's where there is one: a
+    rank may have spent seconds in its exit handlers since.
+    """
+    found = read_error_file(error_file)
+    oom = exitcode == -signal.SIGKILL and not stopping and oom_kills().near(time_us)
+    message = found.message
+    if not message:
+        message = _without_file(exitcode, pid, oom)
+        if found.problem:
+            message = f"{message} ({found.problem})"
+    return Failure(
+        host=host,
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        exitcode=exitcode,
+        time_us=min(found.time_us, time_us) if found.time_us else time_us,
+        kind=classify(exitcode, message, stopping=stopping, oom=oom),
+        message=message,
+        traceback=found.traceback,
+        error_file=error_file if found.data is not None or found.problem else "",
+    )
+
+
+def read_error_file(path: str) -> ErrorFile:
+    """Read an error file in either of torch's formats: `message` as an object with `extraInfo`, or
+    as a plain string with an optional `timestamp` beside it."""
+    if not path:
+        return ErrorFile()
+    try:
+        text, modified_us = _read_bounded(path)
+    except FileNotFoundError:
+        return ErrorFile()
+    except (OSError, ValueError) as error:
+        return ErrorFile(problem=f"its error file cannot be read: {_reason(error)}")
+    if not text:
+        return ErrorFile(problem="its error file is empty, as on a disk that is full")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return ErrorFile(problem="its error file is not JSON")
+    if not isinstance(data, dict) or "message" not in data:
+        return ErrorFile(problem="its error file has no message")
+    message = data["message"]
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        words, stack, stamp = (
+            message.get("message"),
+            extra.get("py_callstack"),
+            extra.get("timestamp"),
+        )
+    else:
+        words, stack, stamp = message, "", data.get("timestamp")
+    words, stack = _text(words), _text(stack)
+    if not stack and "\n" in words.strip():
+        stack = words
+    return ErrorFile(
+        data=data,
+        message=one_line(words),
+        traceback=cut_middle(stack.rstrip("\n"), MAX_TEXT),
+        time_us=_when(stamp, modified_us),
+    )
+
+
+def write_own(failure: Failure, environ: Mapping[str, str]) -> str:
+    """Describe the root cause in the launcher's own TORCHELASTIC_ERROR_FILE, if it has one, for the
+    scheduler above: the rank's file with `errorCode` added, or, where that lies on another node,
+    the same shape made from what is known. Returns the path, or "" if nothing was written."""
+    target = environ.get(env.ERROR_FILE, "")
+    found = read_error_file(failure.error_file)
+    data = found.data
+    if not target or (data is None and not failure.error_file and not failure.traceback):
+        return ""
+    if data is None:
+        data = _record(failure.message, failure.traceback, failure.time_us)
+    if isinstance(data["message"], dict) and failure.exitcode:
+        data["message"]["errorCode"] = failure.exitcode
+    return _replace(target, data)
+
+
+def write_own_words(kind: str, sentence: str, time_us: int, environ: Mapping[str, str]) -> str:
+    """Describe an end of the launcher that no rank caused, as torch's `@record` on its main does:
+    `kind` is the name of torchrun's exception (SignalException, RendezvousTimeoutError, ...)."""
+    target = environ.get(env.ERROR_FILE, "")
+    if not target:
+        return ""
+    words = f"{kind}: {sentence}"
+    return _replace(target, _record(words, words, time_us))
+
+
+def one_line(text: str) -> str:
+    """`text` as one line of at most MAX_MESSAGE_CHARS characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """At most `limit` characters of `text`: its beginning and, since the last lines of a traceback
+    say most, three times as much of its end."""
+    if len(text) <= limit:
+        return text
+    gap = "\n… cut …\n"
+    head = (limit - len(gap)) // 4
+    return text[:head] + gap + text[len(text) - (limit - len(gap) - head) :]
+
+
+def signal_name(exitcode: int) -> str:
+    """The name of the signal behind a negative exit code, `<N/A>` for one without a name."""
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return "<N/A>"
+
+
+def _without_file(exitcode: int, pid: int, oom: bool) -> str:
+    if exitcode >= 0:
+        return NO_TRACEBACK
+    words = f"Signal {-exitcode} ({signal_name(exitcode)}) received by PID {pid}"
+    return f"{words}: the kernel was out of memory and killed it" if oom else words
+
+
+def _read_bounded(path: str) -> tuple[str, int]:
+    """Text and time of modification (µs). O_NONBLOCK, because a FIFO of that name would block."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("it is not a plain file")
+        data = file.read(MAX_ERROR_FILE_BYTES + 1)
+    if len(data) > MAX_ERROR_FILE_BYTES:
+        raise ValueError(f"it is longer than {MAX_ERROR_FILE_BYTES} bytes")
+    return data.decode(errors="replace"), about.st_mtime_ns // 1000
+
+
+def _when(stamp: object, modified_us: int) -> int:
+    """The file says whole seconds; where its modification falls into that second (or the next,
+    since it is written after the stamp was taken), that is the same instant to the microsecond."""
+    try:
+        seconds = int(str(stamp))
+    except ValueError:
+        return 0
+    if not 0 < seconds < 1 << 40:
+        return 0
+    return (
+        modified_us if 0 <= modified_us - seconds * 1_000_000 < 2_000_000 else seconds * 1_000_000
+    )
+
+
+def _record(message: str, traceback: str, time_us: int) -> dict[str, Any]:
+    extra = {"py_callstack": traceback, "timestamp": str(time_us // 1_000_000)}
+    return {"message": {"message": message, "extraInfo": extra}}
+
+
+def _replace(target: str, data: dict[str, Any]) -> str:
+    """Write a file in one piece; an older one of that name is overwritten."""
+    fresh = f"{target}.{os.getpid()}"
+    try:
+        with open(fresh, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(data, file)
+        os.replace(fresh, target)
+    except OSError:
+        try:
+            os.unlink(fresh)
+        except OSError:
+            pass
+        return ""
+    return target
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else repr(value)[:MAX_TEXT]
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

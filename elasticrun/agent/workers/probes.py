@@ -1,0 +1,439 @@
+"""Who holds a port: nobody, something that speaks HTTP/2 as gRPC does, a stranger, or somebody with
+whom no trust can be had (and why not: gRPC itself only says that a handshake failed).
+
+The probes of this node: one process a local rank, a limit, and what they come to together.
+
+The master's order names a small group of nodes and the store where they meet; what is measured here
+is one `Probed`, the worst of the local ranks. Every process of a probe has been reaped before it is
+told, or it was called off and nothing is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from elasticrun import accelerators
+from elasticrun.accelerators import Accelerator
+from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.workers import numa
+from elasticrun.agent.workers.ranks import probe_environment
+from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
+from elasticrun.core.events import AgentEvent, ProbeEnded
+from elasticrun.core.health.groups import duration
+from elasticrun.operator_log import logger
+from elasticrun.wire import auth as tls, env
+from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
+from elasticrun.wire.spawning import (
+    Exited,
+    ProbePlan,
+    ProbeSaid,
+    SendSignal,
+    SpawnFailed,
+    SpawnProbe,
+)
+from elasticrun.wire.types import Endpoint
+
+GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The client's preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
+
+HEAD: Final = 9
+"""Bytes of the header of an HTTP/2 frame."""
+
+SETTINGS: Final = 4
+"""Frame type of the server's first frame."""
+
+THEY_WANT_TLS: Final = (
+    "the master there speaks TLS and this node does not: give --tls-ca (and --tls-cert, --tls-key) "
+    "on all nodes"
+)
+THEY_HAVE_NO_TLS: Final = (
+    "the master there speaks no TLS and this node does: give --tls-cert, --tls-key and --tls-ca on "
+    "all nodes, or on none"
+)
+
+THEY_REFUSE_US: Final = (
+    "the master hangs up after the TLS handshake, as for a node without a certificate or with one "
+    "that its --tls-ca has not signed: check --tls-cert and --tls-key of this node"
+)
+
+
+class Answer(Enum):
+    """What came back from a port."""
+
+    NOBODY = "nobody"  # no connection: refused, unreachable, no such name yet
+    HTTP2 = "http2"
+    FOREIGN = "foreign"  # bytes that are not HTTP/2
+    SILENT = "silent"  # a connection, but nothing on it
+    CLOSED = "closed"  # a connection that is closed at once
+    INSECURE = "insecure"  # certificates do not fit, or one side has no TLS
+
+
+Found = tuple[Answer, str]
+"""What was found and, for INSECURE, the sentence why."""
+
+
+async def probe(
+    endpoint: Endpoint, limit: float, files: tls.Files | None = None, name: str = ""
+) -> Found:
+    """Connect, greet (in TLS, where there are `files`), and look at the first frame; `limit`
+    seconds for each. `name`: what the certificate must bear, "" for the endpoint's host."""
+    if files is None:
+        answer = await _look(endpoint, limit)
+        if answer is Answer.CLOSED and await _speaks_tls(endpoint, limit):
+            return Answer.INSECURE, THEY_WANT_TLS
+        return answer, ""
+    try:
+        context = await in_thread(lambda: tls.client_context(files), limit=limit, name="tls")
+        answer = await _look(endpoint, limit, context, name or endpoint.host)
+        # A server that does not like the client's certificate closes without a word.
+        refused = answer is Answer.CLOSED
+        return (Answer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
+    except ssl.SSLCertVerificationError as wrong:
+        why = wrong.verify_message.rstrip(".")
+        return Answer.INSECURE, f"the master's certificate is refused: {why}"
+    except ssl.SSLError as wrong:
+        answer = await _look(endpoint, limit)
+        if answer is Answer.HTTP2:
+            return Answer.INSECURE, THEY_HAVE_NO_TLS
+        if answer is not Answer.CLOSED:
+            return answer, ""
+        reason = (wrong.reason or "it was broken off").lower().replace("_", " ")
+        return Answer.INSECURE, f"the TLS handshake with the master failed: {reason}"
+    except (tls.TlsError, OSError, TimeoutError):
+        return Answer.NOBODY, ""
+
+
+async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
+    """Whether a TLS handshake comes to its end there, whoever it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is said to it: only whether it speaks
+    context.set_alpn_protocols(["h2"])
+    try:
+        return await _look(endpoint, limit, context) is not Answer.NOBODY
+    except ssl.SSLError:
+        return False
+
+
+async def _look(
+    endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
+) -> Answer:
+    """One connection. SSLError where TLS fails, with what is known of the reason."""
+    try:
+        opening = asyncio.open_connection(
+            endpoint.host, endpoint.port, ssl=context, server_hostname=name if context else None
+        )
+        reader, writer = await asyncio.wait_for(opening, limit)
+    except ssl.SSLError:
+        raise
+    except (OSError, TimeoutError):
+        return Answer.NOBODY
+    try:
+        writer.write(GREETING)
+        head = await asyncio.wait_for(reader.readexactly(HEAD), limit)
+        return Answer.HTTP2 if head[3] == SETTINGS else Answer.FOREIGN
+    except asyncio.IncompleteReadError as short:
+        return Answer.FOREIGN if short.partial else Answer.CLOSED
+    except ssl.SSLError:
+        raise
+    except TimeoutError:
+        return Answer.SILENT
+    except OSError:
+        return Answer.CLOSED
+    finally:
+        writer.transport.abort()
+
+
+OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
+"""Whoever fails here has failed with no part of any other node in it."""
+
+LATER: Final = 1.0
+"""Seconds by which torch's own time-outs in a probe come after the limit: the agent ends it first,
+and says so in the same words whatever it was that hung."""
+
+
+@dataclass(eq=False)
+class _Probing:
+    """One order under way."""
+
+    order: Probe
+    load: ProbeLoad
+    began: float  # monotonic seconds
+    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank, until reaped
+    phases: dict[int, ProbePhase] = field(default_factory=dict)  # by local rank
+    results: dict[int, _Result] = field(default_factory=dict)  # in the order of their coming
+    timer: asyncio.TimerHandle | None = None
+    started: bool = False  # its processes have been ordered
+    over: bool = False  # told, or called off
+
+    def phase(self, local_rank: int) -> ProbePhase:
+        return self.phases.get(local_rank, ProbePhase.START)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What came of one local rank; `reason` is the clause about it in `Probed.reason`."""
+
+    ok: bool
+    phase: ProbePhase
+    own: bool
+    excused: bool
+    reason: str
+    compute: float = 0.0
+    transfers: tuple[float, ...] = ()
+    timed: float = 0.0
+
+    @property
+    def weight(self) -> int:
+        """How bad it is: the worst of a node's local ranks is what the node says."""
+        if self.ok:
+            return 0
+        return 3 if self.own else 1 if self.excused else 2
+
+
+class Probing:
+    """Carries out RunProbe and CallOffProbe."""
+
+    def __init__(
+        self, config: AgentConfig, spawners: Spawners, deliver: Callable[[AgentEvent], None]
+    ) -> None:
+        self._config = config
+        self._spawners = spawners
+        self._deliver = deliver
+        self._current: _Probing | None = None
+        self._keys: dict[int, _Probing] = {}
+        self._accelerator: Accelerator | None = None
+        self._bindings: list[numa.Binding] | None = None
+        self._tasks = Tasks(logger.error)  # a probe that is not started is overdue later
+
+    # ------------------------------------------------------------ orders
+
+    def run(self, order: Probe) -> None:
+        """Probe as the order says; ProbeEnded tells, after `order.limit` seconds at the latest (and
+        the moment that it takes to kill and reap)."""
+        self.call_off()
+        probing = _Probing(order, PROBE_LOAD_CPU, time.monotonic())
+        self._current = probing
+        loop = asyncio.get_running_loop()
+        probing.timer = loop.call_later(order.limit, self._overdue, probing)
+        self._tasks.start(self._start(probing), "starting probes")
+
+    def call_off(self) -> None:
+        """Kill what is under way; nothing is told of it."""
+        probing, self._current = self._current, None
+        if probing is not None:
+            self._close(probing)
+            self._kill(probing)
+
+    def close(self) -> None:
+        """The agent ends; its spawners kill and reap what is left."""
+        self.call_off()
+        self._tasks.close()
+
+    # ------------------------------------------------------------ reports
+
+    def said(self, message: ProbeSaid) -> None:
+        """A probe enters a phase, or has come to its end."""
+        probing = self._keys.get(message.key)
+        if probing is None or probing.over:
+            return
+        local_rank = probing.keys[message.key]
+        try:
+            phase = ProbePhase(message.phase)
+        except ValueError:
+            phase = probing.phase(local_rank)
+        probing.phases[local_rank] = phase
+        if message.done:
+            probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
+
+    def gone(self, message: Exited | SpawnFailed) -> bool:
+        """Whether it was a probe's end; the last one's is the end of the order."""
+        probing = self._keys.pop(message.key, None)
+        if probing is None:
+            return False
+        self._spawners.forget([message.key])
+        local_rank = probing.keys.pop(message.key)
+        why = message.reason if isinstance(message, SpawnFailed) else "it ended without a result"
+        if not probing.over:
+            self._failed(probing, local_rank, why)
+        self._look(probing)
+        return True
+
+    def all_lost(self) -> None:
+        """A spawner has died, perhaps with probes: the brain knows, and answers for itself."""
+        self.call_off()
+        for key in [key for key in self._keys if self._spawners.owner(key) is None]:
+            del self._keys[key]
+
+    # ------------------------------------------------------------ starting
+
+    async def _start(self, probing: _Probing) -> None:
+        config = self._config
+        ranks = range(config.nproc_per_node)
+        try:
+            accelerator = await self._find_accelerator()
+            bindings = await self._bind()
+            environments = [probe_environment(config, rank, os.environ) for rank in ranks]
+        except Exception as error:  # BadEnvironment, or whatever a vendor's tools have raised
+            for rank in ranks:
+                self._failed(probing, rank, str(error) or type(error).__name__)
+            probing.started = True
+            self._look(probing)
+            return
+        if probing.over:
+            return
+        probing.load = PROBE_LOAD_CPU if accelerator.device == "cpu" else PROBE_LOAD_GPU
+        probing.started = True
+        for rank in ranks:
+            key = self._spawners.new_key()
+            probing.keys[key] = rank
+            self._keys[key] = probing
+            plan = self._plan(probing, accelerator, rank)
+            self._spawners.start(SpawnProbe(key, plan, environments[rank], (), bindings[rank].cpus))
+
+    async def _find_accelerator(self) -> Accelerator:
+        if self._accelerator is None:
+            word = self._config.accelerator
+            self._accelerator = await in_thread(
+                lambda: accelerators.of(word, os.environ), name="accelerator"
+            )
+        return self._accelerator
+
+    async def _bind(self) -> list[numa.Binding]:
+        """The cores that the ranks will have; why there are none is told when ranks start."""
+        config = self._config
+        if self._bindings is None and numa.wanted(config):
+            self._bindings, _ = await in_thread(lambda: numa.find(config), name="numa")
+        return self._bindings or [numa.Binding()] * config.nproc_per_node
+
+    def _plan(self, probing: _Probing, accelerator: Accelerator, local_rank: int) -> ProbePlan:
+        order, load = probing.order, probing.load
+        return ProbePlan(
+            check=order.check,
+            rank=order.first_rank + local_rank,
+            world_size=order.world_size,
+            store_host=order.store.host,
+            store_port=order.store.port,
+            device=accelerator.device,
+            device_index=0 if self._config.virtual_local_rank else local_rank,
+            backend=accelerator.backend,
+            matrix=0 if order.perf else load.matrix,
+            dtype=load.dtype,
+            matmuls=load.matmuls,
+            sizes=load.perf_sizes if order.perf else (load.size,),
+            transfers=load.transfers,
+            warmup=load.warmup,
+            limit=max(0.0, order.limit + LATER - (time.monotonic() - probing.began)),
+            fault=self._config.env.get(env.NODE_FAULT, ""),
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def _overdue(self, probing: _Probing) -> None:
+        """The limit: what has not said its result by now has failed where it is, and is killed."""
+        limit = probing.order.limit
+        for local_rank in range(self._config.nproc_per_node):
+            phase = probing.phase(local_rank)
+            reason = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
+            hung = _Result(False, phase, phase in OWN_PHASES, False, reason)
+            probing.results.setdefault(local_rank, hung)
+        probing.started = True
+        self._kill(probing)
+        self._look(probing)
+
+    def _kill(self, probing: _Probing) -> None:
+        for key in probing.keys:
+            self._spawners.send(key, SendSignal(key, signal.SIGKILL))
+
+    def _look(self, probing: _Probing) -> None:
+        """Tell the result once every local rank has one and every process is reaped."""
+        if probing.over or not probing.started or probing.keys:
+            return
+        self._close(probing)
+        self._current = None
+        self._deliver(ProbeEnded(self._together(probing)))
+
+    def _close(self, probing: _Probing) -> None:
+        probing.over = True
+        if probing.timer is not None:
+            probing.timer.cancel()
+
+    # ------------------------------------------------------------ results
+
+    def _result(self, probing: _Probing, local_rank: int, said: ProbeSaid) -> _Result:
+        phase = probing.phase(local_rank)
+        reason = ""
+        if said.excused:
+            reason = f"{_another(probing.order)} {said.reason}"
+        elif not said.ok:
+            reason = self._clause(probing, local_rank, said.reason)
+        return _Result(
+            said.ok,
+            phase,
+            said.own,
+            said.excused,
+            reason,
+            said.compute,
+            said.transfers,
+            said.timed,
+        )
+
+    def _failed(self, probing: _Probing, local_rank: int, why: str) -> None:
+        phase = probing.phase(local_rank)
+        reason = self._clause(probing, local_rank, why)
+        failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
+        probing.results.setdefault(local_rank, failed)
+
+    def _clause(self, probing: _Probing, local_rank: int, why: str) -> str:
+        """The master's sentences name phase and partners before they quote it."""
+        after = duration(time.monotonic() - probing.began)
+        limit = f"{probing.order.limit:g} s"
+        return f"{self._where(local_rank)}after {after}, limit {limit}: {why}"
+
+    def _where(self, local_rank: int) -> str:
+        return f"local rank {local_rank}, " if self._config.nproc_per_node > 1 else ""
+
+    def _together(self, probing: _Probing) -> Probed:
+        order, load = probing.order, probing.load
+        results = list(probing.results.values())
+        worst = max(results, key=lambda result: result.weight)  # of several, the first
+        ok = worst.ok
+        times = zip(*(result.transfers for result in results), strict=False)
+        sizes = load.perf_sizes if order.perf else (load.size,)
+        return Probed(
+            check=order.check,
+            ok=ok,
+            phase=worst.phase,
+            own=worst.own,
+            excused=worst.excused,
+            reason=worst.reason,
+            compute=_most(result.compute for result in results),
+            flops=0.0 if order.perf else 2.0 * load.matrix**3,
+            transfers=tuple(
+                Transfer(size, max(seconds))
+                for size, seconds in zip(sizes, times, strict=False)
+                if ok
+            ),
+            seconds=time.monotonic() - probing.began,
+            timed=_most(result.timed for result in results),
+        )
+
+
+def _most(values: Iterable[float]) -> float:
+    return max(values, default=0.0)
+
+
+def _another(order: Probe) -> str:
+    """Who it was that said it had failed, as far as that is known here."""
+    if not order.partners:
+        return "another local rank"
+    return order.partners if order.group_world_size == 2 else f"one of {order.partners}"

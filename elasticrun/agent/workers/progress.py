@@ -1,0 +1,251 @@
+"""What the local ranks tell of their steps, made into one small report for the master now and then.
+
+Each life of the ranks has a socket of its own: what is left of an older one reaches nobody. There
+is no timer here: the datagrams themselves say when a report is due, and who is silent says nothing.
+What cannot be sent at once is not kept: the next report has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from elasticrun.operator_log import logger
+from elasticrun.wire.fields import INT32
+from elasticrun.wire.messages import Start, Steps
+from elasticrun.wire.progress import (
+    DATAGRAM_BYTES,
+    Own,
+    RankSteps,
+    address,
+    decode,
+    mint_name,
+    place,
+)
+
+SAY_EVERY: Final = 1.0
+"""Seconds between two reports at the least; the interval of the beats where that is longer."""
+
+REPORTS_PER_SECOND: Final = 50.0
+"""Reports that a master hears from all nodes: each of them stands in its trace, a ring that is to
+reach back for an hour. Nodes of larger rounds report less often, ..."""
+
+SAY_SELDOM: Final = 20.0
+"""... but once in so many seconds."""
+
+PATIENCE: Final = 5.0
+"""So many seconds after a rank had something new to report the others are not waited for any
+longer: they have become silent."""
+
+MOST_AT_ONCE: Final = 64
+"""Datagrams that are read in one turn of the loop."""
+
+MOST_PER_RANK: Final = 50
+"""Datagrams a second that are read for each local rank; one that keeps to its ten never feels it.
+Of more the kernel keeps a few, and the sender drops the rest."""
+
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(slots=True)
+class _Window:
+    """What one local rank has told since the last report; sums in seconds over `steps`."""
+
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    owns: int = 0  # datagrams that told the own part
+    own: float = 0.0
+    waited: float = 0.0
+    tells_own: bool = False  # has told it in this life
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is something new to report, its own part where it tells that at all."""
+        return self.owns > 0 if self.tells_own else self.steps > 0
+
+    @property
+    def slowness(self) -> tuple[float, float]:
+        """The greater, the slower."""
+        return (self.own / self.owns if self.owns else 0.0, self.seconds / max(1, self.steps))
+
+    def add(self, said: RankSteps) -> None:
+        self.step = said.step
+        self.steps += said.steps
+        self.seconds += said.steps * said.seconds
+        if said.knows is Own.KNOWN:
+            self.tells_own = True
+            self.owns += 1
+            self.own += said.own
+            self.waited += said.waited
+
+    def clear(self) -> None:
+        self.steps = self.owns = 0
+        self.seconds = self.own = self.waited = 0.0
+
+
+class Progress:
+    """The socket of the present life, and the folding. `say` sends a report unless the link is
+    busy or down, and says whether it did; `beat_interval` is the link's, in seconds."""
+
+    def __init__(
+        self, nproc: int, say: Callable[[Steps], bool], beat_interval: Callable[[], float]
+    ) -> None:
+        self._nproc = nproc
+        self._say = say
+        self._beat_interval = beat_interval
+        self._socket: socket.socket | None = None
+        self._name = ""
+        self._start: Start | None = None
+        self._windows: dict[int, _Window] = {}
+        self._said_at = -math.inf
+        self._every = SAY_EVERY
+        self._new_since = math.inf
+        self._second = 0
+        self._read_in_second = 0
+        self._pause: asyncio.TimerHandle | None = None
+        self._told: set[str] = set()
+        self.newest = -1
+        """The newest step that a rank of this life has told; -1: none."""
+
+    def begin(self, start: Start) -> None:
+        """A new life of the ranks: what ranks of the last one still say is not heard."""
+        self.end()
+        self._start = start
+        self.newest = -1
+        self._windows = {}
+        self._new_since = math.inf
+        share = start.group_world_size / REPORTS_PER_SECOND
+        self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
+        name = mint_name()
+        try:
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            self._once(f"steps are not told to this agent: {error}")
+            return
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            found.bind(address(name))
+        except OSError as error:
+            found.close()
+            self._once(f"steps are not told to this agent: {error}")
+            return
+        self._socket, self._name = found, name
+        asyncio.get_running_loop().add_reader(found, self._readable)
+
+    def place(self, local_rank: int) -> str:
+        """What this rank of the present life is given (wire.env.PROGRESS); "" if there is none."""
+        return place(self._name, local_rank) if self._name else ""
+
+    def end(self) -> None:
+        """Hear nobody any more; harmless if that is so already."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        elif self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._name = None, ""
+
+    # ------------------------------------------------------------ datagrams in
+
+    def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if int(now) != self._second:
+            self._second, self._read_in_second = int(now), 0
+        for _ in range(MOST_AT_ONCE):
+            if self._socket is None:
+                return
+            if self._read_in_second >= MOST_PER_RANK * self._nproc:
+                self._rest(loop, self._second + 1 - now)
+                return
+            try:
+                data, credentials, flags, _ = self._socket.recvmsg(
+                    DATAGRAM_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._once(f"steps are not heard any more: {error}")
+                self.end()
+                return
+            self._read_in_second += 1
+            if self._is_ours(credentials) and not flags & socket.MSG_TRUNC:
+                self._heard(decode(data), now)
+
+    def _rest(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        """Read on in the next second: a rank that floods must not keep the agent busy."""
+        assert self._socket is not None
+        self._once("a local rank tells its steps too often: some are not heard")
+        loop.remove_reader(self._socket)
+        self._pause = loop.call_later(max(0.0, seconds), self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        if self._socket is not None:
+            asyncio.get_running_loop().add_reader(self._socket, self._readable)
+
+    def _is_ours(self, credentials: list[tuple[int, int, bytes]]) -> bool:
+        """Whether the kernel says that the sender runs as this user."""
+        for level, kind, data in credentials:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                pid, uid, _ = _CREDENTIALS.unpack_from(data)
+                if uid == os.getuid():
+                    return True
+                self._once(f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard")
+        return False
+
+    def _heard(self, said: RankSteps | None, now: float) -> None:
+        if said is None or said.local_rank >= self._nproc:
+            return
+        several = self._start is not None and self._start.group_world_size > 1
+        if said.knows is Own.UNTOLD and several:
+            self._once(
+                "torch's flight recorder does not tell how long ranks wait for each other: whether "
+                "this node is slow will not be known"
+            )
+        self.newest = max(self.newest, said.step)
+        self._windows.setdefault(said.local_rank, _Window()).add(said)
+        self._new_since = min(self._new_since, now)
+        self._report(now)
+
+    # ------------------------------------------------------------ reports out
+
+    def _report(self, now: float) -> None:
+        """Say how the slowest rank does, if a report is due."""
+        if self._start is None or now - self._said_at < max(self._every, self._beat_interval()):
+            return
+        late = now - self._new_since >= PATIENCE
+        fresh = [window for window in self._windows.values() if window.fresh]
+        if not fresh or (len(fresh) < len(self._windows) and not late):
+            return
+        slowest = max(fresh, key=lambda window: window.slowness)
+        own, seconds = slowest.slowness
+        report = Steps(
+            round=self._start.round,
+            step=slowest.step,
+            steps=min(slowest.steps, INT32),
+            seconds=seconds,
+            own=own,
+            waited=slowest.waited / slowest.owns if slowest.owns else 0.0,
+        )
+        if self._say(report):
+            self._said_at, self._new_since = now, math.inf
+            self._windows = {rank: one for rank, one in self._windows.items() if one.fresh}
+            for window in self._windows.values():
+                window.clear()
+
+    def _once(self, sentence: str) -> None:
+        """Tell the operator, each sentence once in the life of this agent."""
+        kind = sentence.partition("(")[0]
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("%s", sentence)

@@ -1,0 +1,533 @@
+"""What a user is told to do next where a master or a node cannot be reached: ask the doctor.
+
+The environment and the arguments of a rank: torchrun's table, as pure functions.
+
+What a rank sees is the launcher's own environment (which the spawner inherited) with these
+variables set over it. The strings stand in `wire.env`.
+
+The local ranks: from the brain's effects to orders for the spawner, and back to events.
+
+One life of the ranks at a time. What may block (log folders, error files, sysfs) runs in threads,
+so a life may be ordered to stop before its ranks were started; such ranks are reported as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from string import Template
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
+from elasticrun.agent.runtime import DISK_LIMIT, NoThread, Tasks, in_thread
+from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.workers import numa
+from elasticrun.agent.workers.exits import Killers, describe, oom_kills
+from elasticrun.config import AgentConfig
+from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.core.rounds.failures import ECHOES, in_words
+from elasticrun.operator_log import logger
+from elasticrun.wire import env
+from elasticrun.wire.messages import Failure, FailureKind, Start
+from elasticrun.wire.spawning import (
+    Exited,
+    SendSignal,
+    Spawned,
+    SpawnFailed,
+    SpawnRank,
+    Sweep,
+    Swept,
+)
+from elasticrun.wire.types import Endpoint, Entry, EntryKind
+
+_NO_MASTER: Final = ("no master answer", "no job master answer", "does not answer this node")
+_NO_NODE: Final = "nothing was heard for"
+
+
+def directed(sentence: str, dial: object = "") -> str:
+    """The sentence, with what looks for the cause at its end if it is about somebody who cannot be
+    reached. `dial`: where the master is looked for, if that is not known to the reader."""
+    if any(words in sentence for words in _NO_MASTER):
+        where = f" --rdzv-endpoint={dial}" if dial else ""
+        return f"{sentence}; to find out why, run here: elasticrun doctor{where}"
+    if _NO_NODE in sentence:
+        return f"{sentence}; to find out why, run on that node: elasticrun doctor"
+    return sentence
+
+
+class BadEnvironment(Exception):
+    """What the user set cannot be given to a rank; the text is one sentence."""
+
+
+def master_endpoint(config: AgentConfig, start: Start) -> Endpoint:
+    """What the ranks see as MASTER_ADDR and MASTER_PORT.
+
+    Of a static job it is exactly what the user named, as under torchrun: the door there leads on to
+    the round's store (decision 008). Else it is the round's store itself."""
+    where = config.rendezvous
+    if where.kind == "static":
+        return Endpoint(where.host, where.port)
+    return start.store
+
+
+def rank_environment(
+    config: AgentConfig,
+    start: Start,
+    local_rank: int,
+    environ: Mapping[str, str],
+    error_file: str,
+    progress: str = "",
+    snapshots: str = "",
+) -> dict[str, str]:
+    """Every variable that this rank gets over the launcher's own environment.
+
+    `environ` is the launcher's environment; `error_file` is "" where no file is written, `progress`
+    where nobody hears of its steps, `snapshots` where nobody takes its snapshots. Raises
+    BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks need."""
+    master = master_endpoint(config, start)
+    table = {
+        env.RANK: str(start.first_rank + local_rank),
+        env.LOCAL_RANK: str(local_rank),
+        env.GROUP_RANK: str(start.group_rank),
+        env.ROLE_RANK: str(start.role_first_rank + local_rank),
+        env.ROLE_NAME: config.role,
+        env.WORLD_SIZE: str(start.world_size),
+        env.LOCAL_WORLD_SIZE: str(config.nproc_per_node),
+        env.GROUP_WORLD_SIZE: str(start.group_world_size),
+        env.ROLE_WORLD_SIZE: str(start.role_world_size),
+        env.MASTER_ADDR: master.host,
+        env.MASTER_PORT: str(master.port),
+        env.RESTART_COUNT: str(start.restart_count),
+        env.MAX_RESTARTS: str(config.spec.max_restarts),
+        env.RUN_ID: config.spec.job_id,
+        env.USE_AGENT_STORE: "True",
+        env.ERROR_FILE: error_file,
+        env.SIGNALS_TO_HANDLE: ",".join(config.signals_to_handle),
+        env.NCCL_ASYNC_ERROR_HANDLING: environ.get(env.NCCL_ASYNC_ERROR_HANDLING, "1"),
+    }
+    if config.set_omp_threads:
+        table[env.OMP_NUM_THREADS] = "1"
+    if progress:
+        table[env.PROGRESS] = progress
+    if snapshots:
+        table[env.SNAPSHOTS] = snapshots
+    if config.virtual_local_rank:
+        table[env.LOCAL_RANK] = "0"
+        table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
+    table.update(config.env)
+    return table
+
+
+def probe_environment(
+    config: AgentConfig, local_rank: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What a probe gets over the launcher's own environment: that of the rank in whose place it
+    computes, without what says which rank that is. Raises BadEnvironment as for a rank."""
+    table = {}
+    if config.set_omp_threads:
+        table[env.OMP_NUM_THREADS] = "1"
+    if config.virtual_local_rank:
+        table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
+    table.update(config.env)
+    return table
+
+
+def _only_device(local_rank: int, environ: Mapping[str, str]) -> str:
+    visible = environ.get(env.CUDA_VISIBLE_DEVICES)
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise BadEnvironment(
+            f"--virtual-local-rank: local rank {local_rank} has no device of its own in "
+            f"{env.CUDA_VISIBLE_DEVICES}={visible}"
+        )
+    return devices[local_rank].strip()
+
+
+def rank_entry(entry: Entry, local_rank: int) -> Entry:
+    """The entry with `${local_rank}` filled in, where torchrun does: in the arguments and, unless
+    the program is executed itself, in its name. Other `$` words stay as they are."""
+
+    def fill(word: str) -> str:
+        return Template(word).safe_substitute(local_rank=local_rank)
+
+    target = entry.target if entry.kind is EntryKind.COMMAND else fill(entry.target)
+    return dataclasses.replace(entry, target=target, args=tuple(fill(word) for word in entry.args))
+
+
+DESCRIBE_LIMIT: Final = 0.5
+"""Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
+
+STOP_MEMORY: Final = 5.0
+"""A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
+
+
+@dataclass
+class _Life:
+    """One life of the local ranks."""
+
+    start: Start
+    attempt: int
+    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank
+    pids: dict[int, int] = field(default_factory=dict)
+    logs: Mapping[int, RankLogs] = field(default_factory=dict)
+    signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
+    called_off: bool = False  # told to stop before its ranks were started
+
+    def key_of(self, local_rank: int) -> int | None:
+        return next((key for key, rank in self.keys.items() if rank == local_rank), None)
+
+
+class Ranks:
+    """Starts, signals, sweeps and reports the local ranks. `fatal(sentence)` ends the agent."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        spawners: Spawners,
+        output: RankOutput,
+        *,
+        host: Callable[[], str],
+        deliver: Callable[[AgentEvent], None],
+        fatal: Callable[[str], None],
+        progress: Callable[[int], str] = lambda local_rank: "",
+        snapshots: Callable[[int], str] = lambda local_rank: "",
+        is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
+    ) -> None:
+        """`progress`: where this local rank is to tell its steps; `snapshots`: where it speaks of
+        its snapshots; `is_put_off`: whether it does not end by this signal."""
+        self._config = config
+        self._spawners = spawners
+        self._output = output
+        self._host = host
+        self._deliver = deliver
+        self._fatal = fatal
+        self._progress = progress
+        self._snapshots = snapshots
+        self._is_put_off = is_put_off
+        self._life: _Life | None = None
+        self._sweeping: frozenset[int] = frozenset()
+        self._bindings: list[numa.Binding] | None = None
+        self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
+        self._tasks = Tasks(fatal)
+        self._killers = Killers()
+        self._tasks.start(self._report_exits(), "reporting the ends of ranks")
+        self._sent_at: dict[int, float] = {}
+        self._cleared: asyncio.Event | None = None
+
+    @property
+    def start(self) -> Start | None:
+        """The place of the newest life, None before the first and after its spawner's death."""
+        return self._life.start if self._life is not None else None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Pids by local rank of the newest life."""
+        return self._life.pids if self._life is not None else {}
+
+    # ------------------------------------------------------------ orders
+
+    def spawn(self, effect: SpawnRanks) -> None:
+        """Start all local ranks of a round; RankSpawned or RankExited tells of each."""
+        life = _Life(effect.start, effect.attempt)
+        self._life = life
+        self._sent_at.clear()
+        self._tasks.start(self._start(life), "starting the ranks")
+
+    def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
+        """Send a signal to these ranks' process groups."""
+        life = self._life
+        if life is None:
+            return
+        for local_rank in local_ranks:
+            key = life.key_of(local_rank)
+            pid = life.pids.get(local_rank)
+            if key is None:
+                continue
+            if life.signalled.get(local_rank) != signum:
+                self._tell_signal(pid, signum, life.signalled.get(local_rank))
+            life.signalled[local_rank] = signum
+            self._sent_at[signum] = time.monotonic()
+            self._spawners.send(key, SendSignal(key, signum))
+            if self._is_put_off(local_rank, signum):  # it would end by it, but for us
+                self._sent_at[signal.SIGKILL] = time.monotonic()
+                self._spawners.send(key, SendSignal(key, signal.SIGKILL, alone=True))
+
+    def call_off(self) -> None:
+        """The ranks that were asked for and are not yet started shall not be."""
+        life = self._life
+        if life is None or life.keys or life.called_off:
+            return
+        life.called_off = True
+        now = time.time_ns() // 1000
+        for local_rank in range(self._config.nproc_per_node):
+            failure = self._bare_failure(life, local_rank, -signal.SIGTERM, now)
+            failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
+            self._deliver(RankExited(local_rank, -signal.SIGTERM, failure))
+
+    def sweep(self, grace: float) -> None:
+        """All ranks have exited: have their descendants removed; RanksSwept tells."""
+        keys = tuple(self._life.keys) if self._life is not None else ()
+        if not keys or self._spawners.owner(keys[0]) is None:
+            self._deliver(RanksSwept(()))
+            return
+        self._sweeping = frozenset(keys)
+        self._spawners.send(keys[0], Sweep(keys, grace))
+
+    async def clear(self, grace: float) -> None:
+        """The same at the end of the agent, for ranks that were never swept; returns when nothing
+        of them is left. Ranks that still live are killed at once."""
+        keys = tuple(self._life.keys) if self._life is not None else ()
+        if self._sweeping or not keys or self._spawners.owner(keys[0]) is None:
+            return
+        self._cleared = asyncio.Event()
+        self.sweep(grace)
+        await self._cleared.wait()
+
+    # ------------------------------------------------------------ reports
+
+    def spawned(self, message: Spawned) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        life.pids[local_rank] = message.pid
+        self._deliver(RankSpawned(local_rank, message.pid))
+
+    def gone(self, message: Exited | SpawnFailed) -> None:
+        """A rank has ended, or was never born."""
+        if isinstance(message, Exited):
+            self.exited(message)
+        else:
+            self.spawn_failed(message)
+
+    def spawn_failed(self, message: SpawnFailed) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        logger.error("local rank %d could not be started: %s", local_rank, message.reason)
+        failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
+        failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
+        self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
+
+    def exited(self, message: Exited) -> None:
+        life = self._life
+        if life is None or message.key not in life.keys:
+            return
+        local_rank = life.keys[message.key]
+        self._output.rank_exited(local_rank)
+        sent = life.signalled.get(local_rank)
+        if sent is None and self._is_put_off(local_rank, -message.code):
+            logger.warning("local rank %d ended by a signal that it had put off", local_rank)
+        self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
+
+    def swept(self, message: Swept) -> None:
+        if frozenset(message.keys) == self._sweeping and self._sweeping:
+            self._spawners.forget(list(self._sweeping))
+            self._sweeping = frozenset()
+            self._deliver(RanksSwept(message.stuck))
+            if self._cleared is not None:
+                self._cleared.set()
+
+    def all_lost(self) -> None:
+        """Their spawner has died; they have been killed and reaped, and the brain is told so."""
+        self._sweeping = frozenset()
+        if self._life is not None:
+            self._life.called_off = True
+            self._life = None
+
+    def close(self) -> None:
+        self._tasks.close()
+
+    # ------------------------------------------------------------ starting
+
+    async def _start(self, life: _Life) -> None:
+        try:
+            environments = {
+                rank: rank_environment(
+                    *(self._config, life.start, rank, os.environ, ""),
+                    progress=self._progress(rank),
+                    snapshots=self._snapshots(rank),
+                )
+                for rank in range(self._config.nproc_per_node)
+            }
+            bindings = await self._bind()
+            life.logs = await self._open_logs(life, environments)
+        except (BadEnvironment, LogsUnusable) as error:
+            self._fatal(str(error))
+            return
+        if life is not self._life or life.called_off:
+            return
+        for local_rank, environment in environments.items():
+            key = self._spawners.new_key()
+            life.keys[key] = local_rank
+            logs, binding = life.logs[local_rank], bindings[local_rank]
+            self._spawners.start(
+                SpawnRank(
+                    key=key,
+                    local_rank=local_rank,
+                    entry=rank_entry(self._config.entry, local_rank),
+                    env=environment,
+                    unset=(),
+                    stdout=logs.stdout,
+                    stderr=logs.stderr,
+                    error_file=logs.error_file,
+                    cpus=binding.cpus,
+                    exec_prefix=binding.exec_prefix,
+                )
+            )
+
+    async def _open_logs(
+        self, life: _Life, environments: dict[int, dict[str, str]]
+    ) -> dict[int, RankLogs]:
+
+        def work() -> dict[int, RankLogs]:
+            oom_kills()
+            return self._output.open_attempt(life.attempt, environments)
+
+        try:
+            return await in_thread(
+                work,
+                limit=DISK_LIMIT,
+                name="logs",
+                slow="the ranks wait for their log folders: the disk does not answer",
+            )
+        except NoThread:
+            raise
+        except TimeoutError:
+            words = f"log folders could not be made in {DISK_LIMIT:g} s: the disk does not answer"
+            raise LogsUnusable(words) from None
+
+    async def _bind(self) -> list[numa.Binding]:
+        config = self._config
+        if self._bindings is not None:
+            return self._bindings
+        found, note = [numa.Binding()] * config.nproc_per_node, ""
+        if numa.wanted(config):
+            found, note = await in_thread(lambda: numa.find(config), name="numa")
+        if note:
+            logger.warning("%s", note)
+        self._bindings = found
+        return found
+
+    # ------------------------------------------------------------ ends
+
+    def _queue_exit(self, life: _Life, event: Coroutine[Any, Any, RankExited]) -> None:
+        self._exits.put_nowait((life, asyncio.create_task(event)))  # `_report_exits` awaits it
+
+    async def _report_exits(self) -> None:
+        """Tell the brain of exits in the order in which they happened, however long each takes to
+        be explained: the first one is the cause."""
+        while True:
+            life, task = await self._exits.get()
+            event = await task
+            if life is self._life:
+                self._deliver(event)
+
+    async def _explain(
+        self, life: _Life, local_rank: int, message: Exited, *, tell: bool
+    ) -> RankExited:
+        """What it died of. `tell`: it ended by itself, which the user is told at once."""
+        if message.code == 0:
+            return RankExited(local_rank, 0, None)
+        signum = -message.code
+        stopping = life.signalled.get(local_rank) == signum or (
+            time.monotonic() - self._sent_at.get(signum, -1e9) < STOP_MEMORY
+        )
+        bare = self._bare_failure(life, local_rank, message.code, message.time_us)
+        bare = replace(bare, pid=message.pid)
+
+        def read(error_file: str) -> Failure:
+            return describe(
+                host=bare.host,
+                rank=bare.rank,
+                local_rank=local_rank,
+                pid=message.pid,
+                exitcode=message.code,
+                time_us=message.time_us,
+                error_file=error_file,
+                stopping=stopping,
+            )
+
+        try:
+            failure = await in_thread(
+                lambda: read(bare.error_file), limit=DESCRIBE_LIMIT, name="error-file"
+            )
+        except NoThread as error:
+            logger.warning("the error file of local rank %d was not read: %s", local_rank, error)
+            failure = read("")
+        except TimeoutError:
+            logger.warning("the error file of local rank %d could not be read in time", local_rank)
+            failure = read("")
+        except Exception:  # a rank that ended has ended, whatever is known of it
+            logger.exception("a defect of elasticrun: no cause for local rank %d", local_rank)
+            failure = bare
+        if tell and not self._is_put_off(local_rank, signum):
+            self._tell_failure(failure)
+        return RankExited(local_rank, message.code, failure)
+
+    def _tell_failure(self, failure: Failure) -> None:
+        """In our words, and in torchrun's, which people and tools search for. That a rank has lost
+        a peer is no news: what became of the peer is."""
+        level = logging.INFO if failure.kind in ECHOES else logging.ERROR
+        logger.log(
+            level,
+            "%s; failed (exitcode: %d) local_rank: %d (pid: %d) of binary: %s",
+            in_words(failure),
+            failure.exitcode,
+            failure.local_rank,
+            failure.pid,
+            self._binary(),
+        )
+        if failure.kind is FailureKind.SIGNAL and failure.exitcode == -signal.SIGKILL:
+            looking = self._killers.look(failure)
+            self._tasks.start(looking, "looking for who killed a rank", tell=logger.warning)
+
+    def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
+        logs = life.logs.get(local_rank)
+        return Failure(
+            host=self._host(),
+            rank=life.start.first_rank + local_rank,
+            local_rank=local_rank,
+            pid=life.pids.get(local_rank, 0),
+            exitcode=code,
+            time_us=time_us,
+            kind=FailureKind.SCRIPT,
+            message="",
+            traceback="",
+            error_file=logs.error_file if logs else "",
+        )
+
+    def _binary(self) -> str:
+        entry = self._config.entry
+        if entry.kind is EntryKind.COMMAND:
+            return entry.target
+        return self._config.python_exec or sys.executable
+
+    @staticmethod
+    def _tell_signal(pid: int | None, signum: int, before: int | None) -> None:
+        if signum == signal.SIGKILL:
+            logger.warning(
+                "Unable to shutdown process %s via %s, forcefully exiting via %s",
+                pid,
+                int(before) if before is not None else int(signal.SIGTERM),
+                int(signum),
+            )
+        else:
+            name = signal.Signals(signum).name
+            logger.info("Sending process %s closing signal %s", pid, name)
+
+
+async def _ready(event: RankExited) -> RankExited:
+    return event

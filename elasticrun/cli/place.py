@@ -1,0 +1,279 @@
+"""`elasticrun --srun ...` in a Slurm batch script or under salloc: this process becomes srun, which
+starts the same command once on each node of the job. Only ever on request: under torchrun the bare
+command runs on this host alone, and a script that starts it on each node by ssh counts on that.
+With `--dry-run` it starts nothing, and the command is printed.
+
+Where a scheduler has put this node: detection's values in the place of flags nobody has given.
+
+A flag, or its variable, always counts more. What is filled in is what the user could have typed,
+so everything behind it (`cli.meeting`) knows only flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from elasticrun.cli import values
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.settings import NOWHERE, Filled, Whereabouts
+from elasticrun.cli.values import UsageError
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.core.words import some
+from elasticrun.detection.detect import detect
+from elasticrun.detection.found import Facts, Found, Given, amount, number, port_of_name
+from elasticrun.detection.slurm import PTY, step_of
+from elasticrun.wire.messages import MAX_NODES
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    from elasticrun.cli.devices import Machine
+    from elasticrun.cli.settings import Asked
+
+
+OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+"""One agent a node; and whether a job goes on without one is not for srun to say."""
+
+NOT_HANDED_ON: Final = ("--srun", "--dry-run", "--dry_run")
+"""Flags that srun's tasks are not given."""
+
+_OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
+"""What `srun --pty` has left in a shell and says nothing about a step that is started from it."""
+
+
+def become_srun(
+    words: Sequence[str],
+    ns: argparse.Namespace,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
+) -> int:
+    """Say the command and become it, or print it for a dry run: only then it returns, with the exit
+    code. UsageError where it cannot be."""
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    command = srun_command(words, environ, interactive=interactive)
+    if ns.dry_run:
+        print(shlex.join(command))
+        return EXIT_OK
+    say(f"--srun: {shlex.join(command)}")
+    for name in _OF_A_SHELL:
+        os.environ.pop(name, None)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise UsageError(f"--srun: srun cannot be started: {error.strerror}", EXIT_USAGE) from None
+
+
+def srun_command(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    interactive: bool,
+) -> list[str]:
+    """srun's command line for these words of ours, which hold --srun. UsageError."""
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if number(environ, "SLURM_JOB_ID", "SLURM_JOBID") is None or nodes is None:
+        raise UsageError(
+            "--srun: this is no Slurm job (SLURM_JOB_ID is not set): use it in a batch script or "
+            "under salloc, and leave it out elsewhere",
+            EXIT_USAGE,
+        )
+    step = step_of(environ)
+    if step is not None and not interactive and not environ.get(PTY):
+        raise UsageError(
+            f"--srun: srun has started this already (step {step} of the job): leave --srun out",
+            EXIT_USAGE,
+        )
+    count = amount(nodes)
+    # A batch script's own number of tasks would win over one task a node.
+    options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
+    if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
+        options.append("--overlap")  # the shell we are in holds the job's resources
+    return ["srun", *options, sys.executable, "-P", "-m", "elasticrun", *_without(words)]
+
+
+def _without(words: Sequence[str]) -> list[str]:
+    """The words without --srun and --dry-run; the script's words stay."""
+    script = get_args_parser().script_at(words)
+    return [*(word for word in words[:script] if word not in NOT_HANDED_ON), *words[script:]]
+
+
+ELASTIC: Final = ("c10d", "elasticrun")
+"""Backends under which a node rank is a wish."""
+
+MEETING_FLAGS: Final = (
+    "standalone",
+    "rdzv_endpoint",
+    "rdzv_backend",
+    "master_addr",
+    "master_port",
+    "master_store",
+)
+"""Flags that say where nodes meet."""
+
+PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
+"""Flags that say where nodes meet, or which of them this is. No scheduler overrules
+one: with any of them torchrun's rules are all there is."""
+
+
+def settle(asked: Asked, machine: Machine, facts: Facts) -> Whereabouts:
+    """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
+    found = detect(asked.environ, facts)
+    if found is None:
+        return NOWHERE
+    if found.external:
+        return _dlrover(asked, found)
+    if by := _said(asked):
+        return _beside_flags(asked, found, by)
+    if asked.explicitly("nnodes"):
+        return _of_some(asked, found)
+    return _bare(asked, found, machine)
+
+
+def _said(asked: Asked) -> str:
+    """The first flag or variable that says where nodes meet, "" for none."""
+    return next((asked.source(dest) for dest in PLACE_FLAGS if asked.explicitly(dest)), "")
+
+
+def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
+    """Nobody has said how many nodes, nor where they meet."""
+    if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
+        return Whereabouts(found, note=_alone(found))
+    filled = {"nnodes": Filled(found.nodes.value, found.nodes.source), **_place(asked, found)}
+    if not asked.explicitly("nproc_per_node"):
+        devices = found.nproc or _visible(machine)
+        if devices is not None:
+            filled["nproc_per_node"] = Filled(devices.value, devices.source)
+    return Whereabouts(found, filled, note=_used(found, filled))
+
+
+def _of_some(asked: Asked, found: Found) -> Whereabouts:
+    """--nnodes says how many; which one this is, and where they meet, the scheduler knows. Where
+    there are more nodes, the others are spares."""
+    low, high = values.nodes(asked.text("nnodes"))
+    if high == 1:
+        return Whereabouts(found, note=_again(found))
+    there = amount(found.nodes)
+    why = found.why_alone
+    if found.host is not None:
+        why = ""
+        if found.nodes is not None and there < low:
+            has = f"there {'is' if there == 1 else 'are'} {some(there, 'node')}"
+            why = f"{has} and --nnodes={asked.text('nnodes')} asks for more"
+        elif found.crowd and high > there:
+            why = f"--nnodes={asked.text('nnodes')} asks for more nodes than the {there} there are"
+    if why or found.host is None:
+        use = "name the place by --rdzv-endpoint"
+        if found.use == "--srun":
+            use = "--srun starts this command on all nodes"
+        why = why or "nobody says where the others are"
+        return Whereabouts(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
+    if found.second:
+        return Whereabouts(
+            found,
+            idle=f"{found.seen}: another task on this node is the agent, so this one ends; srun "
+            "--ntasks-per-node=1 would not start it",
+        )
+    filled = _place(asked, found)
+    return Whereabouts(found, filled, note=_used(found, filled))
+
+
+def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
+    """Flags say where nodes meet. The node's number there is welcome, where it is but a wish."""
+    elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC
+    wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
+    known = found.host is not None and found.node_rank is not None and not found.crowd
+    several = found.nodes is None or amount(found.nodes) > 1
+    filled: dict[str, Filled] = {}
+    if wish and known and several:
+        filled = _rank(found)
+    return Whereabouts(found, filled, note=_again(found), by=by)
+
+
+def _dlrover(asked: Asked, found: Found) -> Whereabouts:
+    """Its words have always been obeyed (`cli.meeting`); here they get their sources."""
+    filled: dict[str, Filled] = {}
+    shown: dict[str, Filled] = {}
+    if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):
+        shown["rdzv_endpoint"] = Filled(*found.host)
+        if found.job_id is not None and not asked.explicitly("rdzv_id"):
+            shown["rdzv_id"] = Filled(*found.job_id)
+    if not _said(asked):
+        if amount(found.nodes) > 0 and not asked.explicitly("nnodes"):
+            assert found.nodes is not None
+            filled["nnodes"] = Filled(*found.nodes)
+        filled |= _rank(found)
+    note = _used(found, filled) if "nnodes" in filled else ""
+    return Whereabouts(found, filled, note=note, shown=shown)
+
+
+def _place(asked: Asked, found: Found) -> dict[str, Filled]:
+    """Where the nodes meet, under which name, and which of them this is."""
+    assert found.host is not None
+    assert found.port is not None
+    filled: dict[str, Filled] = {"rdzv_backend": Filled("c10d", found.family)}
+    port = found.port
+    if asked.explicitly("rdzv_id"):
+        # Two jobs of the user's in one step have two names, and so two ports.
+        port = Given(str(port_of_name(asked.text("rdzv_id"))), asked.source("rdzv_id"))
+    elif found.job_id is not None:
+        filled["rdzv_id"] = Filled(*found.job_id)
+    where = str(Endpoint(found.host.value, int(port.value)))
+    filled["rdzv_endpoint"] = Filled(where, f"{found.host.source}; port: {port.source}")
+    return filled | _rank(found)
+
+
+def _rank(found: Found) -> dict[str, Filled]:
+    if found.node_rank is None or amount(found.node_rank) >= MAX_NODES:
+        return {}
+    return {"node_rank": Filled(int(found.node_rank.value), found.node_rank.source)}
+
+
+def _visible(machine: Machine) -> Given | None:
+    """Accelerators that the scheduler does not count, and torch can use."""
+    count = machine.accelerators("gpu") or 0
+    return Given(str(count), "GPUs seen here") if count else None
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def _used(found: Found, filled: Mapping[str, Filled]) -> str:
+    flags = " ".join(f"--{dest.replace('_', '-')}={one.value}" for dest, one in filled.items())
+    return f"{_seen(found)}, so this is as with {flags}"
+
+
+def _alone(found: Found) -> str:
+    """What was seen and is not used, and which flag would use it."""
+    if not found.why_alone:
+        return _again(found)
+    use = "--nnodes and --rdzv-endpoint make one job of several"
+    if found.use:
+        use = f"{found.use} makes one job of all nodes"
+        if found.crowd:
+            use += ", with one agent on each"
+    return f"{_seen(found)}: {found.why_alone}, so this is a job of one node; {use}"
+
+
+def _again(found: Found) -> str:
+    return _seen(found) if found.attempt > 1 else ""
+
+
+def _seen(found: Found) -> str:
+    """What this process is, and which attempt of the scheduler's."""
+    again = f", attempt {found.attempt} ({found.attempt_source})" if found.attempt > 1 else ""
+    return f"{found.seen}{again}"
+
+
+def explain(place: Whereabouts) -> str:
+    """For `elasticrun doctor`: what was seen, and what a bare command means here."""
+    if place.found is None:
+        return "no scheduler is seen; a command without flags is a job of one node"
+    if place.note:
+        return place.note
+    if place.by:
+        return f"{place.found.seen}; {place.by} says where nodes meet, and counts more"
+    return f"{place.found.seen}; a command without flags is a job of one node"

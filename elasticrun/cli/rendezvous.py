@@ -1,0 +1,344 @@
+"""Where the nodes of a job meet: flags and environment to `config.Rendezvous`.
+
+The words are torchrun's (static, c10d, an endpoint, a master address); what they stand for here is
+where the job master lives and who starts it. Pure: what must be asked of the machine is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from elasticrun.cli import bare, values
+from elasticrun.cli.settings import Asked
+from elasticrun.cli.values import UsageError
+from elasticrun.config import Rendezvous
+from elasticrun.core.words import some
+from elasticrun.wire.etcd_place import PlaceError, parse_place
+
+ELASTIC_WORDS: Final = ("c10d", "elasticrun")
+ETCD_WORDS: Final = ("etcd", "etcd-v2")
+KNOWN_WORDS: Final = ("static", *ELASTIC_WORDS)
+
+PLUGIN_GROUP: Final = "torchrun.handlers"
+"""Entry points of other rendezvous backends."""
+
+
+class Meeting(NamedTuple):
+    """Where, under which name, with how many nodes, and as which of them."""
+
+    rendezvous: Rendezvous
+    job_id: str
+    min_nodes: int
+    max_nodes: int
+    node_rank: int  # -1: none was given
+    notes: tuple[str, ...] = ()
+    delegate: str = ""  # the plug-in that has to be asked instead of us
+    store: str = ""  # etcd's URL, where the master's record and leadership are
+
+
+class Around(NamedTuple):
+    """What a command that says nothing of where nodes meet is judged by. `bare`: it is a command,
+    and no scheduler is here; else it means what it means to torchrun. `shared(folder)`: the name of
+    the network file system there, "" for none."""
+
+    bare: bool = False
+    shared: Callable[[str], str] = lambda folder: ""
+    folder: str = "."
+    user: str = ""
+
+
+def fresh_id() -> str:
+    """A job id that nobody else has."""
+    import uuid
+
+    return str(uuid.uuid4())
+
+
+def find_meeting(
+    asked: Asked,
+    conf: Mapping[str, str],
+    entry_points: Callable[[str], Iterable[str]],
+    new_id: Callable[[], str] = fresh_id,
+    around: Around | None = None,
+) -> Meeting:
+    """Everything that is settled by how and where nodes meet."""
+    low, high, notes = _how_many(asked)
+    word = asked.text("rdzv_backend")
+    around = around or Around()
+    if asked.text("master_store"):
+        return _etcd(asked, asked.text("master_store"), low, high, notes)
+    if asked.environ.get("DLROVER_MASTER_ADDR") and _stronger(asked):
+        notes.append(f"DLROVER_MASTER_ADDR is not used: {_stronger(asked)} says where nodes meet")
+    if asked.switch("standalone"):
+        return _standalone(asked, low, high, new_id, notes)
+    if _dlrover_master(asked):
+        return _external(asked, low, high, notes)
+    if bare.is_file(asked):
+        return _shared(asked, bare.file_place(asked, conf), low, high, new_id, notes)
+    if high > 1 and around.bare and bare.says_nothing(asked):
+        return _bare(asked, around, low, high, new_id, notes)
+    if word == "static" and not _comes_and_goes(asked, low, high):
+        return _static(asked, low, high, new_id, notes)
+    if word == "static" or word in ELASTIC_WORDS:
+        return _elastic(asked, conf, low, high, new_id, notes)
+    if word in ETCD_WORDS:
+        return _etcd_of_torchrun(asked, conf, low, high, notes)
+    if word in set(entry_points(PLUGIN_GROUP)):
+        place = Rendezvous(kind="external")
+        return Meeting(
+            place, asked.text("rdzv_id"), low, high, _wish(asked), tuple(notes), delegate=word
+        )
+    known = ", ".join(KNOWN_WORDS)
+    raise UsageError(
+        f"--rdzv-backend={word} is not known: use one of {known}, or the name of an installed "
+        f"plug-in of the group {PLUGIN_GROUP}"
+    )
+
+
+def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
+    """Smallest and largest number of nodes. --nnodes beats $NODE_NUM, which dlrover-run uses."""
+    low, high = values.nodes(asked.text("nnodes"))
+    auto = asked.switch("auto_config")
+    if asked.explicitly("nnodes") or not (auto or _dlrover_master(asked)):
+        return low, high, []
+    text = asked.environ.get("NODE_NUM", "")
+    if not text:
+        missing = ["--auto-config: NODE_NUM is not set, so this is a job of one node"]
+        return low, high, missing if auto else []
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"NODE_NUM={text} is not a number of nodes; set it right or use --nnodes")
+    number, _ = values.nodes(text)
+    return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
+
+
+def _standalone(
+    asked: Asked, low: int, high: int, new_id: Callable[[], str], notes: list[str]
+) -> Meeting:
+    if low > 1:
+        raise UsageError(
+            f"--standalone is for one node and --nnodes={asked.text('nnodes')} asks for {low}: "
+            "use --rdzv-endpoint=HOST:PORT with the name of one of them"
+        )
+    if high > 1:
+        notes.append("--standalone: no other node can join, so there is one node")
+    return Meeting(
+        Rendezvous(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
+        _wish(asked), tuple(notes),
+    )  # fmt: skip
+
+
+def _bare(
+    asked: Asked, around: Around, low: int, high: int, new_id: Callable[[], str], notes: list[str]
+) -> Meeting:
+    """Several nodes, and nobody says where."""
+    if low == high:
+        raise bare.refuse_fixed(asked, high)
+    place, note = bare.open_place(asked, around.shared, around.folder, around.user)
+    return _shared(asked, place, low, high, new_id, [*notes, *([note] if note else [])])
+
+
+def _shared(
+    asked: Asked,
+    place: Rendezvous,
+    low: int,
+    high: int,
+    new_id: Callable[[], str],
+    notes: list[str],
+) -> Meeting:
+    """The first node makes up the job's name; the others hear it."""
+    own = f"{bare.job_stem(asked)}-{new_id()[:8]}"
+    job_id = asked.text("rdzv_id") if place.named else own
+    return Meeting(place, job_id, low, high, _wish(asked), tuple(notes))
+
+
+def _comes_and_goes(asked: Asked, low: int, high: int) -> bool:
+    """Whether only `min:max` and an endpoint say how nodes meet. torchrun's default, static,
+    makes a fixed number of that range, and gives every node rank 0: nobody can mean that."""
+    return (
+        low != high
+        and bool(asked.text("rdzv_endpoint").strip())
+        and not any(map(asked.explicitly, ("rdzv_backend", "node_rank")))
+        and _rank_variable(asked) < 0
+    )
+
+
+def _static(
+    asked: Asked, low: int, high: int, new_id: Callable[[], str], notes: list[str]
+) -> Meeting:
+    named = asked.text("rdzv_endpoint").strip()
+    if not named and asked.value("master_port") is None and high == 1:
+        return _standalone(asked, low, high, new_id, notes)
+    if named:
+        host, port = values.endpoint(named, None, "--rdzv-endpoint")
+    else:
+        number = asked.value("master_port")
+        port = values.STATIC_PORT if number is None else values.port(int(number), "--master-port")
+        host = values.host_name(asked.text("master_addr"), "--master-addr")
+    if port == 0 and high == 1:
+        return _standalone(asked, low, high, new_id, notes)
+    if port == 0:
+        raise UsageError("port 0 is any free port, which the other nodes cannot know: name a port")
+    if low != high:
+        notes.append(
+            f"--nnodes={asked.text('nnodes')}: a static job has a fixed number of nodes, {high}; "
+            "use --rdzv-endpoint with --rdzv-backend=c10d for a number that may change"
+        )
+    rank = asked.number("node_rank")
+    if high > 1 and not asked.explicitly("node_rank"):
+        rank = _rank_variable(asked, default=rank)
+    if not 0 <= rank < high:
+        raise UsageError(
+            f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to {high - 1}"
+        )
+    return Meeting(
+        Rendezvous(kind="static", host=host, port=port), asked.text("rdzv_id"), high, high, rank,
+        tuple(notes),
+    )  # fmt: skip
+
+
+def _elastic(
+    asked: Asked,
+    conf: Mapping[str, str],
+    low: int,
+    high: int,
+    new_id: Callable[[], str],
+    notes: list[str],
+) -> Meeting:
+    named = asked.text("rdzv_endpoint").strip()
+    store = conf.get("store_type", "tcp")
+    if store != "tcp":
+        raise UsageError(
+            f"--rdzv-conf: store_type={store} has no use here, nodes meet at the master; leave it "
+            "out and give --rdzv-endpoint=HOST:PORT"
+        )
+    host, port = "localhost", values.C10D_PORT
+    if named:
+        host, port = values.endpoint(named, values.C10D_PORT, "--rdzv-endpoint")
+    elif asked.explicitly("master_addr") or asked.explicitly("master_port"):
+        notes.append(
+            "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet at "
+            f"{host}:{port}, name another place by --rdzv-endpoint"
+        )
+    is_host = values.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
+    if port == 0 and high == 1 and is_host is not False:
+        return _standalone(asked, low, high, new_id, notes)
+    if port == 0:
+        raise UsageError(
+            f"--rdzv-endpoint={named}: port 0 is any free port, which the other nodes cannot know; "
+            f"name a port, or use --nnodes=1"
+        )
+    return Meeting(
+        Rendezvous(kind="elastic", host=host, port=port, is_host=is_host), asked.text("rdzv_id"),
+        low, high, _wish(asked), tuple(notes),
+    )  # fmt: skip
+
+
+def _etcd_of_torchrun(
+    asked: Asked, conf: Mapping[str, str], low: int, high: int, notes: list[str]
+) -> Meeting:
+    """torchrun's nodes meet in etcd itself; ours learn there which of them has the master."""
+    word, servers = asked.text("rdzv_backend"), asked.text("rdzv_endpoint").strip()
+    if not servers:
+        raise UsageError(
+            f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; without "
+            f"an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{values.C10D_PORT} with the "
+            "name of one of the nodes"
+        )
+    scheme = "etcds" if conf.get("protocol", "http").lower() == "https" else "etcd"
+    store = f"{scheme}://{servers}"
+    notes.append(
+        f"--rdzv-backend={word} --rdzv-endpoint={servers}: taken as --master-store={store}"
+    )
+    return _etcd(asked, store, low, high, notes, flag="--rdzv-endpoint")
+
+
+def _etcd(
+    asked: Asked, store: str, low: int, high: int, notes: list[str], flag: str = "--master-store"
+) -> Meeting:
+    """The nodes choose the master's host by way of etcd, whose URL `flag` has given. Beside
+    --master-store only the port of an endpoint counts."""
+    try:
+        place = parse_place(store)
+    except PlaceError as wrong:
+        raise UsageError(f"{flag}: {wrong}") from None
+    word, port = asked.text("rdzv_backend"), 0
+    if flag == "--master-store":
+        if asked.switch("standalone"):
+            raise UsageError("--master-store has no use with --standalone: no other node can join")
+        if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+            raise UsageError(
+                f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
+            )
+        if named := asked.text("rdzv_endpoint").strip():
+            host, port = values.endpoint(named, 0, "--rdzv-endpoint")
+            notes.append(
+                f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or "
+                "another) is known from etcd, and only the port counts"
+            )
+    job_id = asked.text("rdzv_id")
+    if not asked.explicitly("rdzv_id") or not job_id:
+        given = flag if flag == "--master-store" else f"--rdzv-backend={word}"
+        raise UsageError(
+            f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
+            "etcd remembers how a job of that name has ended"
+        )
+    return Meeting(
+        Rendezvous(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
+        _wish(asked), tuple(notes), store=store,
+    )  # fmt: skip
+
+
+def _dlrover_master(asked: Asked) -> str:
+    """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable says where nodes meet."""
+    return "" if _stronger(asked) else asked.environ.get("DLROVER_MASTER_ADDR", "").strip()
+
+
+def _stronger(asked: Asked) -> str:
+    """The flag or variable that says where nodes meet, "" where the user gave none."""
+    if asked.switch("standalone"):
+        return asked.source("standalone")
+    for dest in ("rdzv_endpoint", "rdzv_backend", "master_addr", "master_port"):
+        if asked.explicitly(dest):
+            return asked.source(dest)
+    return ""
+
+
+def _external(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
+    named = _dlrover_master(asked)
+    host, port = values.endpoint(named, None, "DLROVER_MASTER_ADDR")
+    notes.append(
+        f"the job master is expected at {named} (DLROVER_MASTER_ADDR); with --rdzv-backend=c10d "
+        f"--rdzv-endpoint={named} the node with that address would start it"
+    )
+    job_id = asked.text("rdzv_id")
+    if not asked.explicitly("rdzv_id"):
+        job_id = asked.environ.get("ELASTIC_JOB_NAME", "") or job_id
+    rank = asked.number("node_rank") if asked.explicitly("node_rank") else _rank_variable(asked)
+    return Meeting(
+        Rendezvous(kind="external", host=host, port=port), job_id, low, high, rank, tuple(notes)
+    )
+
+
+def _rank_variable(asked: Asked, default: int = -1) -> int:
+    """$NODE_RANK (dlrover-run's $WORKER_RANK where it is missing)."""
+    for name in ("NODE_RANK", "WORKER_RANK"):
+        text = asked.environ.get(name, "").strip()
+        if text:
+            if not text.isascii() or not text.isdigit():
+                raise UsageError(f"{name}={text} is not a node rank; set it right or --node-rank")
+            return int(text)
+    return default
+
+
+def _wish(asked: Asked) -> int:
+    """The node rank where it is a wish only: -1 unless the user gave one."""
+    if not asked.explicitly("node_rank"):
+        return -1
+    return max(-1, asked.number("node_rank"))
+
+
+def _own_id(asked: Asked, new_id: Callable[[], str]) -> str:
+    """The user's --rdzv-id, or a name of its own for a job that nobody else has to find."""
+    named = asked.text("rdzv_id")
+    return named if named and named != "none" else new_id()

@@ -1,0 +1,251 @@
+"""`elasticrun doctor`: what is wrong with this machine, and what to do about it.
+
+With --rdzv-endpoint the job's master is asked as well: whether it can dial this host, what its
+clock says, and who else has this host's name. Below stand the settings that say which node of which
+job this is, each with its source. Exit code 1 if a finding failed, else 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+from elasticrun import __version__
+from elasticrun.cli import health, trust, values
+from elasticrun.cli.flags import Parser, add_flags
+from elasticrun.cli.place import PLACE_FLAGS, explain
+from elasticrun.cli.settings import Asked, Setting, Whereabouts, look, setting
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.values import UsageError
+from elasticrun.cli.verbs.status import (
+    ANSWER_LIMIT,
+    NoStatus,
+    Question,
+    parse_endpoint,
+    print_table,
+    question,
+    width,
+)
+from elasticrun.detection.found import amount
+from elasticrun.doctor import checkup, disk, names
+from elasticrun.doctor.checkup import Subject
+from elasticrun.doctor.verdict import failed, failures, ok
+from elasticrun.system.network import names_this_host_only
+from elasticrun.wire.messages import MAX_RANKS
+from elasticrun.wire.types import Finding, State
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from elasticrun.wire.rpc.channel import LinkError
+
+
+ALWAYS: Final = ("nnodes", "nproc_per_node", "node_rank", "rdzv_id", "rdzv_endpoint")
+"""Settings that are shown wherever any is: what the scheduler, or nobody, has said is news too."""
+
+_OTHERS: Final = tuple(dest for dest in PLACE_FLAGS if dest not in ALWAYS)
+
+ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "accelerator")
+"""The launcher's flags that say what the machine is to do, and as which node of which job."""
+
+MASTER: Final = "master"
+"""The check whether it answers at all."""
+
+STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "bold red"}
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun doctor` with its own arguments; UsageError for what cannot be meant."""
+    variables = trust.withdraw() if environ is None else environ
+    ns = parser(variables).parse_args(argv)
+    asked = Asked(ns, variables)
+    # Where a scheduler's nodes would meet there is no master yet.
+    where = asked.text("rdzv_endpoint")
+    master = _master(asked, where) if where else None
+    place = _place(asked)
+    asked = Asked(ns, variables, place.filled)
+    subject = _subject(asked, place, ns.ckpt_dir, master)
+    software, *others = asyncio.run(examine(subject, master))
+    found = [software, ok("scheduler", explain(place)), *others]
+    settings = _settings(Asked(ns, variables, {**place.shown, **place.filled}), place)
+    if ns.json:
+        shown = {
+            "host": socket.gethostname(),
+            "version": __version__,
+            "findings": [asdict(finding) for finding in found],
+            "settings": [one._asdict() for one in settings],
+        }
+        print(json.dumps(shown, indent=1))
+    else:
+        _show(found, settings)
+    return 1 if failures(found) else 0
+
+
+def parser(environ: Mapping[str, str]) -> Parser:
+    """The flags of `elasticrun doctor`; most are the launcher's own."""
+    made = Parser(
+        prog="elasticrun doctor",
+        description="Say what is wrong with this machine, and what to do about it.",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    made.add_argument(
+        "--ckpt-dir", "--ckpt_dir", default="", metavar="DIR",
+        help="Folder in which the script keeps its checkpoints.",
+    )  # fmt: skip
+    group = made.add_argument_group("what it is to do")
+    rows = [flag for flag in FLAGS if flag.dest in ROWS]
+    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
+    group = made.add_argument_group("of a job that has a token or TLS")
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    add_flags(made, {"trust": group}, rows, environ)
+    return made
+
+
+def _master(asked: Asked, where: str) -> Question:
+    try:
+        return question(parse_endpoint(where), trust.token(asked), trust.tls(asked))
+    except NoStatus as wrong:
+        raise UsageError(f"--rdzv-endpoint: {wrong}") from None
+
+
+def _subject(
+    asked: Asked, place: Whereabouts, checkpoints: str, master: Question | None
+) -> Subject:
+    from elasticrun.cli.devices import this_machine
+    from elasticrun.cli.resolve import ranks_per_node
+
+    nproc = 0
+    if asked.explicitly("nproc_per_node"):
+        nproc = ranks_per_node(asked, this_machine(asked.environ), [])
+    nodes = _nodes(asked, place)
+    alone = master is None or names_this_host_only(master.endpoint.host)
+    folders = disk.folders(asked.environ, log_dir=asked.value("log_dir"), checkpoints=checkpoints)
+    return Subject(
+        nproc=nproc,
+        ranks=min(MAX_RANKS, nodes * max(1, nproc)),
+        several=nodes > 1 or not alone,
+        folders=tuple(folders),
+        accelerator=health.accelerator(asked),
+        # Tools that are asked need not know the job's secret.
+        environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
+    )
+
+
+def _nodes(asked: Asked, place: Whereabouts) -> int:
+    """How many nodes the job may have. Where nobody says it, as many as the scheduler has given:
+    from a batch script a bare command is a job of one, but its nodes are looked at for more."""
+    _, nodes = values.nodes(asked.text("nnodes"))
+    if asked.explicitly("nnodes") or asked.switch("standalone") or place.found is None:
+        return nodes
+    return max(nodes, amount(place.found.nodes))
+
+
+def _place(asked: Asked) -> Whereabouts:
+    """Where a scheduler has put this node, as far as these flags leave room."""
+    from elasticrun.cli.devices import facts, this_machine
+
+    machine = this_machine(asked.environ)._replace(facts=lambda: facts(asked.environ))
+    return look(asked, machine)
+
+
+def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
+    """Those of the place; none where nobody, and no scheduler, says anything of it."""
+    given = [dest for dest in _OTHERS if asked.explicitly(dest)]
+    if place.found is None and not given and not any(map(asked.explicitly, ALWAYS)):
+        return []
+    return [setting(asked, dest) for dest in (*ALWAYS, *given)]
+
+
+async def examine(subject: Subject, master: Question | None) -> list[Finding]:
+    """What this machine shows, and what the master says of it."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.runtime import in_thread
+
+    local = asyncio.ensure_future(in_thread(lambda: checkup.run(checkup.checks(subject))))
+    asked = [] if master is None else await _asked(master)
+    return [*await local, *asked]
+
+
+async def _asked(master: Question) -> list[Finding]:
+    from elasticrun.agent.checkup import ask
+    from elasticrun.agent.runtime import in_thread
+    from elasticrun.wire import auth as tls
+    from elasticrun.wire.rpc.channel import LinkError, get_status
+
+    where, files = master.endpoint, master.files
+    try:
+        answers, dialled = await ask(where, master.reader, files)
+        pem = None if files is None else tls.read(files)
+        page = await get_status(
+            where, ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
+        )
+    except LinkError as wrong:
+        return [await _no_answer(master, wrong)]
+    except tls.TlsError as wrong:
+        raise UsageError(str(wrong)) from None
+    except OSError as wrong:
+        todo = "close what holds this host's ports, or raise ulimit -n"
+        return [failed("ports", f"no port can be opened here: {wrong.strerror}", todo)]
+    return [
+        ok(MASTER, f"the master of job {page.job_id!r} answers at {where}"),
+        *checkup.of_the_master(answers, dialled),
+        *await in_thread(lambda: names.twice(page, (socket.gethostname(), socket.getfqdn()))),
+    ]
+
+
+async def _no_answer(master: Question, wrong: LinkError) -> Finding:
+    """The finding about a master that does not answer; one side without TLS is told apart."""
+    from elasticrun.agent.workers.probes import Answer, probe
+
+    where = master.endpoint
+    if wrong.rejected:
+        todo = "check --rdzv-endpoint and the token"
+        return failed(MASTER, f"the master at {where} refuses to answer: {wrong}", todo)
+    answer, why = await probe(where, ANSWER_LIMIT, master.files)
+    if answer is Answer.INSECURE:
+        todo = "give the doctor the --tls-ca, --tls-cert and --tls-key of the job's nodes, or none"
+        return failed(MASTER, f"the master at {where} refuses to answer: {why}", todo)
+    todo = "check --rdzv-endpoint, and that the job runs"
+    return failed(MASTER, f"the master at {where} does not answer: {wrong}", todo)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, width=width())
+    # Text, not markup: what was seen may hold square brackets.
+    rows = [
+        [
+            Text(one.state.value, style=STYLES[one.state]),
+            *map(Text, (one.check, one.seen, one.todo)),
+        ]
+        for one in findings
+    ]
+    print_table(console, _table(("state", "check", "seen", "what to do"), rows))
+    if settings:
+        print()
+        shown = [tuple(map(Text, one)) for one in settings]
+        print_table(console, _table(("setting", "value", "source"), shown))
+    counts = [(state, sum(f.state is state for f in findings)) for state in State]
+    words = ", ".join(f"{count} {state.value}" for state, count in counts)
+    print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

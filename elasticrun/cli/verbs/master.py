@@ -1,0 +1,153 @@
+"""Which master leads a job, asked of etcd; for `elasticrun status`.
+
+`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.cli import trust, values
+from elasticrun.cli.flags import PROG, Parser, add_flags, help_formatter
+from elasticrun.cli.rendezvous import Meeting
+from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
+from elasticrun.cli.settings import Asked
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.values import UsageError
+from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
+from elasticrun.wire import env, run_folder as record_folder
+from elasticrun.wire.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
+from elasticrun.wire.types import Endpoint
+
+
+class NoLeader(Exception):
+    """Nobody leads; the text is a sentence."""
+
+
+async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
+    """The endpoint of the master that leads `job_id`. NoLeader."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.wire.messages import End
+    from elasticrun.wire.rpc import etcd, protobuf as codec
+
+    tls = files or Tls()
+    keys = Keys(job_id)
+    try:
+        client = etcd.Etcd(
+            parse_place(store), ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
+        )
+        try:
+            there = {item.key: item.value for item in (await client.read(keys.lead)).items}
+        finally:
+            await client.close()
+    except (PlaceError, etcd.EtcdError) as wrong:
+        raise NoLeader(str(wrong)) from None
+    leader = leader_from_bytes(there.get(keys.master, b""))
+    if leader is not None:
+        return leader.endpoint
+    if keys.outcome in there:
+        try:
+            end = codec.order_from_wire(there[keys.outcome])
+        except codec.WireError:
+            end = None
+        if isinstance(end, End):
+            raise NoLeader(f"job {job_id!r} is over: {end.reason}")
+    raise NoLeader(f"no master leads a job {job_id!r} in {store} now")
+
+
+JOB_FLAGS: Final = (
+    "nnodes",
+    "node_unit",
+    "rdzv_conf",
+    "max_restarts",
+    "restart_window",
+    "restart_backoff",
+    "restart_grace",
+    "grow",
+    "exit_codes",
+    "network_check",
+    "comm_perf_test",
+    "comm_perf_threshold",
+    "precheck",
+    "exclude_straggler",
+    "straggler_ratio",
+    "exclude_for",
+    "quarantine",
+    "save_at_breakpoint",
+    "save_limit",
+    "restore_step",
+)
+"""Flags that make the job's agreement; where none is given, the first agent's counts."""
+
+
+def parser(environ: dict[str, str]) -> Parser:
+    """The flags of `elasticrun master`; those of the job are the launcher's own."""
+    made = Parser(
+        prog=f"{PROG} master",
+        description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",
+        epilog="Where no flag of the job is given, what the first agent brings counts. --precheck "
+        "means the checks of the job here (1: --network-check; 2: --comm-perf-test too); a node "
+        "looks at its own machine where it is given it itself.",
+        formatter_class=help_formatter(),
+    )
+    made.add_argument(
+        "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"
+    )
+    made.add_argument(
+        "--port", type=int, default=values.C10D_PORT, metavar="PORT",
+        help=f"Port to bind; 0: one that is free. [default {values.C10D_PORT}]",
+    )  # fmt: skip
+    made.add_argument(
+        "--status-host", "--status_host", default="127.0.0.1", metavar="HOST",
+        help="Address of the status page. [default 127.0.0.1]",
+    )  # fmt: skip
+    made.add_argument(
+        "--state-dir", "--state_dir", default=environ.get(env.STATE_DIR, ""), metavar="DIR",
+        help="Folder on a disk of this host in which the job's record is kept: a master that is "
+        "started again with it goes on where this one ended, and remembers a job that is over "
+        f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
+    )  # fmt: skip
+    group = made.add_argument_group("the job")
+    wanted = ("rdzv_id", "status_port", *JOB_FLAGS)
+    rows = [flag for flag in FLAGS if flag.dest in wanted]
+    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    add_flags(made, {"trust": made.add_argument_group("who may join")}, rows, environ)
+    return made
+
+
+def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
+    """What the words after `elasticrun master` ask for; raises `UsageError`."""
+    ns = parser(environ).parse_args(argv)
+    asked = Asked(ns, environ)
+    spec = None
+    if any(asked.explicitly(dest) for dest in JOB_FLAGS):
+        low, high = values.nodes(asked.text("nnodes"))
+        conf = conf_keys(asked)
+        meeting = Meeting(Rendezvous("elastic"), asked.text("rdzv_id"), low, high, -1)
+        spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
+    return MasterConfig(
+        job_id=values.name(asked.text("rdzv_id"), "--rdzv-id"),
+        host=values.host_name(ns.host, "--host"),
+        port=values.port(ns.port, "--port"),
+        spec=spec,
+        status_host=values.host_name(ns.status_host, "--status-host"),
+        status_port=values.port(asked.number("status_port"), "--status-port"),
+        token=trust.token(asked),
+        tls=trust.tls(asked),
+        record_dir=state_dir(ns.state_dir),
+    )
+
+
+def state_dir(text: str) -> str:
+    """The folder of the record, made and found fit; raises `UsageError`."""
+    if not text:
+        return ""
+    folder = Path(text).absolute()
+    try:
+        record_folder.prepare(folder)
+    except record_folder.Unusable as wrong:
+        raise UsageError(f"--state-dir: {wrong}", EXIT_USAGE) from None
+    return str(folder)

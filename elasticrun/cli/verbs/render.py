@@ -1,0 +1,376 @@
+"""What the user of `elasticrun render` should know of what was printed: a line each, on stderr.
+
+The command of every node, as `elasticrun render` puts it down: read as a node will read it.
+
+Files of the nodes (token, certificates) and their plug-ins are not here, and are not looked at.
+
+`elasticrun render k8s | jobset | slurm`: print what a scheduler is to be told; nothing is sent.
+
+The launcher's own flags may stand among those of the verb and are handed on; what is printed is
+checked as far as it can be here: by the launcher's own reading of the command, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from elasticrun.cli import trust, values
+from elasticrun.cli.devices import Machine
+from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.resolve import resolve, shutdown_timeout
+from elasticrun.cli.settings import Asked
+from elasticrun.cli.table import FLAGS
+from elasticrun.cli.values import UsageError
+from elasticrun.cli.verbs import render_flags
+from elasticrun.config import EXIT_OK, EXIT_USAGE
+from elasticrun.render import checks, grammar, job, jobset, kubernetes, slurm, text
+from elasticrun.render.checks import Invalid
+from elasticrun.render.slurm import SIGNALS, Batch
+from elasticrun.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
+
+
+def of_pods(wanted: Pods) -> list[str]:
+    """Of a manifest."""
+    major, minor = wanted.version
+    notes = []
+    if checks.floats(wanted.image):
+        notes.append(
+            f"--image {wanted.image} may be another image tomorrow, also for a pod that is "
+            "replaced: name a version, or a digest (NAME@sha256:...)"
+        )
+    if wanted.grace_seconds < wanted.needed_grace:
+        notes.append(
+            f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
+            "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
+        )
+    if has(wanted.launch, "--quarantine") and wanted.replicas <= wanted.launch.max_nodes:
+        notes.append(
+            "--quarantine: a pod that stays parked keeps its index, and no pod takes its place: "
+            f"--pods above {wanted.launch.max_nodes} has spares"
+        )
+    if not wanted.token_secret and not has(wanted.launch, "--token-file"):
+        notes.append(_no_token("--token-secret NAME"))
+    if wanted.launch.min_nodes < wanted.replicas and wanted.version < job.SUCCESS_POLICY:
+        notes.append(
+            "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
+            "place keep it from ending"
+        )
+    if wanted.gang == "native":
+        notes.append(
+            "--gang native works where the cluster has the feature gates GenericWorkload and "
+            "GangScheduling on"
+        )
+    if wanted.version > NEWEST:
+        notes.append(
+            f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
+            "{}.{}".format(*NEWEST)
+        )
+    return notes
+
+
+def of_batch(wanted: Batch) -> list[str]:
+    """Of a batch script."""
+    notes = []
+    if not wanted.cpus_per_task and not wanted.exclusive:
+        notes.append(
+            "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
+            "one core"
+        )
+    needed = wanted.launch.leaving + GRACE_MARGIN
+    if wanted.signal and wanted.lead < needed:
+        notes.append(
+            f"--signal {wanted.signal}@{wanted.lead}: a node may need {needed:g} s to save a step "
+            "and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
+        )
+    if not has(wanted.launch, "--token-file"):
+        notes.append(_no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)"))
+    return notes
+
+
+def has(launch: Launch, flag: str) -> bool:
+    """Whether a flag of the launcher is handed on."""
+    return any(word.startswith(f"{flag}=") for word in launch.flags)
+
+
+def _no_token(flag: str) -> str:
+    return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
+
+
+ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
+"""Flags whose values are files or plug-ins of the nodes."""
+
+
+class Read(NamedTuple):
+    """The command, and what the user should know of it."""
+
+    launch: Launch
+    notes: list[str]
+
+
+def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str) -> Read:
+    """What flags and program come to. `gpus`: GPUs that each node is asked for, 0 for none said;
+    `signal`: the one by which the scheduler has nodes leave, "" for none. UsageError, Invalid."""
+    low, high = values.nodes(ns.nnodes)
+    given = render_flags.handed_on(ns)
+    asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
+    ranks, notes = _ranks(ns.nproc_per_node, gpus)
+    launch = Launch(
+        script=program[0],
+        args=tuple(program[1:]),
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=ranks,
+        job_id=values.name(ns.rdzv_id, "--rdzv-id"),
+        by_etcd=bool(asked.text("master_store")),
+        flags=(*given, *_heard(asked, signal), *_codes(asked)),
+        leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
+    )
+    if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
+        raise Invalid("--tls-cert and --tls-key belong together: give both")
+    return Read(launch, [*notes, *_understood(launch)])
+
+
+def gpus_in(text: str) -> int:
+    """The number in Slurm's [TYPE:]N; 0 where there is none."""
+    match = re.fullmatch(r"(?:[^:]*:)?(\d+)", text)
+    return int(match[1]) if match else 0
+
+
+def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
+    """Ranks of a node: as many as GPUs, where nobody says."""
+    if not asked:
+        ranks = max(gpus, 1)
+        note = f"{ranks} ranks on each node, one for each GPU, as no --nproc-per-node is given"
+        return str(ranks), [note] if ranks > 1 else []
+    if gpus and asked.isdecimal() and int(asked) > gpus:
+        return asked, [f"{asked} ranks on each node (--nproc-per-node) share its {gpus} GPU(s)"]
+    return asked, []
+
+
+def _heard(asked: Asked, signal: str) -> list[str]:
+    """The flag without which agents would hand this signal on to the ranks, and not leave."""
+    name = f"SIG{signal}"
+    handled = asked.text("signals_to_handle")
+    if signal not in SIGNALS or name in values.signals(handled):
+        return []
+    if asked.explicitly("signals_to_handle"):
+        raise Invalid(
+            f"--signals-to-handle={handled}: add {name}, or nodes would not save and leave when "
+            "the scheduler sends it"
+        )
+    return [f"--signals-to-handle={handled},{name}"]
+
+
+def _codes(asked: Asked) -> list[str]:
+    """The flag by which a job that cannot succeed ends for its scheduler, too."""
+    return [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
+
+
+def _understood(launch: Launch) -> list[str]:
+    """Have the launcher read the command as a node will; what it has to say. Raises what it raises
+    there."""
+    files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
+    words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
+    words += [f"--rdzv-id={launch.job_id or 'id'}"]
+    words += [] if launch.by_etcd else ["--rdzv-backend=c10d", "--rdzv-endpoint=head:29400"]
+    words += [word for word in launch.flags if not word.startswith(files)]
+    machine = Machine(lambda: 1, lambda word: 1, lambda group: ())
+    ns = get_args_parser({}).parse_args([*words, *launch.program])
+    # OMP_NUM_THREADS and tokens are the nodes' own: each says what it lacks when it starts.
+    config = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
+    silent = trust.notes(config.rendezvous, config.spec.max_nodes, config.token, config.tls)
+    return [note for note in config.notes if note not in silent]
+
+
+MAKERS: Final[Mapping[str, Callable[[Pods], list[dict[str, Any]]]]] = {
+    "k8s": kubernetes.documents,
+    "jobset": jobset.documents,
+}
+
+
+def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Print the manifest or script that `words` ask for; `say` hears what the user should know.
+    Raises `UsageError` with exit code 2."""
+    try:
+        return _main(words, say)
+    except (Invalid, UsageError) as wrong:
+        raise UsageError(str(wrong), EXIT_USAGE) from None
+
+
+def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    target, *rest = words or ("",)
+    if target in ("-h", "--help"):
+        sys.stdout.write(render_flags.overview())
+        return EXIT_OK
+    if target not in render_flags.TARGETS:
+        known = ", ".join(render_flags.TARGETS)
+        what = f"{target!r} cannot be rendered" if target else "nothing to render"
+        raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
+    flags, program = _split(rest)
+    ns, extra = render_flags.parser(target).parse_known_args(flags)
+    _refuse(extra)
+    if not program or program[0].startswith("-"):
+        raise Invalid(
+            f"nothing to run: name the script behind --, as in `elasticrun render {target} "
+            "... -- train.py --lr 3e-4`"
+        )
+    if target == "slurm":
+        gpus = gpus_in(ns.gpus_per_node)
+        launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
+        batch = _batch(ns, launch)
+        out = slurm.script(batch)
+        notes += of_batch(batch)
+    else:
+        launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
+        pods = _pods(ns, launch)
+        out = _manifest(target, pods, ns.output)
+        notes += of_pods(pods)
+    for note in notes:
+        say(note)
+    sys.stdout.write(out)
+    return EXIT_OK
+
+
+def _manifest(target: str, pods: Pods, form: str) -> str:
+    documents = MAKERS[target](pods)
+    if form == "json":
+        return text.as_json(documents)
+    special = jobset.REMARKS if target == "jobset" else {}
+    return text.as_yaml(documents, {**special, **job.remarks(pods)})
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags, and what stands behind the first `--`."""
+    if "--" not in words:
+        return list(words), []
+    at = list(words).index("--")
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def _refuse(extra: Sequence[str]) -> None:
+    """Words before -- that nobody knows; raises, unless there are none."""
+    if not extra:
+        return
+    word = extra[0].partition("=")[0]
+    if not word.startswith("-"):
+        raise Invalid(
+            f"{word}: the script and its arguments stand behind --, as in `... -- {word} --lr 3e-4`"
+        )
+    if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
+        raise Invalid(f"{word}: what is printed settles that; leave it out")
+    raise Invalid(
+        f"{word} is no flag of this verb nor of the launcher; what is meant for the script stands "
+        "behind --"
+    )
+
+
+def _env(ns: argparse.Namespace) -> dict[str, str]:
+    """--env; variables by which flags of the launcher are given are better said as flags."""
+    found = grammar.pairs(ns.env, "--env")
+    for key in found:
+        for flag in FLAGS:
+            if flag.variable_in({key: "1"}) != key:
+                continue
+            if flag.dest in render_flags.SETTLED:
+                raise Invalid(f"--env {key}: what is printed settles {flag.name}; leave it out")
+            raise Invalid(f"--env {key}: say it by {flag.name}, which is checked")
+    return found
+
+
+def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
+    secret, key = grammar.secret_key(ns.token_secret) if ns.token_secret else ("", "token")
+    if secret and has(launch, "--token-file"):
+        raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
+    return Pods(
+        name=ns.name,
+        image=ns.image,
+        launch=launch,
+        pods=ns.pods,
+        namespace=ns.namespace,
+        working_dir=ns.working_dir,
+        port=ns.port,
+        cpu=ns.cpu,
+        memory=ns.memory,
+        gpus=_gpus(ns, launch.nproc_per_node),
+        gpu_resource=ns.gpu_resource or "nvidia.com/gpu",
+        rdma=ns.rdma,
+        shm=ns.shm,
+        host_network=ns.host_network,
+        gang=ns.gang,
+        queue=ns.queue,
+        scheduler=ns.scheduler,
+        volumes=tuple(map(grammar.volume, ns.volume)),
+        env=_env(ns),
+        token_secret=secret,
+        token_key=key,
+        labels=grammar.pairs(ns.label, "--label"),
+        annotations=grammar.pairs(ns.annotation, "--annotation"),
+        selector=grammar.pairs(ns.selector, "--selector"),
+        tolerations=tuple(map(grammar.toleration, ns.toleration)),
+        service_account=ns.service_account,
+        priority=ns.priority,
+        pull_secrets=tuple(ns.image_pull_secret),
+        grace=ns.grace,
+        ttl=ns.ttl,
+        deadline=ns.deadline,
+        suspend=ns.suspend,
+        retries=ns.retries,
+        backoff_limit=ns.backoff_limit,
+        rbac=ns.rbac,
+        version=checks.version(ns.k8s_version, "--k8s-version"),
+    )
+
+
+def _gpus(ns: argparse.Namespace, ranks: str) -> int:
+    """GPUs of a pod: as many as ranks, where a resource is named and no number is."""
+    if ns.gpus is not None:
+        return int(ns.gpus)
+    if ns.gpu_resource and not ranks.isdigit():
+        raise Invalid(
+            f"--nproc-per-node={ranks} does not say how many GPUs a pod has: give --gpus N"
+        )
+    if ranks in ("gpu", "xpu"):
+        raise Invalid(f"--nproc-per-node={ranks}: a pod has no GPU unless --gpus N asks for it")
+    return int(ranks) if ns.gpu_resource else 0
+
+
+def _signal(ns: argparse.Namespace) -> tuple[str, int]:
+    """What every node gets so many seconds before the end; "" and 0 for nothing."""
+    text = ns.signal or (render_flags.SIGNAL if ns.time or ns.requeue else "")
+    if not text:
+        return "", 0
+    name, _, lead = text.partition("@")
+    if not lead.isascii() or not lead.isdigit():
+        raise Invalid(f"--signal {text!r} is not NAME@SECONDS, like {render_flags.SIGNAL}")
+    return name.removeprefix("SIG"), int(lead)
+
+
+def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
+    signal, lead = _signal(ns)
+    return Batch(
+        name=ns.name,
+        launch=launch,
+        spares=ns.spares,
+        partition=ns.partition,
+        account=ns.account,
+        qos=ns.qos,
+        time=ns.time,
+        time_seconds=grammar.duration(ns.time, "--time") if ns.time else 0,
+        gpus_per_node=ns.gpus_per_node,
+        cpus_per_task=ns.cpus_per_task,
+        memory=ns.mem,
+        exclusive=ns.exclusive,
+        array=ns.array,
+        output=ns.output,
+        working_dir=ns.working_dir,
+        signal=signal,
+        lead=lead,
+        requeues=ns.requeue,
+        retries=ns.retries,
+        options=tuple(option.removeprefix("--") for option in ns.sbatch),
+        env=_env(ns),
+    )

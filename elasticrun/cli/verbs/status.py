@@ -1,0 +1,448 @@
+"""The list of jobs that `elasticrun status` begins with, a line each: those that run, then those
+that have ended.
+
+A name is never broken or cut, for then it can neither be read nor copied: one that leaves the rest
+no room in the width of the terminal has a line of its own, as in `df`.
+
+`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
+master by gRPC.
+
+Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads.
+Without an endpoint every master of this user on this host is asked; their addresses stand in the
+user's run folder, and with them what proves to each that its own user asks. Jobs that have ended on
+this host are listed too, until `--prune`. Another host needs the job's token, as the nodes do. Exit
+code 0 if each asked one answered, 1 if one did not or there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from elasticrun import __version__
+from elasticrun.cli.verbs.master import NoLeader, leading
+from elasticrun.config import Tls
+from elasticrun.core.words import some
+from elasticrun.wire import ended
+from elasticrun.wire.auth import reader_token
+from elasticrun.wire.ended import Ended
+from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from elasticrun.wire.messages import JobStatus, NodeStatus
+    from elasticrun.wire.run_folder import Published
+
+
+TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
+
+Row = tuple[str, ...]
+
+
+def name_of(job_id: str, where: str) -> str:
+    """A static job has no id of its own: all of them are called "none", as under torchrun."""
+    return f"of {where}" if job_id in ("", "none") and where else job_id
+
+
+def running(page: JobStatus, where: str) -> Row:
+    """A job whose master at `where` has answered."""
+    placed = sum(node.group_rank >= 0 for node in page.nodes)
+    return (
+        name_of(page.job_id, where),
+        page.phase,
+        f"{placed}/{page.max_nodes}",
+        *_step(page.step, page.step_age),
+        f"{page.restart_count}/{page.max_restarts}",
+        duration(page.age),
+    )
+
+
+def over(job: Ended, now: float) -> Row:
+    """A job that has ended; its ages are since then. `now`: seconds since 1970."""
+    since = max(0.0, now - job.ended)
+    return (
+        name_of(job.job_id, job.endpoint),
+        job.state,
+        f"{job.nodes}/{job.max_nodes}",
+        *_step(job.step, since),
+        f"{job.restart_count}/{job.max_restarts}",
+        duration(job.age + since),
+    )
+
+
+def _step(step: int, age: float) -> tuple[str, str]:
+    return (str(step), duration(age)) if step >= 0 else ("-", "-")
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `12m`, `3h05m`, `2d04h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
+
+
+def lines(rows: Sequence[Row], columns: int) -> list[str]:
+    """The table, no wider than `columns` but for a name that is wider by itself."""
+    table = [TITLES, *rows]
+    most = [max(len(row[at]) for row in table) for at in range(1, len(TITLES))]
+    room = columns - sum(width + 2 for width in most)
+    wide = max((len(row[0]) for row in table if len(row[0]) <= room), default=0)
+    drawn = []
+    for row in table:
+        if len(row[0]) > wide:
+            drawn.append(row[0])
+        name = row[0] if len(row[0]) <= wide else ""
+        rest = (word.ljust(width) for word, width in zip(row[1:], most, strict=True))
+        drawn.append("  ".join((name.ljust(wide), *rest)).rstrip())
+    return drawn
+
+
+ANSWER_LIMIT: Final = 5.0
+"""Seconds to wait for a master; one on the other side of the world answers within one."""
+
+GONE: Final = ("dead", "left")
+"""States of nodes of which nobody knows what they do; what they last said is no news."""
+
+DEFAULT_PORT: Final = 29400
+"""torchrun's port for a rendezvous endpoint without one."""
+
+
+class NoStatus(Exception):
+    """Nothing can be shown; the text is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One master to be asked, and by what it knows us."""
+
+    endpoint: Endpoint
+    reader: str = field(default="", repr=False)
+    files: Tls | None = None
+
+
+def print_status(
+    endpoint: str | None,
+    *,
+    token: str = "",
+    files: Tls | None = None,
+    as_json: bool = False,
+    store: tuple[str, str] | None = None,
+) -> int:
+    """Print the page of the master at `endpoint` (host:port), of the one that leads in a `store`
+    (an etcd's URL and the job's id), or of all masters on this host."""
+    here = not (endpoint or store)
+    over = _ended() if here and not as_json else []
+    try:
+        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
+            if endpoint:
+                questions = [question(parse_endpoint(endpoint), token, files)]
+            elif store:
+                questions = [question(runner.run(leading(*store, files)), token, files)]
+            else:
+                questions = _here(token, files)
+            answers, silent = _ask(questions, runner)
+    except (NoStatus, NoLeader) as nothing:
+        if over:
+            _show([], over)
+        print(f"elasticrun status: {nothing}", file=sys.stderr)
+        return 1
+    for sentence in silent:
+        print(f"elasticrun status: {sentence}", file=sys.stderr)
+    if as_json:
+        shown = [msgspec.to_builtins(page) for _, page in answers]
+        print(json.dumps(shown[0] if not here and shown else shown, indent=1))
+    elif answers or over:
+        _show([(str(where), page) for where, page in answers], over)
+    return 1 if silent else 0
+
+
+def prune() -> int:
+    """Forget the jobs that have ended on this host, and say how many there were."""
+    from elasticrun.wire.run_folder import run_folder
+
+    try:
+        count = ended.prune(run_folder(os.environ))
+    except OSError as wrong:
+        print(f"elasticrun status: the run folder cannot be read: {wrong}", file=sys.stderr)
+        return 1
+    print(f"{some(count, 'ended job')} removed from the list")
+    return 0
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """`host`, `host:port`, `[ipv6]:port` or `[ipv6]`; NoStatus if it is none of these."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise NoStatus(f"{text!r} is no endpoint: write host:port")
+    return Endpoint(host, int(port))
+
+
+def _ended() -> list[ended.Ended]:
+    from elasticrun.wire.run_folder import run_folder
+
+    try:
+        return ended.read(run_folder(os.environ))
+    except OSError:
+        return []  # `_here` says so
+
+
+def _published() -> list[Published]:
+    from elasticrun.wire import run_folder as published
+
+    try:
+        return published.published(published.run_folder(os.environ))
+    except OSError as wrong:
+        raise NoStatus(f"the run folder cannot be read: {wrong}") from None
+
+
+def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
+    """With the job's token, or with what a master of our own on this port has left for us. It is no
+    secret of another job's: a proof made with it is good for that master alone."""
+    if token:
+        return Question(endpoint, reader_token(token), files)
+    with contextlib.suppress(NoStatus):
+        for master in _published():
+            if master.port == endpoint.port:
+                return Question(endpoint, master.reader, files)
+    return Question(endpoint, "", files)
+
+
+def _here(token: str, files: Tls | None) -> list[Question]:
+    """The masters of this user that have left their endpoints in the run folder."""
+    masters = _published()
+    if not masters:
+        raise NoStatus("no master of yours runs on this host: name an endpoint (host:port)")
+    given = reader_token(token)
+    return [
+        Question(master.endpoint, master.reader or given, files if master.tls else None)
+        for master in masters
+    ]
+
+
+def _ask(
+    questions: list[Question], runner: asyncio.Runner
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
+    """The pages of those who answer, with their addresses; a sentence for each who is silent."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.agent.workers.probes import Answer, probe
+    from elasticrun.wire import auth as tls
+    from elasticrun.wire.rpc.channel import LinkError, get_status
+
+    async def ask(question: Question) -> JobStatus:
+        pem = None if question.files is None else tls.read(question.files)
+        where = question.endpoint
+        try:
+            return await get_status(
+                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
+            )
+        except LinkError as error:
+            if error.rejected:
+                raise
+            found, why = await probe(where, ANSWER_LIMIT, question.files)
+            if found is Answer.INSECURE:
+                raise LinkError(why, rejected=True) from None
+            raise
+
+    async def ask_all() -> list[JobStatus | BaseException]:
+        return await asyncio.gather(*map(ask, questions), return_exceptions=True)
+
+    pages: list[tuple[Endpoint, JobStatus]] = []
+    silent: list[str] = []
+    for question, answer in zip(questions, runner.run(ask_all()), strict=True):
+        where = question.endpoint
+        if isinstance(answer, LinkError):
+            verb = "refuses to answer" if answer.rejected else "does not answer"
+            sentence = f"the master at {where} {verb}: {answer}"
+            todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+            silent.append(sentence if answer.rejected else sentence + todo)
+        elif isinstance(answer, tls.TlsError):
+            raise NoStatus(str(answer))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            pages.append((where, answer))
+    return pages, silent
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _show(pages: Sequence[tuple[str, JobStatus]], gone: Sequence[ended.Ended] = ()) -> None:
+    """A line for each job. The page of a single one that runs, else why each of them waits."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, width=width())
+    rows = [running(page, where) for where, page in pages]
+    rows += [over(job, time.time()) for job in gone]
+    drawn = lines(rows, console.width)
+    console.print(Text(drawn[0], "bold"), soft_wrap=True)
+    for line in drawn[1:]:
+        console.print(Text(line), soft_wrap=True)
+    for line in _page(pages[0][1], console.width) if len(pages) == 1 else _brief(pages):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _page(page: JobStatus, columns: int) -> list[str]:
+    table = nodes_table(page, columns) if page.nodes else []
+    return ["", *_lines(page), *table, *_excluded(page)]
+
+
+def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
+    """What is to be said of several jobs."""
+    said = []
+    for where, page in pages:
+        name = name_of(page.job_id, where)
+        why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
+        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {where}")
+    return ["", *said] if said else []
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print it without the blanks that fill up its last column."""
+    with console.capture() as drawn:
+        console.print(table)
+    print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")
+
+
+def width() -> int | None:
+    """Columns of a table in a pipe or a file; None for a terminal, which knows its own."""
+    columns = os.environ.get("COLUMNS", "")
+    if sys.stdout.isatty():
+        return None
+    return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
+
+
+def _lines(page: JobStatus) -> list[str]:
+    """What is true of the job as a whole, one sentence each."""
+    nodes = (
+        f"{page.min_nodes}"
+        if page.min_nodes == page.max_nodes
+        else f"{page.min_nodes} to {page.max_nodes}"
+    )
+    placed = sum(node.group_rank >= 0 for node in page.nodes)
+    number = f"round {page.round.number}" if page.round else "no round yet"
+    lines = [
+        f"{number}, {some(page.world_size, 'rank')} on {some(placed, 'node')} (wanted: {nodes})",
+        f"{some(page.restart_count, 'restart')}, {page.restarts_left} of {page.max_restarts} left",
+    ]
+    if page.reason:
+        lines.append(f"waits: {page.reason}")
+    if page.last_failure:
+        lines.append(f"last failure: {page.last_failure}")
+    if page.check:
+        lines.append(page.check)
+    if page.snapshot:
+        lines.append(f"snapshots: {page.snapshot}")
+    if page.outcome:
+        lines.append(f"outcome: {page.outcome}")
+    return lines
+
+
+def _excluded(page: JobStatus) -> list[str]:
+    """The nodes that the job refuses, a sentence each."""
+    parked = {node.node for node in page.nodes if node.state == "parked"}
+    return [
+        f"excluded: {one.node} on {one.host or 'an unknown host'} ({one.kind}, "
+        f"{'parked, ' * (one.node in parked)}for {one.remaining:.0f} s more): {one.reason}"
+        for one in page.excluded
+    ]
+
+
+def nodes_table(page: JobStatus, columns: int) -> list[str]:
+    """The nodes, a line each, and below them a line for each that there is more to say of. A name
+    is never broken, for then it can neither be read nor copied; where there is no room, the hosts
+    that nodes are named after and the pids (see --json) are left out."""
+    titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
+    rows = [titles, *map(_row, page.nodes)]
+    most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
+    shown = list(range(len(titles)))
+    named_after = all(node.node == node.host for node in page.nodes)
+    for at, spare in ((6, True), (1, named_after)):
+        if spare and sum(most[one] + 2 for one in shown) - 2 > columns:
+            shown.remove(at)
+    lines = ["  ".join(row[at].ljust(most[at]) for at in shown).rstrip() for row in rows]
+    lines += [f"{node.node}: {node.reason}" for node in page.nodes if node.reason]
+    return lines + [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
+
+
+def _row(node: NodeStatus) -> tuple[str, ...]:
+    placed = node.group_rank >= 0
+    last = node.first_rank + node.local_world_size - 1
+    ranks = f"{node.first_rank}" if last == node.first_rank else f"{node.first_rank}-{last}"
+    pids = " ".join(map(str, node.pids[:8])) + (" ..." if len(node.pids) > 8 else "")
+    return (
+        node.node,
+        node.host,
+        node.state,
+        "-" if node.state in GONE else node.activity,
+        str(node.group_rank) if placed else "-",
+        ranks if placed else "-",
+        pids or "-",
+    )
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+    """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
+    from elasticrun.cli import trust
+    from elasticrun.cli.flags import Parser, add_flags
+    from elasticrun.cli.settings import Asked
+    from elasticrun.cli.table import FLAGS
+    from elasticrun.cli.values import UsageError
+
+    parser = Parser(
+        prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
+    )
+    parser.add_argument(
+        "endpoint",
+        nargs="?",
+        metavar="ENDPOINT",
+        help="host:port of the job's master; without it all of yours on this host",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument(
+        "--prune", action="store_true", help="forget the jobs that have ended on this host"
+    )
+    variables = trust.withdraw() if environ is None else environ
+    rows = [flag for flag in FLAGS if flag.group == "trust"]
+    group = parser.add_argument_group("of a job that has a token or TLS")
+    add_flags(parser, {"trust": group}, rows, variables)
+    group = parser.add_argument_group("of a job whose master is found by way of etcd")
+    rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
+    add_flags(parser, {"rdzv": group}, rows, variables)
+    ns = parser.parse_args(argv)
+    if ns.prune:
+        return prune()
+    asked = Asked(ns, variables)
+    store = None
+    if asked.text("master_store"):
+        if not ns.endpoint and not asked.explicitly("rdzv_id"):
+            raise UsageError("--master-store: name the job by --rdzv-id")
+        store = (asked.text("master_store"), asked.text("rdzv_id"))
+    files = trust.tls(asked)
+    return print_status(
+        ns.endpoint, token=trust.token(asked), files=files, as_json=ns.json, store=store
+    )

@@ -1,0 +1,174 @@
+"""`elasticrun warm`: a process that keeps torch imported, from which later jobs are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from elasticrun.agent.warm import IDLE, hear, start
+from elasticrun.cli import values
+from elasticrun.cli.flags import PROG, Parser, help_formatter
+from elasticrun.cli.values import UsageError
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
+from elasticrun.wire import frames, warm
+from elasticrun.wire.run_folder import run_folder
+
+ANSWER_LIMIT: Final = 5.0
+"""Seconds for a warm process to say what it is."""
+
+
+def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Start one, list all of this user, or stop them; the exit code."""
+    asked = _parser().parse_args(list(words))
+    try:
+        folder = run_folder(os.environ)
+    except OSError as error:
+        raise UsageError(f"no folder for the socket: {error}", EXIT_FAILED) from None
+    if asked.list:
+        return _list(folder)
+    if asked.stop:
+        return _stop(folder, say)
+    modules, learning = values.modules(asked.preload)
+    if learning is not Learning.ASIDE:
+        raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
+    if not 0 < asked.idle <= 7 * 24 * 60:
+        raise UsageError("--idle: minutes, more than 0 and a week at most", EXIT_USAGE)
+    return _start(warm.socket_path(os.environ), asked.idle * 60, modules, say)
+
+
+def _parser() -> Parser:
+    made = Parser(
+        prog=f"{PROG} warm",
+        description="Keep one process that has torch imported. Jobs that are started later, by "
+        "the same user with the same interpreter and environment, are forked from it.",
+        epilog="It ends by itself when no job has used it for a while. A job that differs in what "
+        "matters (docs/warm.md) starts as ever, and says why with LOGLEVEL=INFO.",
+        formatter_class=help_formatter(),
+    )
+    made.add_argument(
+        "--idle", type=float, default=IDLE / 60, metavar="MINUTES",
+        help=f"End when no job has come for so long. [default {IDLE / 60:g}]",
+    )  # fmt: skip
+    made.add_argument(
+        "--preload", default="", metavar="MODULES", help="Modules to import beside torch: a,b,c."
+    )
+    ways = made.add_mutually_exclusive_group()
+    ways.add_argument("--list", action="store_true", help="Show those that run.")
+    ways.add_argument("--stop", action="store_true", help="End those that run; jobs go on.")
+    return made
+
+
+def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str], None]) -> int:
+    there = _describe(path)
+    if there is not None:
+        if modules:
+            _send(path, warm.Teach(tuple(modules)))
+        say(f"process {there.pid} is warm already, with torch {there.torch}")
+        return EXIT_OK
+    answer, pid = start(path, idle, modules, os.environ)
+    word, _, rest = answer.partition(" ")
+    if word != "ok":
+        say(f"error: no warm process: {rest or 'it died as it started'}")
+        return EXIT_FAILED
+    say(f"process {pid} is warm, with torch {rest}; it ends when no job has come for "
+        f"{idle / 60:g} minutes")  # fmt: skip
+    return EXIT_OK
+
+
+def _sockets(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.glob("warm-*.sock")):
+        if path.is_socket():
+            yield path
+
+
+def _describe(path: Path) -> warm.Description | None:
+    """What the process behind a socket is; None where there is none (any more)."""
+    answer = _send(path, warm.Describe())
+    return answer if isinstance(answer, warm.Description) else None
+
+
+def _send(path: Path, word: warm.ToWarm) -> warm.FromWarm | None:
+    """What is answered; None where it hangs up, having nothing to say to that word, or is gone."""
+    try:
+        with warm.connect(path, ANSWER_LIMIT) as conn:
+            conn.sendall(frames.encode(word))
+            return hear(conn)
+    except ConnectionRefusedError:  # it was killed
+        with contextlib.suppress(OSError):
+            path.unlink()
+    except (OSError, frames.FrameError):
+        pass
+    return None
+
+
+def _list(folder: Path) -> int:
+    rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
+    here = warm.socket_path(os.environ)
+    for path in _sockets(folder):
+        found = _describe(path)
+        if found is None:
+            continue
+        rows.append((
+            str(found.pid), found.torch, f"{found.modules}{' ...' if found.learning else ''}",
+            _memory(found.pid), str(found.served), _span(found.left),
+            "here" if path == here else "another environment, cgroup or namespace",
+        ))  # fmt: skip
+    if len(rows) == 1:
+        print("no warm process")
+        return EXIT_OK
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return EXIT_OK
+
+
+def _memory(pid: int) -> str:
+    """What it has for itself: memory that is shared with jobs counts by parts (PSS)."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return f"{int(found[1]) / 1024:.0f} MB" if found else "unknown"
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _stop(folder: Path, say: Callable[[str], None]) -> int:
+    stopped, left = 0, []
+    for path in _sockets(folder):
+        found = _describe(path)
+        if found is None:
+            continue
+        _send(path, warm.Leave())
+        if _ended(found.pid):
+            stopped += 1
+        else:
+            left.append(found.pid)
+    if left:
+        say(f"error: still there: {', '.join(map(str, left))}")
+        return EXIT_FAILED
+    say(f"{stopped} ended" if stopped else "no warm process")
+    return EXIT_OK
+
+
+def _ended(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(ANSWER_LIMIT * 1000))
+    finally:
+        os.close(pidfd)

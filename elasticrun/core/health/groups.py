@@ -1,0 +1,484 @@
+"""The words of the network check: standing, group, verdict; and how its figures are written.
+
+What a check has seen of each node, and what that proves.
+
+Failures are of two sorts. A node fails by *itself* when its own part went wrong, with no other node
+in it (its matmul, its process; anything where it was probed alone). Otherwise the *group* fails,
+and any of its nodes may be at fault, or a link between two of them.
+
+A node is convicted when its failures have no innocent explanation left. Innocent is whatever one
+bad link of this node and one bad link between others explain together:
+
+* it has failed twice at least, counting only what its partners do not explain: failures by itself,
+  and failures with partners who all work with somebody else;
+* no one partner had a part in all of those (its link to this node would explain them), not even
+  when a group of three is put aside whose other two have never worked with each other.
+
+So a node with one bad link is never convicted, nor is a good node that had the bad luck to be
+probed with a bad one. A node two of whose links are bad counts as a bad node.
+
+Whom to probe with whom.
+
+The first pass pairs the nodes that nothing is known of, in order of placement, so that neighbours
+are tried together; an odd one makes a group of three, or is paired with a good node.
+
+Later passes are about those the first one did not clear. A good node is the best partner: the
+fastest one for the slowest suspect, and never the same pair twice. Two suspects of a failed group
+of three share one good node, so that a pass says more than who fails: also that those two work with
+each other. Where good nodes do not suffice, nodes that were merely held up by another's failure are
+paired with each other, and suspects crossed with suspects of other groups: if there are two good
+nodes among them a pass will bring them together before long. Who is left is probed alone, once, to
+see whether its own probes tell.
+
+Nodes that were slow are measured a second time beside good ones that were not, some of which are
+measured just for the comparison. O(n log n) a pass.
+
+One pass of probes: which answers are awaited, and what became of each group.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from msgspec import Struct
+
+from elasticrun.config import PROBE_ANSWER_SLACK
+from elasticrun.core.deadlines import Deadlines
+from elasticrun.wire.messages import Probed, ProbePhase
+
+QUOTED = 400
+"""Longest reason of an agent that a sentence of ours quotes, in characters."""
+
+
+class Standing(StrEnum):
+    """What the probes have shown of a node until now."""
+
+    UNKNOWN = "unknown"  # never probed, or something has happened since
+    ALONE = "alone"  # its own probes passed; no link of it has been tried
+    GOOD = "good"  # it has worked with another node
+
+
+class Group(Struct, frozen=True):
+    """Nodes that are probed together; the first one's store is where they meet."""
+
+    check: str  # unique
+    nodes: tuple[str, ...]
+    perf: bool = False
+
+
+class Verdict(Struct, frozen=True):
+    """What a check came to for one node that did not simply pass."""
+
+    node: str
+    kind: str  # "failed": convicted; "slow": an outlier twice; "unresolved": nobody can tell
+    reason: str  # node, partners, phase, the measured figure and the limit, in one sentence
+
+
+class Rate(Struct, frozen=True):
+    """A timed all_reduce, and with whom."""
+
+    size: int  # bytes of the reduced buffer
+    seconds: float
+    ranks: int  # that took part
+    partners: tuple[str, ...]  # the other nodes
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that each rank must send over its link, by which groups of different sizes can be
+        compared: size * 2(n-1)/n."""
+        return self.size * 2.0 * (self.ranks - 1) / self.ranks
+
+    @property
+    def cost(self) -> float:
+        """Seconds for each byte that a rank sends."""
+        return self.seconds / self.traffic
+
+    @property
+    def bus(self) -> float:
+        """Bus bandwidth, in bytes per second."""
+        return self.traffic / self.seconds
+
+
+def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:
+    """The partners of one node of a group."""
+    return tuple(one for one in nodes if one != node)
+
+
+def duration(seconds: float) -> str:
+    """`0.0123 ms`, `10.1 ms`, `3.1 s`, `1200 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def figure(value: float) -> str:
+    """Three digits that count, and no exponent for large ones."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def size(count: int) -> str:
+    """`4 KiB`, `1 MiB`, `1.5 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+
+
+def speed(rate: float) -> str:
+    """Bytes per second in GB/s (1e9), as people compare links."""
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def quoted(reason: str) -> str:
+    """An agent's reason, cut to what a sentence can bear."""
+    return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One probe of a node that failed."""
+
+    partners: tuple[str, ...]  # none: it failed by itself
+    phase: ProbePhase
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailedGroup:
+    """A group that failed as one; until something is proved of its nodes each may be at fault."""
+
+    nodes: tuple[str, ...]
+    failure: Failure  # the first that one of them told
+
+
+@dataclass(slots=True)
+class Trial:
+    """One node in one check."""
+
+    node: str
+    place: int  # in the order of placement
+    good: bool  # it works with other nodes, by this check or from before
+    fresh: bool = False  # by this check
+    alone: bool = False  # its own probes passed, in a group of one
+    broken: bool = False  # the last that was seen of it is that it failed by itself
+    out: bool = False  # it has gone, or was convicted
+    told_slow: bool = False
+    held_up: str = ""  # why its last probe could not be finished, where another failed
+    failures: list[Failure] = field(default_factory=list)
+    met: set[str] = field(default_factory=set)  # with whom it was a pair that came to something
+    seen: set[str] = field(default_factory=set)  # with whom it was in a group that did
+    compute: list[float] = field(default_factory=list)  # seconds of a matmul, one a pass
+    rates: list[Rate] = field(default_factory=list)  # one a pass with others
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it failed, by itself or in a group, and has not been cleared since."""
+        return not self.good and (self.broken or any(one.partners for one in self.failures))
+
+    @property
+    def pace(self) -> float:
+        """Its best matmul in seconds; infinite if none was timed."""
+        return min(self.compute, default=float("inf"))
+
+    @property
+    def rate(self) -> Rate | None:
+        """Its best all_reduce."""
+        return min(self.rates, key=lambda one: one.cost, default=None)
+
+    def passed(self, partners: Sequence[str]) -> None:
+        """It has worked, with these, or alone where there are none."""
+        self.broken = False
+        if not partners:
+            self.alone = True
+            return
+        self.good = self.fresh = True
+        self.failures = [one for one in self.failures if not one.partners]
+        self._met(partners)
+
+    def failed(self, failure: Failure) -> None:
+        """A failure of its own, or of a group of which it was part."""
+        self.failures.append(failure)
+        if not failure.partners:
+            self.good = self.fresh = self.alone = False
+            self.broken = True
+        self._met(failure.partners)
+
+    def _met(self, partners: Sequence[str]) -> None:
+        self.seen.update(partners)
+        if len(partners) == 1:
+            self.met.add(partners[0])
+
+
+def telling(trial: Trial, trials: Mapping[str, Trial]) -> list[Failure]:
+    """Its failures that no partner explains, because all of them work with others."""
+    return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
+
+
+def convicted(failures: Sequence[Failure], proved: Collection[frozenset[str]]) -> bool:
+    """Whether these failures, all of them telling, leave no innocent explanation; `proved`: pairs
+    of nodes that have worked with each other."""
+    return len(failures) > 1 and not _explained([frozenset(f.partners) for f in failures], proved)
+
+
+def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
+    """Where nothing more can be tried: it failed with two sets of partners that have nobody in
+    common, and one of the sets works with others."""
+    sets = [frozenset(one.partners) for one in trial.failures]
+    works = any(one.partners for one in telling(trial, trials))
+    return works and len(sets) > 1 and not frozenset.intersection(*sets)
+
+
+def _explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -> bool:
+    """Whether one bad link of the node and one between two others explain all these failures."""
+    for partner in (None, *frozenset().union(*sets)):
+        rest = {one for one in sets if partner is None or partner not in one}
+        if not rest or (
+            len(rest) == 1 and all(len(one) == 2 and one not in proved for one in rest)
+        ):
+            return True
+    return False
+
+
+def doubt(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
+    """Take back the good name of nodes that have it from before this check, and failed in it with
+    others who have now been shown to work."""
+    for group in groups:
+        for node in group.nodes:
+            trial = trials[node]
+            if trial.good and not trial.fresh:
+                trial.good = not all(trials[other].fresh for other in group.nodes if other != node)
+
+
+Nodes = tuple[str, ...]
+
+BESIDE = 5
+"""Good nodes that are measured in the same pass as those whose matmul was slow: their median tells
+how the pass differs from the one before. With fewer, chance has a say in who is called slow; more
+cost no time either, as they wait anyway, but help little."""
+
+
+def first_pass(trials: dict[str, Trial]) -> list[Nodes]:
+    """Groups of the nodes that are not good yet; each of the others is at most a partner."""
+    new = [one.node for one in trials.values() if not one.good]
+    good = _fastest_first(one for one in trials.values() if one.good)
+    groups: list[Nodes] = [(new[at], new[at + 1]) for at in range(0, len(new) - 1, 2)]
+    if len(new) % 2:
+        if good:
+            groups.append((good[0].node, new[-1]))
+        elif groups:
+            groups[-1] = (*groups[-1], new[-1])
+        else:
+            groups.append((new[-1],))
+    return groups
+
+
+def later_pass(
+    trials: dict[str, Trial], failed: Iterable[FailedGroup], slow: dict[str, bool]
+) -> list[Nodes]:
+    """Groups of those that must be probed again; none if nothing more can be learnt. `failed`: the
+    groups of the pass before. `slow`: nodes to be measured again; whether alone will do."""
+    open_ = [one for one in trials.values() if not one.good and not one.out]
+    seekers = _seekers(open_, failed)
+    good = [one for one in trials.values() if one.good and not one.out and one.node not in slow]
+    free = OrderedDict((one.node, one) for one in _fastest_first(good))
+    groups: list[Nodes] = []
+    left: list[Trial] = []
+    for unit in seekers:
+        partner = _unmet(unit, free)
+        if partner is None:
+            left.extend(unit)
+        else:
+            del free[partner]
+            groups.append((partner, *(one.node for one in unit)))
+    groups.extend(_among_themselves(left, helped=bool(good)))
+    for node in [node for node, one in free.items() if one.told_slow]:
+        del free[node]
+    for node, alone_will_do in slow.items():
+        partner = _unmet([trials[node]], free)
+        if partner is not None:
+            del free[partner]
+            groups.append((partner, node))
+        elif alone_will_do:
+            groups.append((node,))
+    if any(slow.values()):
+        there = {node for group in groups for node in group}
+        wanted = BESIDE - sum(one.node in there and not one.told_slow for one in good)
+        groups.extend(_beside(free, trials, max(0, wanted)))
+    return groups
+
+
+def _beside(free: Iterable[str], trials: Mapping[str, Trial], wanted: int) -> list[Nodes]:
+    """So many that are measured just for the comparison, from the middle of `free`, the fastest
+    first: who was the fastest of many was so by chance too, and would seem to have lost speed."""
+    idle = [node for node in free if not trials[node].alone]
+    first = max(0, len(idle) - wanted) // 2
+    return [(node,) for node in idle[first : first + wanted]]
+
+
+def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:
+    """Those who want a good partner, the most urgent first: suspects, slowest first; then who was
+    held up by another's failure; then who failed by itself, and may as well be probed alone."""
+    joint = {one.node: one for one in open_ if one.suspect and not one.broken}
+    units: list[list[Trial]] = []
+    for group in failed:
+        if len(group.nodes) == 3 and all(node in joint for node in group.nodes):
+            first, *others = (joint.pop(node) for node in group.nodes)
+            units += [[first], others]
+    units += [[one] for one in joint.values()]
+    units.sort(key=lambda unit: -max(one.pace for one in unit))
+    units += [[one] for one in open_ if not one.suspect]
+    units += [[one] for one in open_ if one.broken]
+    return units
+
+
+def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
+    """Groups of those for whom no good partner was left; `helped`: there will be one later."""
+    held_up = [one for one in left if not one.suspect]
+    joint = sorted((one for one in left if one.suspect and not one.broken), key=lambda t: t.place)
+    pairs = _crossed(held_up) + _crossed(joint)
+    paired = {one.node for pair in pairs for one in pair}
+    rest = [one for one in (*held_up, *joint) if one.node not in paired]
+    if not helped:
+        more = _crossed(rest)
+        pairs += more
+        paired.update(one.node for pair in more for one in pair)
+    alone = [one for one in left if one.node not in paired and not one.alone]
+    return [(one.node, other.node) for one, other in pairs] + [(one.node,) for one in alone]
+
+
+def _crossed(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
+    """Pairs of nodes that have not been a pair, of different groups where that can be: neighbours
+    were probed together, so each is paired with one half the list away."""
+    half = len(nodes) // 2
+    free = OrderedDict((one.node, one) for one in nodes[half:])
+    pairs: list[tuple[Trial, Trial]] = []
+    rest: list[Trial] = []
+    for one in nodes[:half]:
+        other = _unmet([one], free)
+        if other is None:
+            rest.append(one)
+        else:
+            pairs.append((one, free.pop(other)))
+    rest.extend(free.values())
+    while rest:
+        one = rest.pop()
+        partner = next((other for other in rest if other.node not in one.met), None)
+        if partner is not None:
+            rest.remove(partner)
+            pairs.append((partner, one))
+    return pairs
+
+
+def _unmet(unit: Sequence[Trial], free: Collection[str]) -> str | None:
+    """The first of `free` that was in no group with any of these; else one that was, but in a group
+    of three. O(passes): they have not met more."""
+    seen = {node for one in unit for node in one.seen}
+    met = {node for one in unit for node in one.met}
+    fresh = next((node for node in free if node not in seen), None)
+    return fresh or next((node for node in free if node not in met), None)
+
+
+def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
+    """Good nodes; those last whose good name is from before this check and has failures since."""
+
+    def order(one: Trial) -> tuple[bool, bool, float, int]:
+        return bool(one.failures) and not one.fresh, one.told_slow, one.pace, one.place
+
+    return sorted(good, key=order)
+
+
+HELD_UP_FOR = 2.0
+"""Seconds that the partners of a node that failed by itself are still awaited. Mostly they say at
+once that they cannot go on; where its probe died before it could tell them, they wait for it in
+vain until their limit. Raise it and such a death costs more; their next probe ends that wait."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One group's probe."""
+
+    group: Group
+    said: dict[str, Probed] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)  # who has gone, and how
+
+
+class Pass:
+    """Groups that are probed at the same time."""
+
+    def __init__(self, groups: Sequence[Group], now: float, limit: float) -> None:
+        """`limit`: seconds that one probe may take; its answer may take a little longer."""
+        self.runs = [Run(group) for group in groups]
+        self._limit = limit
+        self._end = now + limit + PROBE_ANSWER_SLACK
+        self._awaited = {node: run for run in self.runs for node in run.group.nodes}
+        self._by_first = {run.group.nodes[0]: run for run in self.runs}
+        self._held_up: Deadlines[str] = Deadlines()  # by a group's first node
+
+    @property
+    def over(self) -> bool:
+        """Whether no answer is awaited any more."""
+        return not self._awaited
+
+    def group_of(self, node: str) -> Group | None:
+        """The group whose answer of this node is awaited."""
+        run = self._awaited.get(node)
+        return None if run is None else run.group
+
+    def answered(self, node: str, said: Probed, now: float) -> None:
+        """A node's answer; ignored if it is not the one that is awaited."""
+        run = self._awaited.get(node)
+        if run is not None and run.group.check == said.check:
+            run.said[node] = said
+            del self._awaited[node]
+            first, *others = run.group.nodes
+            if len(run.said) == len(run.group.nodes):
+                self._held_up.disarm(first)
+            elif said.own and others and not run.group.perf:
+                self._held_up.arm(first, now + HELD_UP_FOR)
+
+    def next_deadline(self) -> float:
+        """When `overdue` is due."""
+        held_up = self._held_up.next()
+        return self._end if held_up is None else min(self._end, held_up)
+
+    def lost(self, node: str, reason: str) -> None:
+        """It will not answer. What its partners find now says nothing, so they are not awaited:
+        their next probe takes the place of this one."""
+        run = self._awaited.pop(node, None)
+        if run is not None:
+            run.lost[node] = reason
+            for other in run.group.nodes:
+                self._awaited.pop(other, None)
+
+    def overdue(self, now: float) -> None:
+        """Who has not answered in time has failed by itself; but not who was held up."""
+        for first in self._held_up.pop_due(now):
+            for node in self._by_first[first].group.nodes:
+                self._awaited.pop(node, None)
+        if now >= self._end:
+            for node, run in self._awaited.items():
+                run.said[node] = overdue(run.group.check, self._limit)
+            self._awaited.clear()
+
+
+def overdue(check: str, limit: float) -> Probed:
+    """What stands for the answer of a node that gave none."""
+    whole = limit + PROBE_ANSWER_SLACK
+    return Probed(
+        check=check,
+        ok=False,
+        phase=ProbePhase.START,
+        own=True,
+        excused=False,
+        reason=f"did not answer within {whole:g} s (the probe's limit is {limit:g} s)",
+        compute=0.0,
+        flops=0.0,
+        transfers=(),
+        seconds=whole,
+        timed=0.0,
+    )

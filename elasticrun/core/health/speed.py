@@ -1,0 +1,559 @@
+"""What the network check says: verdicts, the state of a node, the outcome; each one sentence.
+
+Which of a few figures stands out from the others, and by how much.
+
+A figure is judged against the *others*: their median, and the median of their absolute deviations
+from it (MAD). A rule over all figures together cannot work for two or three nodes, where the one
+to be judged moves the median itself: of 1 s and 10 s neither is above twice their median.
+
+Two bounds must be passed. `ratio` times the median says that the difference matters (2 % never do);
+SPREADS deviations above it say that it is not what the others differ by among themselves. A MAD
+times 1.4826 estimates a standard deviation where figures are spread normally, whatever less than
+half of them do.
+
+O(n log n) for all n figures: what the others' median and MAD are depends only on where in order the
+one that is left out stood.
+
+Who is slow before training begins, by the figures of the network check.
+
+Each phase is judged by itself (a slow all_reduce says nothing about a GPU), against the other nodes
+(`outliers`). Figures that good nodes have from earlier checks count among the others.
+
+A single measure convicts nobody of being slow: the second is what counts. But no two passes are
+alike: in the second fewer nodes are measured, and what they share (a host, a switch, its power) is
+shared by fewer. A matmul of the second pass beside those of the first would make the change between
+the passes a spread of the nodes, behind which a slow one can hide. So good nodes are measured again
+at the same time, and every figure of that pass is compared after it has been divided by their
+*drift*: what their matmul takes now, as a multiple of what it took. That goes for a good node too
+whose earlier figure is from another check.
+
+All nodes of a group see the same all_reduce; who begins to time it last has waited for nobody, so
+that the least of their figures is that of all (`netcheck_check`). So after one pass groups are
+compared with groups; the nodes of a slow one are measured again, each with a good partner, and then
+each is judged by itself, by its best: with another partner where both measures may have been the
+partner's. Groups of different sizes are made comparable by what each link carries: 2(n-1)/n of the
+buffer for n ranks.
+
+Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
+many as the others.
+
+Who is slow enough for long enough while training, by the step times that the nodes report.
+
+Ranks that train together all take as long for a step as the slowest of them. What tells a slow
+node is its *own part*: a step without the waiting for others, which the slow node has least of. A
+node is slow while its own part is an outlier beside those of the others (core/health/speed.py) and
+costs the job something; it is suspected when that was so for `slow_for` seconds without a break.
+
+What must convict nobody: one long step (a checkpoint that one node writes, an evaluation) shows in
+one report, and the median of a node's last WINDOW reports does not know of it; a pause of all is a
+break; a node that is silent, or whose own part is not known, is neither judged nor compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from elasticrun.core.health.groups import (
+    FailedGroup,
+    Failure,
+    Rate,
+    Trial,
+    duration,
+    figure,
+    quoted,
+    size,
+)
+from elasticrun.core.words import names, some
+from elasticrun.wire.messages import MAX_TEXT, CheckSpec, Probed, Steps
+
+TOLD = 2
+"""Failures that one verdict tells, those that prove most; and bad links that an outcome names."""
+
+
+def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
+    """Why a node is convicted."""
+    most_telling = sorted(trial.failures, key=lambda one: _weight(one, trials))[:TOLD]
+    told = [happened(one, trials) for one in most_telling]
+    if len(set(told)) == 1:
+        return cut(f"{trial.node} failed the network check twice {told[0]}")
+    return cut(f"{trial.node} failed the network check: {', and '.join(told)}")
+
+
+def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
+    """Why nobody can tell whether a node that has not passed is at fault."""
+    joint = [one for one in trial.failures if one.partners]
+    if not joint:
+        own = trial.failures[-1:]
+        what = f"failed {happened(own[0], trials)}" if own else "could not be probed to the end"
+        why = "" if own or not trial.held_up else f" ({quoted(trial.held_up)})"
+        return cut(f"{trial.node} {what}{why}, and the check ended before it passed a probe")
+    widest = max(joint, key=lambda one: len(one.partners))
+    if _works(widest, trials):
+        return cut(
+            f"{trial.node} failed {happened(widest, trials)}; nothing tells whether it or its link "
+            f"to {names(widest.partners)} is at fault: another node would"
+        )
+    group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
+    helper = "a third node" if len(trials) == 2 else "another node"
+    return cut(
+        f"{names(group)} failed together in {widest.phase} ({quoted(widest.reason)}); nothing "
+        f"tells which of them is at fault: {helper} would"
+    )
+
+
+def happened(failure: Failure, trials: Mapping[str, Trial]) -> str:
+    """One failure: in which phase, with whom, and what the node said."""
+    if not failure.partners:
+        return f"by itself in {failure.phase} ({quoted(failure.reason)})"
+    verb = "works" if len(failure.partners) == 1 else "work"
+    known = f", which {verb} with others" if _works(failure, trials) else ""
+    why = quoted(failure.reason)
+    return f"in {failure.phase} with {names(failure.partners)}{known} ({why})"
+
+
+def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
+    """Why the round waits while a pass runs; it does not count answers."""
+    nodes = [node for group in groups for node in group]
+    if number == 1:
+        whom = f"{nodes[0]} is" if len(nodes) == 1 else f"{len(nodes)} nodes are"
+        where = f" in {some(len(groups), 'group')}" if len(nodes) > 1 else ""
+        return f"the network check probes: {whom} measured{where} before a round forms"
+    listed = names(sorted(nodes))
+    return f"the network check looks again: pass {number} probes {listed} before a round forms"
+
+
+def outcome(
+    trials: Mapping[str, Trial],
+    found: Mapping[str, Sequence[str]],
+    groups: Iterable[FailedGroup],
+    passes: int,
+    seconds: float,
+) -> str:
+    """What a check found; `found`: nodes by kind of verdict."""
+    clauses = []
+    for kind, one, more in (
+        ("failed", "failed", "failed"),
+        ("lost", "was lost", "were lost"),
+        ("unresolved", "did not pass", "did not pass"),
+        ("slow", "is slow", "are slow"),
+    ):
+        nodes = found.get(kind, ())
+        if nodes:
+            clauses.append(f"{names(nodes)} {one if len(nodes) == 1 else more}")
+    clauses += _links(trials, groups)
+    bad = {node for kind, nodes in found.items() if kind != "slow" for node in nodes}
+    rest = len(trials) - len(bad)
+    if rest:
+        whom = "all passed" if not bad else f"{some(rest, 'node')} passed"
+        clauses.append(whom if len(trials) > 1 else "it passed")
+    head = f"network check of {some(len(trials), 'node')}"
+    took = f"{passes} {'pass' if passes == 1 else 'passes'}, {duration(seconds)}"
+    return cut(f"{head} ({took}): {'; '.join(clauses)}")
+
+
+def health(compute: float, flops: float, rate: Rate | None) -> str:
+    """What the last probes of a node measured; "" if nothing."""
+    parts = []
+    if compute > 0:
+        fast = f" ({figure(flops / compute / 1e9)} GFLOP/s)" if flops > 0 else ""
+        parts.append(f"{duration(compute)} per matmul{fast}")
+    if rate is not None:
+        whom = f"with {names(rate.partners)}" if rate.partners else "among its own ranks"
+        parts.append(f"all_reduce of {size(rate.size)} {duration(rate.seconds)} {whom}")
+    return ", ".join(parts)
+
+
+def trouble(partners: Sequence[str], said: Probed) -> str:
+    """What the last probe of a node has against it."""
+    what = "was not probed to the end" if said.excused else f"failed in {said.phase}"
+    whom = f" with {names(partners)}" if partners else ""
+    return f"{what}{whom} ({quoted(said.reason)})"
+
+
+def cut(sentence: str) -> str:
+    """No sentence is longer than a message can carry."""
+    return sentence if len(sentence) <= MAX_TEXT else f"{sentence[: MAX_TEXT - 3]}..."
+
+
+def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[str]:
+    """Failed groups all of whose nodes turned out to work: what is bad is between them."""
+    pairs: list[Collection[str]] = []
+    clauses: list[str] = []
+    for group in sorted(groups, key=lambda one: len(one.nodes)):
+        sound = all(trials[node].good and not trials[node].out for node in group.nodes)
+        if not sound or any(set(pair) <= set(group.nodes) for pair in pairs):
+            continue
+        pairs.append(group.nodes)
+        between = "the link between" if len(group.nodes) == 2 else "a link among"
+        why = f"in {group.failure.phase} ({quoted(group.failure.reason)})"
+        clauses.append(
+            f"{between} {names(group.nodes)} failed {why}, though each works with others"
+        )
+    more = f"and {len(clauses) - TOLD} more links failed"
+    return [*clauses[:TOLD], more] if len(clauses) > TOLD else clauses
+
+
+def _works(failure: Failure, trials: Mapping[str, Trial]) -> bool:
+    return bool(failure.partners) and all(trials[node].good for node in failure.partners)
+
+
+def _weight(failure: Failure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
+    """Least for what proves most: no partner explains it, and few had a part in it."""
+    return bool(failure.partners) and not _works(failure, trials), len(failure.partners)
+
+
+SPREADS = 5.0
+"""So many estimated standard deviations above the median of the others; raise it and nodes that
+differ much among themselves hide a slow one."""
+
+MAD_TO_DEVIATION = 1.4826
+"""A median absolute deviation times this is the standard deviation of a normal distribution."""
+
+CRUDE_RATIO = 2.0
+"""dlrover-run's rule, told beside ours: above twice the median of all, the judged one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A figure that stands out; all in the unit of the figures."""
+
+    value: float
+    median: float  # of the others
+    limit: float  # the larger of the two bounds
+    others: int  # how many they are
+    crude: bool  # whether CRUDE_RATIO times the median of all would say so too
+
+
+def outliers(values: Sequence[float], ratio: float) -> dict[int, Outlier]:
+    """By index, each of `values` that is larger than the others allow. None of fewer than two."""
+    if len(values) < 2:
+        return {}
+    order = sorted(values)
+    crude = CRUDE_RATIO * _median(order, None)
+    deviations: dict[float, list[float]] = {}  # by the median they are taken from: three at most
+    found: dict[int, Outlier] = {}
+    for index, value in enumerate(values):
+        place = bisect_left(order, value)
+        median = _median(order, place)
+        if value <= ratio * median:
+            continue
+        if median not in deviations:
+            deviations[median] = sorted(abs(one - median) for one in order)
+        spread = deviations[median]
+        mad = _median(spread, bisect_left(spread, abs(value - median)))
+        limit = max(ratio * median, median + SPREADS * MAD_TO_DEVIATION * mad)
+        if value > limit:
+            found[index] = Outlier(value, median, limit, len(values) - 1, value > crude)
+    return found
+
+
+def _median(order: Sequence[float], without: int | None) -> float:
+    """Of a sorted sequence, if need be without the entry at this place."""
+    count = len(order) - (without is not None)
+
+    def at(place: int) -> float:
+        return order[place if without is None or place < without else place + 1]
+
+    half = count // 2
+    return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
+
+
+@dataclass(slots=True)
+class Paces:
+    """What the probes of a check say of the speed of its nodes."""
+
+    ratio: float
+    compute: dict[str, float]  # seconds of a matmul: the first of this check, or of an earlier one
+    rates: Mapping[str, Rate]  # from earlier checks
+    again: dict[str, bool] = field(default_factory=dict)  # to be measured again; if alone will do
+    slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
+    _doubted: dict[str, bool] = field(default_factory=dict)  # matmul stood out, once until now
+
+    def judge(
+        self,
+        trials: Mapping[str, Trial],
+        passed: Sequence[Sequence[str]],
+        computed: Mapping[str, float],
+    ) -> None:
+        """Fill `again` and `slow` anew after a pass; `passed`: the groups that worked in it,
+        `computed`: seconds of a matmul, of each node that timed any in it."""
+        self.again, self.slow = {}, {}
+        self._judge_groups(trials, passed)
+        self._judge_rates(trials)
+        self._judge_compute(trials, computed)
+        for node in self.slow:
+            self.again.pop(node, None)
+
+    def _judge_compute(self, trials: Mapping[str, Trial], computed: Mapping[str, float]) -> None:
+        first = all(len(trials[node].compute) == 1 for node in computed)
+        drift = 1.0 if first else self._drift(trials, computed)
+        settled = {node for node in self._doubted if node in computed and _usable(trials[node])}
+        for node, seconds in computed.items():
+            if node in settled or len(trials[node].compute) == 1:
+                self.compute[node] = seconds / drift
+        for node in settled:
+            del self._doubted[node]
+        for trial, found in _standing_out(trials, self.compute, self.ratio):
+            if trial.node in settled:
+                self._tell(trial, f"compute {_compared(found, drift)}")
+            elif len(trial.compute) == 1:  # who was held up too, and is judged once it works
+                self._doubted[trial.node] = True
+        self.again |= {node: True for node in self._doubted if _usable(trials[node])}
+
+    def _drift(self, trials: Mapping[str, Trial], computed: Mapping[str, float]) -> float:
+        """What a matmul of this pass takes, as a multiple of what it took when it was timed first:
+        the median over good nodes that are not doubted; 1.0 where there is none."""
+        ratios = [
+            seconds / self.compute[node]
+            for node, seconds in computed.items()
+            if node in self.compute and node not in self._doubted and _usable(trials[node])
+        ]
+        return median(ratios) if ratios else 1.0
+
+    def _judge_rates(self, trials: Mapping[str, Trial]) -> None:
+        best = {node: rate.cost for node, rate in self.rates.items()}
+        for trial in trials.values():
+            rate = trial.rate
+            if rate is not None:
+                best[trial.node] = min(rate.cost, best.get(trial.node, rate.cost))
+        for trial, found in _standing_out(trials, best, self.ratio):
+            rate = trial.rate if _usable(trial) else None
+            if rate is not None and _with_different(trial):
+                told = _compared(found, rate.traffic, "")
+                with_whom = names(rate.partners)
+                self._tell(trial, f"all_reduce of {size(rate.size)} with {with_whom} {told}")
+            elif rate is not None:
+                self.again.setdefault(trial.node, False)
+
+    def _judge_groups(self, trials: Mapping[str, Trial], passed: Sequence[Sequence[str]]) -> None:
+        """Compare whole groups of the last pass with each other, and with what is known from
+        earlier checks."""
+        timed = [nodes for nodes in passed if trials[nodes[0]].rates and len(nodes) > 1]
+        costs = [trials[nodes[0]].rates[-1].cost for nodes in timed]
+        known = [rate.cost for rate in self.rates.values()]
+        for index in outliers([*costs, *known], self.ratio):
+            for node in timed[index] if index < len(timed) else ():
+                if len(trials[node].rates) == 1 and _usable(trials[node]):
+                    self.again[node] = False
+
+    def _tell(self, trial: Trial, evidence: str) -> None:
+        before = self.slow.get(trial.node)
+        self.slow[trial.node] = f"{before}; {evidence}" if before else evidence
+
+
+def _standing_out(
+    trials: Mapping[str, Trial], figures: Mapping[str, float], ratio: float
+) -> list[tuple[Trial, Outlier]]:
+    """Those of this check whose figure is larger than the others allow."""
+    whose = list(figures)
+    found = outliers(list(figures.values()), ratio)
+    mine = [(trials.get(whose[index]), it) for index, it in found.items()]
+    return [(trial, it) for trial, it in mine if trial is not None]
+
+
+def _usable(trial: Trial) -> bool:
+    """Whether it may yet be called slow: it works, and has not been called so in this check."""
+    return trial.good and not trial.out and not trial.told_slow
+
+
+def _with_different(trial: Trial) -> bool:
+    """Whether no one partner, who may be the slow one, had a part in all of its measures."""
+    return not frozenset.intersection(*(frozenset(one.partners) for one in trial.rates))
+
+
+def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
+    """The evidence in words; a figure times `scale` is seconds."""
+    crude = f"{CRUDE_RATIO:g} x median would {'say slow too' if found.crude else 'not say so'}"
+    return (
+        f"{duration(found.value * scale)}{unit}, the others {duration(found.median * scale)} "
+        f"(median of {found.others}), limit {duration(found.limit * scale)}; {crude}"
+    )
+
+
+WINDOW = 5
+"""Reports whose median is a node's own part; raise it and longer disturbances are overlooked, and a
+slow node is found later."""
+
+WARM = 3
+"""Reports that a node must have given in a row before it is compared: first steps are like no
+other (compilation, first touches of memory)."""
+
+JUDGE_EVERY = 1.0
+"""Seconds between two judgements at the least."""
+
+JUDGEMENTS = 3
+"""A suspicion needs that many judgements in a row, however short `slow_for` is."""
+
+PATIENCE = 5.0
+"""Nodes that say nothing for so many seconds after another has reported, or for twice as long as
+its report covers if that is longer, are not waited for; they are silent."""
+
+WORTH = 0.5
+"""A slow node must cost this part of what the ratio alone would cost where steps consist of nothing
+but own work. With 1.5 that is a sixth of the step: where steps are mostly waiting for the network,
+a node whose small own part is twice the others' costs the job nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """A node that is suspected, and the evidence as a clause for people."""
+
+    node: str
+    evidence: str
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What one node has reported in this round; seconds."""
+
+    newest: Steps | None = None
+    reports: deque[Steps] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    fresh: bool = False  # has reported since the last judgement
+    slow_since: float = math.nan
+    judgements: int = 0  # in a row that found it slow
+    told_at: float = -math.inf  # when it was suspected last
+
+    def own(self) -> float:
+        return median(one.own for one in self.reports)
+
+    def seconds(self) -> float:
+        return median(one.seconds for one in self.reports)
+
+    def waiting(self) -> float:
+        """The share of its time that it waits."""
+        return median(min(1.0, one.waited / max(one.seconds, 1e-9)) for one in self.reports)
+
+    def covered(self) -> float:
+        """Seconds from one report to the next, as they usually are."""
+        return median(one.steps * one.seconds for one in self.reports)
+
+    def well(self) -> None:
+        self.judgements = 0
+
+    def silent(self) -> None:
+        """What it has reported does not count any more."""
+        self.reports.clear()
+        self.fresh = False
+        self.well()
+
+
+class Stragglers:
+    """The step times of the nodes of one round; see the module's head."""
+
+    def __init__(self, checks: CheckSpec) -> None:
+        self._ratio = checks.slow_ratio
+        self._slow_for = checks.slow_for
+        self.new_round(())
+
+    def new_round(self, nodes: Sequence[str]) -> None:
+        """A round begins with these nodes: what was measured in the last one is forgotten."""
+        self._paces = {node: _Pace() for node in nodes}
+        self._comparable: set[str] = set()  # nodes with reports that tell their own part
+        self._fresh = 0  # of these
+        self._first_fresh = 0.0
+        self._judged_at = -math.inf
+        self._suspects: deque[Slowness] = deque()
+
+    def heard(self, node: str, steps: Steps, now: float) -> Slowness | None:
+        """A node's report. The suspicion that it completes; a node that stays slow is suspected
+        again after each further `slow_for`, since it may be spared only later. O(1) amortised:
+        O(nodes log nodes) at most once in a second and in a round of reports."""
+        pace = self._paces.get(node)
+        if pace is None:
+            return None
+        pace.newest = steps
+        if steps.own > 0.0:
+            self._compare(node, pace, steps, now)
+        else:
+            self._drop(node, pace)
+        covered = steps.steps * steps.seconds
+        late = now - self._first_fresh >= max(PATIENCE, 2.0 * covered)
+        complete = self._fresh == len(self._comparable)
+        if self._fresh and (complete or late) and now - self._judged_at >= JUDGE_EVERY:
+            self._judge(now)
+        return self._suspects.popleft() if self._suspects else None
+
+    def gone(self, node: str) -> None:
+        """It is no member any more."""
+        pace = self._paces.pop(node, None)
+        if pace is not None:
+            self._drop(node, pace)
+        self._suspects = deque(one for one in self._suspects if one.node != node)
+
+    def health(self, node: str) -> str:
+        """Its step time and waiting, in words for the status page; "" if it reports none."""
+        pace = self._paces.get(node)
+        if pace is None or pace.newest is None:
+            return ""
+        newest = pace.newest
+        words = f"step {newest.step}: {newest.seconds:.3g} s a step"
+        if newest.own > 0.0:
+            share = min(1.0, newest.waited / max(newest.seconds, 1e-9))
+            words += f", {newest.own:.3g} s of it its own part, waits {share:.0%}"
+        return words
+
+    # ------------------------------------------------------------ judging
+
+    def _compare(self, node: str, pace: _Pace, steps: Steps, now: float) -> None:
+        pace.reports.append(steps)
+        self._comparable.add(node)
+        if not pace.fresh:
+            pace.fresh = True
+            if not self._fresh:
+                self._first_fresh = now
+            self._fresh += 1
+
+    def _drop(self, node: str, pace: _Pace) -> None:
+        self._comparable.discard(node)
+        self._fresh -= pace.fresh
+        pace.silent()
+
+    def _judge(self, now: float) -> None:
+        """Compare those that have reported since the last time; the others are silent."""
+        gap, self._judged_at = now - self._judged_at, now
+        for node in [one for one in self._comparable if not self._paces[one].fresh]:
+            self._drop(node, self._paces[node])
+        self._fresh = 0
+        warm: list[tuple[str, _Pace]] = []
+        for node in self._paces:  # in the order of the round, so that a replay says the same
+            pace = self._paces[node]
+            pace.fresh = False
+            if len(pace.reports) >= WARM:
+                warm.append((node, pace))
+        found = outliers([pace.own() for _, pace in warm], self._ratio)
+        for index, (node, pace) in enumerate(warm):
+            outlier = found.get(index)
+            if outlier is None or not self._costs(pace, outlier.value - outlier.median):
+                pace.well()
+                continue
+            if gap > max(PATIENCE, 2.0 * pace.covered()):
+                pace.well()  # a pause: what was before it is no part of this
+            if not pace.judgements:
+                pace.slow_since = now
+            pace.judgements += 1
+            long = pace.judgements >= JUDGEMENTS and now - pace.slow_since >= self._slow_for
+            if long and now - pace.told_at >= self._slow_for:
+                pace.told_at = now
+                others = [one for other, one in warm if other != node]
+                self._suspects.append(Slowness(node, self._evidence(pace, others, now)))
+
+    def _costs(self, pace: _Pace, excess: float) -> bool:
+        """Whether a node that has so much more to do than the others costs the job something."""
+        return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
+
+    @staticmethod
+    def _evidence(pace: _Pace, others: Sequence[_Pace], now: float) -> str:
+        own = median(one.own() for one in others)
+        waiting = median(one.waiting() for one in others)
+        theirs = "the other's" if len(others) == 1 else "the others'"
+        they = "the other" if len(others) == 1 else "the others"
+        return (
+            f"its own part of a step takes {pace.own():.3g} s, {theirs} {own:.3g} s (median of "
+            f"{some(len(others), 'node')}), for {now - pace.slow_since:.0f} s; it waits "
+            f"{pace.waiting():.0%} of its time, {they} {waiting:.0%}"
+        )

@@ -1,0 +1,277 @@
+"""Nodes that are not let in for a while: how long, until when, and why.
+
+Deaths that are held against one node, and how long one that dies so again and again waits
+outside: deaths by silence, and those soon after the node was let in (`stays`).
+
+How long nodes stay in the rounds they are let into, and which of them never stay.
+
+A node whose agent is killed whenever it trains (too little memory, a broken disk) comes back each
+time, and each time the job gives up a round to let it in and another when it dies. A *stay* is from
+the round in which a life of a node first has a place to that life's death; who leaves in good order
+has done nothing. A node whose stays are brief again and again waits at the door for 2, 4, 8 ...
+minutes, unless the job needs it to reach its smallest size. What dies at the door counts nothing:
+it costs nobody a round.
+
+Which nodes the job refuses, why, and until when.
+
+A node is excluded by a verdict: it failed the network check ("failed"), or it is too slow ("slow").
+The entry is of a node id on a host: who moves to another host under the same id is a newcomer. When
+its time is over it may come back, and is probed as any newcomer is. At most STRAGGLERS_PER_HOUR
+times within an hour a node is excluded for being slow, be it the same one, so that a wrong measure
+cannot take a job apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from elasticrun.config import (
+    EXCLUDE_BRIEF_AFTER,
+    EXCLUDE_SILENT_AFTER,
+    RESTART_HEALTHY_AFTER,
+    STRAGGLERS_PER_HOUR,
+)
+from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.persisted import LeftOut
+from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
+
+BAR_UNIT = 120.0
+"""A node that is left out waits this many seconds at the door the first time, then twice as long,
+..."""
+
+BAR_LONGEST = 3600.0
+"""... but never longer than this."""
+
+
+def bar_length(times: int) -> float:
+    """Seconds that a node waits at the door when it is left out for the `times`-th time."""
+    return min(BAR_UNIT * 2.0 ** min(times - 1, 30), BAR_LONGEST)
+
+
+class Bars:
+    """The nodes that wait at the door although there is room for them."""
+
+    def __init__(self) -> None:
+        self._until: Deadlines[str] = Deadlines()
+        self._why: dict[str, str] = {}
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._why
+
+    def __len__(self) -> int:
+        return len(self._why)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._why)
+
+    def put(self, node: str, until: float, why: str) -> None:
+        """`node` waits until then. `why`: a clause for people."""
+        self._until.arm(node, until)
+        self._why[node] = why
+
+    def lift(self, node: str) -> None:
+        """It need not wait, or has gone; harmless if it did not."""
+        self._until.disarm(node)
+        self._why.pop(node, None)
+
+    def due(self, now: float) -> list[str]:
+        """Take out and return those whose time is over."""
+        found = self._until.pop_due(now)
+        for node in found:
+            del self._why[node]
+        return found
+
+    def next(self) -> float | None:
+        """When the next one's time is over."""
+        return self._until.next()
+
+    def sentence(self, node: str, now: float) -> str:
+        """Why a node that is barred waits, and how long."""
+        until = self._until.when(node)
+        assert until is not None
+        return f"left out: {self._why[node]}; let in again in {max(0.0, until - now):.0f} s"
+
+
+MEMORY = 600.0
+"""Such deaths are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
+
+
+class Silences:
+    """When a node died in one of these ways, and how often it was sent to the door for it."""
+
+    def __init__(
+        self,
+        times: Iterable[float] = (),
+        bars: int = 0,
+        barred_until: float = -math.inf,
+        after: int = EXCLUDE_SILENT_AFTER,
+    ) -> None:
+        """`after`: so many deaths within MEMORY are too many."""
+        self.times = list(times)
+        """Monotonic seconds, oldest first: within MEMORY of the newest."""
+        self.bars = bars
+        self.barred_until = barred_until
+        """Until when it waits at the door; -inf if it need not."""
+        self._after = after
+
+    def count(self, now: float) -> None:
+        """It died so."""
+        self.times = [when for when in self.times if when >= now - MEMORY]
+        self.times.append(now)
+        if len(self.times) >= self._after:
+            self.bars += 1
+            self.barred_until = max(self.barred_until, now + bar_length(self.bars))
+
+    def matter(self, now: float) -> bool:
+        """Whether they can still be held against the node."""
+        return bool(self.times) and (self.bars > 0 or self.times[-1] > now - MEMORY)
+
+    def fact(self, node: str, now: float) -> LeftOut:
+        """For the record of the job."""
+        return LeftOut(
+            node=node,
+            silences=tuple(now - when for when in self.times),
+            bars=self.bars,
+            remaining=max(0.0, self.barred_until - now),
+        )
+
+
+def recalled(fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Silences:
+    """What `Silences.fact` gave to a master before this one."""
+    until = now + fact.remaining if fact.remaining > 0.0 else -math.inf
+    return Silences((now - age for age in fact.silences), fact.bars, until, after)
+
+
+MAX_RECORDS = 1000
+"""Nodes whose brief stays are remembered, the newest."""
+
+
+class Stays:
+    """The stays of all nodes; times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._brief: dict[str, Silences] = {}
+
+    def formed(self, nodes: Iterable[str], now: float) -> None:
+        """These nodes have a place now, and no others; O(n)."""
+        old = self._since
+        self._since = {node: old.get(node, now) for node in nodes}
+
+    def taken_over(self, nodes: Iterable[str]) -> None:
+        """These have had places under another master, nobody knows for how long."""
+        self._since.update(dict.fromkeys(nodes, -math.inf))
+
+    def lost(self, node: str, at: float, now: float) -> None:
+        """The life of this node that had a place is over since `at`, as was found out `now`."""
+        since = self._since.pop(node, -math.inf)
+        if at - since >= RESTART_HEALTHY_AFTER:
+            return
+        record = self._brief.pop(node, None) or Silences(after=EXCLUDE_BRIEF_AFTER)
+        record.count(now)
+        self._brief[node] = record
+        if len(self._brief) > MAX_RECORDS:
+            self._brief.pop(next(iter(self._brief)))
+
+    def over(self, node: str) -> None:
+        """It has left in good order."""
+        self._since.pop(node, None)
+
+    def barred_until(self, node: str, now: float) -> float:
+        """Until when a node that never stays waits at the door; `now` if it need not."""
+        record = self._brief.get(node)
+        return now if record is None else max(now, record.barred_until)
+
+    def record(self, now: float) -> tuple[LeftOut, ...]:
+        """What the next master must know."""
+        return tuple(one.fact(node, now) for node, one in self._brief.items() if one.matter(now))
+
+    def restore(self, facts: Iterable[LeftOut], now: float) -> None:
+        """Take over what another master had recorded."""
+        for one in facts:
+            self._brief[one.node] = recalled(one, now, EXCLUDE_BRIEF_AFTER)
+
+
+HOUR = 3600.0
+
+FAILED = "failed"
+SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One exclusion; times are monotonic seconds."""
+
+    kind: str
+    reason: str
+    at: float
+    until: float
+
+
+class Exclusions:
+    """The nodes that were excluded, MAX_EXCLUDED at most: the oldest are forgotten first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], _Entry] = {}  # by node id and host, oldest first
+        self._slow: deque[float] = deque(maxlen=STRAGGLERS_PER_HOUR)
+        """When nodes were last excluded for being slow; older ones do not matter any more."""
+
+    def add(
+        self, node: str, host: str, *, kind: str, reason: str, seconds: float, now: float
+    ) -> None:
+        """Exclude this node for so many seconds."""
+        self._forget_old(now)
+        self._entries.pop((node, host), None)
+        self._entries[node, host] = _Entry(kind, reason, now, now + seconds)
+        if kind == SLOW:
+            self._slow.append(now)
+        if len(self._entries) > MAX_EXCLUDED:
+            self._entries.pop(next(iter(self._entries)))
+
+    def refusal(self, node: str, host: str, now: float) -> str:
+        """Why this node may not attach, in a sentence; empty if it may."""
+        entry = self._entries.get((node, host))
+        if entry is None or now >= entry.until:
+            return ""
+        return (
+            f"node {node} on {host or 'its host'} is excluded for {entry.until - now:.0f} s more: "
+            f"{entry.reason}"
+        )
+
+    def remaining(self, node: str, host: str, now: float) -> float:
+        """For how many seconds more this node is excluded; 0 if it is not."""
+        entry = self._entries.get((node, host))
+        return 0.0 if entry is None else max(0.0, entry.until - now)
+
+    def may_be_slow(self, now: float) -> bool:
+        """Whether one more node may be excluded for being slow."""
+        return len(self.slow_ages(now)) < STRAGGLERS_PER_HOUR
+
+    def page(self, now: float) -> tuple[ExcludedNode, ...]:
+        """Those that are refused now, for people, for schedulers and for the next master."""
+        return tuple(
+            ExcludedNode(node, host, entry.kind, entry.reason, now - entry.at, entry.until - now)
+            for (node, host), entry in self._entries.items()
+            if now < entry.until
+        )
+
+    def slow_ages(self, now: float) -> tuple[float, ...]:
+        """How long ago (seconds) nodes were excluded for being slow within the hour, oldest first,
+        STRAGGLERS_PER_HOUR at most; the next master must know of these too."""
+        return tuple(now - at for at in self._slow if now - at < HOUR)
+
+    def restore(
+        self, excluded: Iterable[ExcludedNode], slow_ages: Iterable[float], now: float
+    ) -> None:
+        """Take over what another master had recorded."""
+        self._slow.extend(now - age for age in slow_ages)
+        for one in excluded:
+            self._entries[one.node, one.host] = _Entry(
+                one.kind, one.reason, now - one.age, now + one.remaining
+            )
+
+    def _forget_old(self, now: float) -> None:
+        self._entries = {key: e for key, e in self._entries.items() if now < e.until}

@@ -1,0 +1,151 @@
+"""The facts of a job that outlive its master: what is decided, never how it came about.
+
+A brain says `Record(facts)` before the orders that the facts permit; whoever starts the next master
+hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
+(decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
+and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the
+next master has another clock.
+
+Facts that have lain in a record for a while: their ages have grown, what remains has shrunk.
+
+Without this every crash of a master would start an exclusion or a window of the restart budget
+anew, and a master that crashes often enough would never let anything end.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from elasticrun.wire.messages import End, ExcludedNode, JobSpec, Restore
+from elasticrun.wire.types import Endpoint, RoundName
+
+
+class Seat(Struct, frozen=True):
+    """A member's place in the round, enough to tell it its `Start` again.
+
+    Of an adopted round the roles are not known: `role_world_size` is 0."""
+
+    node: str
+    incarnation: str
+    group_rank: int
+    first_rank: int
+    ranks: int  # on this node
+    role_first_rank: int
+    role_world_size: int
+
+
+class RoundFacts(Struct, frozen=True):
+    """The last round that was formed or adopted, and how it stood."""
+
+    name: RoundName
+    world_size: int
+    restart_count: int
+    store: Endpoint
+    store_node: str
+    age: float
+    seats: tuple[Seat, ...]
+    adopted: bool = False  # its nodes told of it; what they do not know is missing
+    over: str = ""  # why its members were told to stop, empty while it runs
+    lost: str = ""  # which member was lost first, in a sentence
+    excuse: str = ""  # why what fails in it from here on costs nothing
+    gone: tuple[str, ...] = ()  # members whose agents have gone
+    done: tuple[str, ...] = ()  # of these, the ones whose ranks had all ended with 0
+    waiting: tuple[str, ...] = ()  # once it is over: nodes that wait to be in the next one
+    fenced: bool = False  # it can complete no further collective
+    silent: float = 0.0  # since the last word of the members that have gone
+    restore: Restore | None = None  # the snapshot that it was to go on from
+    rewound_from: int = -1  # as in Start, and so are these
+    suspect: bool = False
+    restore_step: int = -1
+
+
+class LeftOut(Struct, frozen=True):
+    """A node that has fallen silent lately, or whose stays were brief: the ages of these deaths,
+    how often it was sent to the door for them, and how long it waits there yet."""
+
+    node: str
+    silences: tuple[float, ...]
+    bars: int
+    remaining: float
+
+
+class Blamed(Struct, frozen=True):
+    """A node whose ranks were the first to fail: in how many rounds in a row until now, how often
+    it was left out for that and for which rank (-1: none), and the seconds until it is let in
+    (negative: since then)."""
+
+    node: str
+    rounds: int
+    times: int
+    rank: int
+    remaining: float
+
+
+class Rejected(Struct, frozen=True):
+    """A snapshot, and how many rounds that trained on from it failed by themselves within a few
+    steps."""
+
+    round: RoundName
+    step: int
+    times: int
+
+
+class Facts(Struct, frozen=True):
+    """All of it; the next master believes this and asks the agents for the rest."""
+
+    spec: JobSpec
+    term: int
+    number: int  # of the last round
+    round: RoundFacts | None
+    order: tuple[str, ...]  # node ids in the order of first join
+    charges: tuple[float, ...]  # restarts charged, their ages
+    restart_count: int
+    short_lives: int
+    left_out: tuple[LeftOut, ...]
+    starved: float  # how long the job has waited below its smallest size; 0.0: it does not
+    outcome: End | None
+    blamed: tuple[Blamed, ...] = ()
+    fickle: tuple[LeftOut, ...] = ()  # nodes whose stays were brief
+    excluded: tuple[ExcludedNode, ...] = ()  # who is refused
+    slow_ages: tuple[float, ...] = ()  # since nodes were excluded as slow, within the hour
+    written: Restore | None = None  # the newest checkpoint that was committed
+    rejected: tuple[Rejected, ...] = ()
+    rewound_from: int = -1  # training was taken back from this step since the newest checkpoint
+    restore_step: int = -1  # as in Start; -1 too once there is a checkpoint of what came of it
+    blind: bool = False  # no round, but another master served before, without leaving a record
+
+
+def aged(facts: Facts, seconds: float) -> Facts:
+    """The same facts `seconds` later. `starved` stays as it is: while there was no master nobody
+    could have joined."""
+    if seconds <= 0.0:
+        return facts
+    last = facts.round
+    return replace(
+        facts,
+        round=None if last is None else _round(last, seconds),
+        charges=tuple(age + seconds for age in facts.charges),
+        left_out=tuple(_left_out(entry, seconds) for entry in facts.left_out),
+        fickle=tuple(_left_out(entry, seconds) for entry in facts.fickle),
+        blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
+        excluded=tuple(_excluded(entry, seconds) for entry in facts.excluded),
+        slow_ages=tuple(age + seconds for age in facts.slow_ages),
+    )
+
+
+def _round(last: RoundFacts, seconds: float) -> RoundFacts:
+    return replace(last, age=last.age + seconds, silent=last.silent + seconds)
+
+
+def _left_out(entry: LeftOut, seconds: float) -> LeftOut:
+    return replace(
+        entry,
+        silences=tuple(age + seconds for age in entry.silences),
+        remaining=max(0.0, entry.remaining - seconds),
+    )
+
+
+def _excluded(entry: ExcludedNode, seconds: float) -> ExcludedNode:
+    remaining = max(0.0, entry.remaining - seconds)
+    return replace(entry, age=entry.age + seconds, remaining=remaining)

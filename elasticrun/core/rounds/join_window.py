@@ -1,0 +1,274 @@
+"""Last call: how long to wait for nodes that nobody has announced.
+
+Things that befall nodes one after another, and whether they are one event that goes on.
+
+A switch fails and its nodes are lost over a minute; a rack gets its power back and they return over
+two. A round for each of them would cost every node of the job a restart each time. A burst looks at
+the times at which it happened so far and says how long the job should hold still before it answers.
+
+The first answer is never held back: one lost node is mostly one lost node, and whatever happens
+until that round has formed is in it. Only when the next thing happens to another node, within
+`window` of the one before and after a round was already given for it, is it one event, and then the
+job waits for its end, once. So an event costs two rounds, however it is spread.
+
+How long is "its end"? If gaps are memoryless and n of them took T seconds together, a further gap
+longer than q has probability (1 + q/T)^-n, whatever their rate. So a silence of
+
+    q = T * (DOUBT^(-1/n) - 1)
+
+means with certainty 1 - DOUBT that nothing more comes: 1.05 T after 16 gaps (as long as the event
+itself has lasted), 9 T after five. Few gaps say little, so q is bounded by `most`. Where most came
+at once and a few trickle in after them T says little; there the silence is twice the largest gap at
+least. A fixed wait that is safe for losses spread over two minutes would cost a minute also where a
+rack went dark within one second; this one costs what the news itself takes.
+
+An event that does not end is answered after `longest` all the same, and then no more held back.
+
+When newcomers are let into a round that runs: a restart for all, against a wait for some.
+
+* A round younger than GROW_YOUNG (one that is adopted counts from then) has little to lose: a
+  newcomer is let in when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
+  between newcomers). Last call counts from the moment an agent appears, since its join comes only
+  when its torch is imported, and waits for those who have appeared and not joined; but one that
+  comes and goes counts when it joins. It is spent before ranks are stopped, not after.
+* While the job is still *being started* newcomers are let in together, when `burst` takes the start
+  for over: one larger round, and not one for each of eight nodes that start over forty seconds. It
+  is, in its first round, if the nodes of that round came apart, or if with the first newcomer not
+  more are there than missing and more than two are missing. (That one newcomer is alone cannot be
+  known; this is what tells a job of 2:8 with three nodes from one of 1:4 with two.)
+* In a large job the same holds for nodes that come back one after another: the first is let in at
+  once, the others together.
+* An older round lets them in when `grow_cooldown` is over since it began; with `grow == "now"` the
+  age of the round does not count, nor whether the job is being started.
+* When `max` is reached there is nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from elasticrun.config import (
+    GROW_YOUNG,
+    LAST_CALL_CAP_FACTOR,
+    LAST_CALL_QUIET,
+    STORM_LONGEST,
+    STORM_NODES,
+    STORM_QUIET,
+    STORM_WINDOW,
+)
+from elasticrun.wire.messages import JobSpec
+
+
+class LastCall:
+    """It ends when nodes have stopped coming; the rules are in the head of `rendezvous`.
+
+    A silence begins when a node has come (its Hello), not when it has imported torch and can start;
+    but half of LAST_CALL_QUIET passes after that too, for those who were a moment slower."""
+
+    def __init__(self, timeout: float, horizon: float = math.inf) -> None:
+        """`timeout`: see there. A node that comes more than `horizon` seconds after the
+        one before begins a new series: the gap between series says nothing."""
+        self._timeout = timeout
+        self._horizon = horizon
+        self._last: float | None = None
+        self._gap = 0.0
+        self._ready = -math.inf
+        self.began: float | None = None
+
+    def arrival(self, now: float) -> None:
+        """A node has come: its Hello counts, not how long it then imports torch before it joins."""
+        gap = 0.0 if self._last is None else now - self._last
+        self._gap = max(self._gap, gap) if gap <= self._horizon else 0.0
+        self._last = now
+
+    def ready(self, now: float) -> None:
+        """A node that had come before can start."""
+        self._ready = now
+
+    def begin(self, now: float) -> None:
+        """There are nodes enough; without effect if it has begun."""
+        if self.began is None:
+            self.began = now
+
+    def cancel(self) -> None:
+        """There are not enough any more."""
+        self.began = None
+
+    def ends(self, *, announced: bool) -> float:
+        """When it ends if nobody else joins. `announced`: nodes are known to be on their way."""
+        assert self.began is not None
+        quiet = max(LAST_CALL_QUIET, 2.0 * self._gap)
+        if announced:
+            quiet = self._timeout
+        last = self.began if self._last is None else self._last
+        settled = self._ready + min(LAST_CALL_QUIET / 2.0, self._timeout)
+        return min(
+            max(self.began, last + min(quiet, self._timeout), settled),
+            self.began + LAST_CALL_CAP_FACTOR * self._timeout,
+        )
+
+
+DOUBT = 1e-5
+"""Chance that an event whose gaps are memoryless goes on after it was taken to be over."""
+
+
+class Burst:
+    """One series of happenings; times are monotonic seconds."""
+
+    def __init__(self, *, window: float, least: float, most: float, longest: float) -> None:
+        """`window`: happenings further apart are different events. `least` and `most` bound the
+        silence that ends an event, `longest` the whole wait; all in seconds."""
+        self._window = window
+        self._least = least
+        self._most = most
+        self._longest = longest
+        self._seen: set[Hashable] = set()
+        self._first = self._last = 0.0
+        self.gap = 0.0
+        """The largest between two happenings of the present event."""
+        self._answered = False  # a round was formed since the event began
+        self._open_since: float | None = None  # the first happening that no round has answered
+        self._exhausted = False
+
+    def seen(self, what: Hashable, now: float) -> None:
+        """It happened. The same thing again says nothing about how far the event spreads."""
+        if not self._seen or now - self._last > self._window:
+            self._seen = {what}
+            self._first = self._last = now
+            self.gap = 0.0
+            self._answered = self._exhausted = False
+            self._open_since = now
+        elif what not in self._seen:
+            self._seen.add(what)
+            self.gap = max(self.gap, now - self._last)
+            self._last = now
+            if self._open_since is None:
+                self._open_since = now
+
+    def answered(self, now: float, *, wholly: bool = True) -> None:
+        """A round was formed of those who are there. `wholly`: for all that was seen so far."""
+        if self._open_since is not None:
+            self._exhausted = self._exhausted or now >= self._open_since + self._longest
+            self._answered = True
+            self._open_since = None if wholly else now
+
+    def holds(self, most: float | None = None) -> float | None:
+        """Until when the answer to what was seen last should wait; None: it need not. `most`:
+        where less than its bound is to be waited in silence."""
+        gaps = len(self._seen) - 1
+        if not self._answered or self._open_since is None or self._exhausted or gaps < 1:
+            return None
+        quiet = (self._last - self._first) * (math.pow(DOUBT, -1.0 / gaps) - 1.0)
+        quiet = max(quiet, 2.0 * self.gap, self._least)
+        quiet = min(quiet, self._most if most is None else most)
+        return min(self._last + quiet, self._open_since + self._longest)
+
+
+SERIES = 20.0
+"""Newcomers further apart than these seconds are no series: the next one is let in as if it were
+the first, since nobody says that more will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """When those at the door are let in if nothing else happens, and why not now."""
+
+    due: float
+    reason: str
+
+
+class Door:
+    """Where newcomers wait. Times are monotonic seconds."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        # the series goes on over the rounds that newcomers cause: nodes that come back one after
+        # another are let in together, and not each by a round of its own
+        self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
+        self._starts = self._burst()  # of nodes, up to the job's second round
+        self._returns = self._burst()  # and after the first
+        self._appeared = 0
+        self._running = False  # a round was formed
+        self._starting = False  # it is the job's first
+        self._apart = False  # and its nodes come one after another
+        self._formed_at = 0.0
+        self._fickle: dict[str, None] = {}  # came and went again since the round was formed
+        self._opened: float | None = None  # when the first of those who wait now had joined
+
+    def appeared(self, node: str, now: float) -> None:
+        """An agent that has no place in the round is there; it may have to make its store ready."""
+        self._starts.seen(node, now)
+        if self._running:
+            self._call.arrival(now)
+            self._appeared += 1
+            self._returns.seen(self._appeared, now)
+
+    def joined(self, node: str, now: float) -> None:
+        """A node waits at the door of a round that runs."""
+        if self._opened is None:
+            self._opened = now
+        if node in self._fickle:
+            self._call.arrival(now)
+
+    def went(self, node: str) -> None:
+        """It went again before it was let in: the next time its joining counts, not its coming."""
+        self._fickle[node] = None
+
+    def formed(self, now: float, *, announced: bool = False) -> None:
+        """A round was formed, or taken over from another master. `announced`: as in `entry`."""
+        self._running = True
+        self._starting = False
+        self._starts.answered(now, wholly=not announced)
+        self._returns.answered(now, wholly=not announced)
+        self._call.cancel()
+        self._formed_at = now
+        self._fickle.clear()
+        self._opened = None
+
+    def job_began(self) -> None:
+        """The round that was just formed is the job's first."""
+        self._starting = True
+        self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
+
+    def entry(self, size: int, possible: int, largest: int, announced: bool) -> Entry:
+        """What those at the door are to be told. `size`: members of the round, `possible`: how many
+        it could have with them, `largest`: at most. `announced`: others have appeared and not
+        joined yet."""
+        opened = self._formed_at if self._opened is None else self._opened
+        self._call.begin(opened)
+        due, reason = opened, "at the door: let in when no more nodes come"
+        if possible < largest:
+            due = self._call.ends(announced=announced)
+            held = self._held(size, possible, largest)
+            if held is not None and held.due > due:
+                due, reason = held.due, held.reason
+        if self._spec.grow != "now" and opened - self._formed_at >= GROW_YOUNG:
+            due = max(due, self._formed_at + self._spec.grow_cooldown)
+            reason = (
+                f"at the door: let in {self._spec.grow_cooldown:g} s after the round began "
+                "(--grow=now: at once), or when a node is lost"
+            )
+        return Entry(due, reason)
+
+    def _held(self, size: int, possible: int, largest: int) -> Entry | None:
+        missing = largest - possible
+        if self._starting and self._spec.grow != "now" and missing > 2 and possible <= missing:
+            self._apart = True
+        if self._starting and self._spec.grow != "now" and self._apart:
+            # twice: unlike last call it costs those who are there nothing, since they train
+            due = self._starts.holds(most=2.0 * self._spec.last_call_timeout)
+            reason = "at the door: the job is being started; let in together when no more come"
+            return None if due is None else Entry(due, reason)
+        if size >= STORM_NODES:
+            due = self._returns.holds()
+            reason = "at the door: nodes come one after another; let in together when no more come"
+            return None if due is None else Entry(due, reason)
+        return None
+
+    @staticmethod
+    def _burst() -> Burst:
+        return Burst(
+            window=STORM_WINDOW, least=LAST_CALL_QUIET, most=STORM_QUIET, longest=STORM_LONGEST
+        )

@@ -1,0 +1,381 @@
+"""Which snapshot the next round goes on from, and who can give which shard of it.
+
+A snapshot is named (round, step). Steps of different rounds are never combined: after a restart
+the same number may stand for another state. Two rounds are believed: the present one, and the one
+that it was restored from, up to the step that it was restored from, for as long as nodes hold it.
+What a node holds counts while its stream stands: it says all of it again on every stream, before it
+says that its ranks have stopped.
+
+*The watermark* is the newest whole step of the present round; older ones are needed no more. With
+replicas it is the newest of which every part is on two nodes (`breakpoint_replicas`). Where
+ranks have come to hold different steps above it, none of which can become whole, their slots would
+be full for ever: those steps are *given up*, and do not count from then on.
+*The choice* is the newest whole step of the present round, else of the one before, without those
+that are bad: a shard did not have its hash. Those that are suspect come last.
+*Suspect* is a step from which MAX_REJECTED rounds trained on, and failed by themselves within
+FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have put it back
+and done a step, a signal from outside and the loss of a node say nothing about it. Nothing is lost
+for suspicion: where nothing else is whole in memory, nor in storage, it is tried again.
+*A person may ask* for a step (--restore-step). That one is gone on from and no other, from memory
+or storage, until a round that did so has a whole step of its own; and again, as long as no
+checkpoint of what came of it is written, where memory is lost.
+
+*A master that knows of no round* (a new one without a record, and no rank lives that could tell it
+of one) believes what agents have noted: the newest round that any of them names counts as the one
+before, with what that one had gone on from. Only rounds of masters of a lower term are believed:
+with a clock that was set back, newer snapshots would seem to be older. Decision 025.
+
+Ranks that have state of their own (`per_rank`) are given it back where that costs a step or two: of
+the whole steps, the newest at which every such rank is held comes before a newer one that lacks it.
+*Training is taken back* when a snapshot is suspect: a checkpoint of that step or a later one is no
+better, so it comes last too (`rewound_from`), until a newer one was committed, which says by itself
+that those were left.
+
+What comes of it is left in `orders` and `news`, for the caller to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from elasticrun.config import REPLICA_LIMIT
+from elasticrun.core.persisted import Rejected
+from elasticrun.core.snapshots.ledger import Ledger, in_spans
+from elasticrun.core.snapshots.replication import Replicas
+from elasticrun.core.snapshots.writing import Key
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+
+MAX_WAITING = 65536
+"""Questions for a shard whose holder is on its way back."""
+
+MAX_REJECTED = 2
+"""Rounds that failed by themselves soon after what they went on from, until that is suspect."""
+
+FEW_STEPS = 10
+"""Steps after a restore; a failure that comes later has other reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the next round goes on from; `why` says what could not be had of a newer one. `suspect`
+    and `restore_step` are as in Start."""
+
+    restore: m.Restore | None
+    why: str = ""
+    suspect: bool = False
+    restore_step: int = -1
+
+
+class BreakpointChoice:
+    """See the module's head."""
+
+    def __init__(self, term: int, restore_step: int = -1) -> None:
+        """`term`: of this master; `restore_step`: that a person asks for."""
+        self._term = term
+        self.restore_step = restore_step  # as in Start; -1 too once a checkpoint followed
+        self._has_obeyed = False  # a round that went on from it has a whole step of its own
+        self._began = False  # a round of this master, or one that it was told of as such
+        self._last: m.LastRound | None = None  # of another master, as agents have noted it
+        self._is_clock_told = False
+        self._ledgers: list[Ledger] = []  # of the present round, and of the one before
+        self._raw: dict[str, m.Holdings] = {}  # what each living node said last
+        self._going: dict[str, None] = {}  # nodes that are to go
+        self._away: dict[str, None] = {}  # nodes that may come back with what they hold
+        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
+        self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
+        self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
+        self._rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
+        self._restored: m.Restore | None = None  # by the present round
+        self._reached = -1  # newest step of those that ranks did after they had put that back
+        self._replicas = Replicas(REPLICA_LIMIT, self._tell, self._say)
+        self.watermark = -1  # of the present round; -1: none yet
+        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as in Start
+        self.orders: list[tuple[tuple[str, ...], m.Order]] = []
+        self.news: list[tuple[str, str]] = []  # a sentence, and its level
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether all that is known of a round is what agents have noted of another master's."""
+        return self._last is not None and not self._began
+
+    def _look_back(self, last: m.LastRound | None) -> None:
+        """An agent names the newest round whose ranks lived on its node."""
+        if self._began or last is None:
+            return
+        if last.round.term >= self._term:
+            if not self._is_clock_told:
+                self._is_clock_told = True
+                why = f"it is of round {last.round}, and this master of term {self._term}"
+                self._say(f"what is in memory is not used: {why}; was a clock set back?", "warning")
+            return
+        known = self._last
+        if known is None or _order(known.round) < _order(last.round):
+            self._last = last
+            if self.restore_step < 0:
+                self.rewound_from = last.rewound_from
+            self._know(last.round, last.world_size, last.restore)
+        elif known.round == last.round and last.rewound_from < 0 and self.restore_step < 0:
+            self.rewound_from = -1  # a checkpoint that was committed since says so
+
+    def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
+        """These are the rounds from here on."""
+        old = next((one for one in self._ledgers if restore and one.name == restore.round), None)
+        self._ledgers = [Ledger(name, world_size)]
+        if restore is not None:
+            origin = old or Ledger(restore.round, restore.world_size)
+            origin.end_at(restore.step)
+            self._ledgers.append(origin)
+        self._restored = restore
+        self._reached = self.watermark = -1
+        known = {one.name for one in self._ledgers}
+        self._dropped = {key: None for key in self._dropped if key[0] in known}
+        self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
+        self._named.clear()
+        self._waiting.clear()
+        for node in self._raw:
+            self._count(node)
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        """Nodes that have yet to say what they hold."""
+        self._away.update(dict.fromkeys(nodes))
+
+    def has_said_all(self, node: str) -> None:
+        """It has told of other things by now: what it holds, if anything, was said before."""
+        if node in self._away:
+            del self._away[node]
+            self._answer()
+
+    def _take_in(self, node: str, report: m.Holdings) -> None:
+        """This is what a living node holds."""
+        self._raw[node] = report
+        self._away.pop(node, None)
+        self._look_back(report.last)
+        went_on = report.went_on
+        if went_on is not None and self._ledgers and went_on.round == self._ledgers[0].name:
+            self._reached = max(self._reached, went_on.step)
+        self._count(node)
+
+    def _lose_sight(self, node: str, *, for_good: bool) -> None:
+        """What this node holds cannot be had, for a moment or `for_good`."""
+        self._raw.pop(node, None)
+        self._away[node] = None
+        self._count(node)
+        if for_good:
+            del self._away[node]
+            self._waiting = {one: None for one in self._waiting if one[0] != node}
+            self._answer()
+
+    def _count(self, node: str) -> None:
+        """Enter what a node said into the books."""
+        report = self._raw.get(node)
+        held = report.held if report is not None else ()
+        for ledger in self._ledgers:
+            ledger.hear(node, [one for one in held if one.round == ledger.name])
+            if node in self._going:
+                ledger.keep_only(node, self._kept(node, ledger))
+
+    def _kept(self, node: str, ledger: Ledger) -> int | None:
+        """The step for which a node that is to go stays; None: for none of this round."""
+        return None
+
+    def _skipped(self) -> int:
+        """Snapshots that a rank of the present round has skipped, of the rank with the most."""
+        name = self._ledgers[0].name if self._ledgers else None
+        reports = (one for one in self._raw.values() if one.last and one.last.round == name)
+        return max((one.skipped for one in reports), default=0)
+
+    def _ledger(self, name: RoundName) -> Ledger | None:
+        return next((one for one in self._ledgers if one.name == name), None)
+
+    def _raise_watermark(self) -> None:
+        for ledger in self._ledgers[:1]:
+            whole = [step for step in ledger.steps() if ledger.is_whole(step)]
+            if self.looks_back:  # nobody has to be told
+                self.watermark = max([self.watermark, *whole])
+                continue
+            newest = next((step for step in whole if self._replicas.counts(ledger, step)), -1)
+            if newest > self.watermark:
+                self.watermark = newest
+                self._has_obeyed = True
+                self.orders.append((tuple(self._raw), self._mark()))
+            elif whole and whole[0] > self.watermark:
+                continue  # to be given up with what is above it, were it not for a moment
+            elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
+                self._raw
+            ):
+                ledger.give_up(self.watermark)
+                self.orders.append((tuple(self._raw), self._mark()))
+
+    def _mark(self) -> m.Watermark:
+        """What all nodes of the present round are to know."""
+        ledger = self._ledgers[0]
+        above, upto = ledger.given_up
+        return m.Watermark(ledger.name, self.watermark, upto if above == self.watermark else -1)
+
+    # ------------------------------------------------------------ the choice
+
+    def choose(self) -> Choice:
+        """What the next round goes on from."""
+        choice, asked = self._newest(), self.restore_step
+        if asked >= 0 and (choice.restore is None or not self._has_obeyed):
+            return Choice(self._whole(asked, self._dropped), restore_step=asked)
+        if choice.restore is not None:
+            return choice
+        suspects = sorted((key[1] for key in self._rejected if self._is_suspect(key)), reverse=True)
+        last = (self._whole(step, self._dropped) for step in suspects)
+        found = next((one for one in last if one is not None), None)
+        return Choice(found, choice.why, suspect=found is not None)
+
+    def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
+        """This step, of the newest round of which it is whole in memory."""
+        for ledger in self._ledgers:
+            if ledger.is_whole(step) and (ledger.name, step) not in without:
+                return m.Restore(ledger.name, step, ledger.world_size)
+        return None
+
+    def _is_suspect(self, key: Key) -> bool:
+        return self._rejected.get(key, 0) >= MAX_REJECTED
+
+    def _newest(self) -> Choice:
+        """The newest whole step that nothing speaks against."""
+        why = ""
+        for ledger in self._ledgers:
+            known = self.watermark if ledger.upto is None else ledger.upto
+            steps = [step for step in sorted({*ledger.steps(), known}, reverse=True) if step >= 0]
+            usable = [
+                step
+                for step in steps
+                if (key := (ledger.name, step)) not in self._dropped and not self._is_suspect(key)
+            ]
+            whole = [step for step in usable if ledger.is_whole(step)]
+            if self.looks_back and known < 0 and usable and not whole:
+                known = usable[0]
+            if (
+                known in usable
+                and known not in whole
+                and not why
+                and known > max(whole, default=-1)
+            ):
+                lacks = ledger.why_not_whole(known)
+                why = f"step {known} cannot be restored from memory: {lacks}"
+            if whole:
+                step, less = self._with_own(ledger, whole)
+                return Choice(m.Restore(ledger.name, step, ledger.world_size), why or less)
+        return Choice(None, why)
+
+    def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
+        """Of whole steps (the newest first) the one to go on from, and why it is not the first:
+        living ranks have state of their own at it that they do not have there."""
+        own = {
+            rank
+            for report in self._raw.values()
+            for one in report.held
+            if one.own and one.round == ledger.name
+            for rank, content in enumerate(one.contents, one.first_rank)
+            if content
+        }
+        if not own:
+            return whole[0], ""
+        held = {
+            step: {rank for ranks in ledger.snaps[step].held.values() for rank in ranks} & own
+            for step in whole
+        }
+        every = set().union(*held.values())
+        best = next((step for step in whole if held[step] == every), whole[0])
+        if best == whole[0]:
+            return best, ""
+        lacking = in_spans(every - held[whole[0]])
+        return best, f"step {whole[0]} is left for step {best}: it lacks what {lacking} had alone"
+
+    def failed_by_itself(self) -> None:
+        """The present round is over because a rank of it failed, of no signal from outside, and no
+        node was lost: if ranks had trained on from what they put back, and came but a few steps
+        further, that may be the reason."""
+        on = self._restored
+        if on is None or self.watermark >= 0:
+            return
+        if not on.step < self._reached <= on.step + FEW_STEPS:
+            return
+        key = (on.round, on.step)
+        self._rejected[key] = self._rejected.get(key, 0) + 1
+        if self._rejected[key] == MAX_REJECTED:
+            low = self.rewound_from
+            self.rewound_from = on.step if low < 0 else min(low, on.step)
+            times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
+            then = f"it is tried again if nothing else is left, or with --restore-step={on.step}"
+            self._say(f"step {on.step} is suspect: {times}; {then}", "warning")
+
+    def bad(self, node: str, report: m.ShardBad) -> bool:
+        """A shard does not count any more: the node's own, or the one that was named to it. Whether
+        the present round was to go on from that snapshot."""
+        key = (report.round, report.step)
+        named = self._named.pop((node, key, report.rank), None)
+        ledger = self._ledger(report.round)
+        if ledger is None:
+            return False
+        spoilt = ledger.spoil(node, report.step, report.rank)
+        if named is not None:
+            spoilt = ledger.spoil(named[0], report.step, named[1]) or spoilt
+        if not spoilt:
+            self._dropped[key] = None  # else the same would be chosen for ever
+        what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
+        self._say(f"{what}: {report.reason} (node {node})", "warning")
+        mine = self._restored
+        return mine is not None and (mine.round, mine.step) == key
+
+    def where(self, node: str, asked: m.WhereIs) -> None:
+        """Tell `node` who has a shard that it does not: at once, or when it is known that no node
+        comes back with it, or has its saver ready (who asks does not wait for ever)."""
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting[node, asked] = None
+            self._answer()
+        else:
+            self._tell(node, self._look_for(node, asked)[0])
+
+    def _answer(self) -> None:
+        """Those who asked for a shard, as far as that is known now."""
+        for node, asked in tuple(self._waiting):
+            answer, may_come = self._look_for(node, asked)
+            if answer.saver is not None or not may_come:
+                del self._waiting[node, asked]
+                self._tell(node, answer)
+
+    def _look_for(self, node: str, asked: m.WhereIs) -> tuple[m.Holder, bool]:
+        """The answer as it is now, and whether a better one may come."""
+        key = (asked.round, asked.step)
+        ledger = self._ledger(asked.round)
+        places = ledger.find(asked.step, asked.rank) if ledger is not None else []
+        others = [place for place in places if place[0] != node]
+        for holder, rank in others:
+            report = self._raw.get(holder)
+            if report is not None and report.saver is not None:
+                self._named[node, key, asked.rank] = (holder, rank)
+                return m.Holder(*key, asked.rank, rank, report.saver, ""), True
+        why = "no node holds it any more" if not places else "its holder cannot serve it just now"
+        may_come = ledger is not None and bool(others or self._away)
+        return m.Holder(*key, asked.rank, -1, None, why), may_come
+
+    # ------------------------------------------------------------ the record
+
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Snapshots soon after which rounds failed by themselves, and how many did."""
+        return tuple(Rejected(*key, times) for key, times in self._rejected.items())
+
+    def _restore_rejected(self, rejected: Iterable[Rejected]) -> None:
+        for one in rejected:
+            self._rejected[one.round, one.step] = one.times
+
+    def _tell(self, node: str, order: m.Order) -> None:
+        self.orders.append(((node,), order))
+
+    def _say(self, text: str, level: str = "info") -> None:
+        self.news.append((text, level))
+
+
+def _order(name: RoundName) -> tuple[int, int]:
+    """Rounds in the order of time."""
+    return (name.term, name.number)

@@ -1,0 +1,334 @@
+"""Who holds what of one round's snapshots: which steps are whole, and what is missing of others.
+
+A step is *whole* when every content of the round's ranks has a living holder at that step. A rank's
+content is the one that was told at that step, else the last one that was told of that rank in the
+round; a rank of which none was ever told makes a step not whole. Ranks with the same content stand
+for each other: so the state of a DDP job outlives any of its nodes. That of a sharded one does if
+nodes hold *replicas*: copies of what another node's ranks hold, which count as that does.
+
+Whether a step is whole costs nothing to ask; to hear a report costs what it says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from elasticrun.wire.messages import Holding
+from elasticrun.wire.types import RoundName
+
+MOST_SPANS = 4
+"""Spans of ranks that a sentence names."""
+
+Place = tuple[str, int]
+"""A node and the rank whose shard it holds."""
+
+
+@dataclass(slots=True)
+class Snap:
+    """One step of one round, over all nodes."""
+
+    step: int
+    expected: dict[int, int]  # rank -> the content that it needs
+    need: Counter[int] = field(default_factory=Counter)  # content -> ranks that need it
+    holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> who has it
+    homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> nodes, ranks of each
+    held: dict[str, dict[int, int]] = field(default_factory=dict)  # node -> rank -> content
+    copies: dict[str, frozenset[int]] = field(default_factory=dict)  # node -> ranks of its replicas
+    wanted: dict[str, None] = field(default_factory=dict)  # nodes whose ranks want it written
+    missing: int = 0  # contents that nobody holds
+    lone: int = 0  # contents that one node alone holds
+    ranks: int = 0  # that are held by their own nodes
+
+    def __post_init__(self) -> None:
+        self.need.update(self.expected.values())
+        self.missing = len(self.need)
+
+    def is_whole(self, world_size: int) -> bool:
+        """Whether every rank's content has a living holder."""
+        return not self.missing and len(self.expected) == world_size
+
+    def expect(self, rank: int, content: int) -> None:
+        """This is the content of `rank` at this step."""
+        old = self.expected.get(rank)
+        if old == content:
+            return
+        if old is not None:
+            self.need[old] -= 1
+            if not self.need[old]:
+                del self.need[old]
+                self.missing -= not self.holders.get(old)
+                self.lone -= self._is_lone(old)
+        self.expected[rank] = content
+        self.need[content] += 1
+        if self.need[content] == 1:
+            self.missing += not self.holders.get(content)
+            self.lone += self._is_lone(content)
+
+    def put(
+        self,
+        node: str,
+        contents: dict[int, int],
+        *,
+        wanted: bool,
+        copies: frozenset[int] = frozenset(),
+    ) -> None:
+        """A living node holds these, in place of what it held before; `copies` of them are
+        replicas."""
+        self.take(node)
+        for rank, content in contents.items():
+            self.expect(rank, content)
+            places = self.holders.setdefault(content, {})
+            self.missing -= not places
+            self.lone -= self._is_lone(content)
+            places[node, rank] = None
+            self.homes.setdefault(content, Counter())[node] += 1
+            self.lone += self._is_lone(content)
+        self.held[node] = contents
+        self.ranks += len(contents) - len(copies)
+        if copies:
+            self.copies[node] = copies
+        if wanted:
+            self.wanted[node] = None
+
+    def take(self, node: str) -> None:
+        """It holds nothing of this step any more."""
+        self.wanted.pop(node, None)
+        self.ranks += len(self.copies.pop(node, ()))
+        for rank, content in self.held.pop(node, {}).items():
+            self.ranks -= 1
+            places, homes = self.holders[content], self.homes[content]
+            lone = self._is_lone(content)
+            del places[node, rank]
+            homes[node] -= 1
+            if not homes[node]:
+                del homes[node]
+            if not places:
+                del self.holders[content], self.homes[content]
+                self.missing += bool(self.need.get(content))
+            if self.need.get(content):
+                self.lone += self._is_lone(content) - lone
+
+    def _is_lone(self, content: int) -> bool:
+        return len(self.homes.get(content, ())) == 1
+
+    def lacks(self) -> Iterator[int]:
+        """Ranks whose content is known and held by nobody; O(ranks)."""
+        return (rank for rank, one in self.expected.items() if not self.holders.get(one))
+
+    def lonely(self) -> dict[str, dict[int, int]]:
+        """Contents that are needed and that one node alone holds, by node, each with a rank there
+        that has it; O(ranks)."""
+        found: dict[str, dict[int, int]] = {}
+        for content, places in self.holders.items():
+            if self.need.get(content) and self._is_lone(content):
+                node, rank = next(iter(places))
+                found.setdefault(node, {})[content] = rank
+        return found
+
+    def without_copies(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Each node with what its own ranks hold; O(ranks)."""
+        for node, contents in self.held.items():
+            copies = self.copies.get(node, ())
+            yield node, {rank: one for rank, one in contents.items() if rank not in copies}
+
+
+class Ledger:
+    """The snapshots of one round, over all nodes."""
+
+    def __init__(self, name: RoundName, world_size: int) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.upto: int | None = None  # later steps were withdrawn; None: the round may still run
+        self.passed = -1  # the newest step that a node has which is needed for it went on without
+        self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
+        self.snaps: dict[int, Snap] = {}
+        self._last: dict[int, int] = {}  # rank -> the content that it had last
+        self._home: dict[int, str] = {}  # rank -> the node that held it last
+        self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> what it said
+        self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
+
+    def steps(self) -> list[int]:
+        """Steps of which anything is held, the newest first."""
+        return sorted((step for step, snap in self.snaps.items() if snap.held), reverse=True)
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every content of the round's ranks has a living holder at this step."""
+        snap = self.snaps.get(step)
+        return snap is not None and snap.is_whole(self.world_size)
+
+    def is_paired(self, step: int) -> bool:
+        """Whether it is whole, and would be without any one node."""
+        return self.is_whole(step) and not self.snaps[step].lone
+
+    def lone(self, step: int) -> int:
+        """Contents of this step that one node alone holds."""
+        snap = self.snaps.get(step)
+        return snap.lone if snap is not None else 0
+
+    def is_full(self, step: int) -> bool:
+        """Whether each rank holds this step itself."""
+        snap = self.snaps.get(step)
+        return snap is not None and snap.ranks >= self.world_size
+
+    def is_all_said(self, living: Collection[str]) -> bool:
+        """Whether every rank has been told of by its own node, and these nodes are all there:
+        before, what seems to be lost may be held by one that has yet to speak; O(ranks)."""
+        homes = self._home.values()
+        return len(homes) == self.world_size and all(node in living for node in homes)
+
+    def hear(self, node: str, held: Iterable[Holding]) -> None:
+        """All that a living node holds of this round."""
+        now: dict[int, tuple[Holding, ...]] = {}
+        for one in held:
+            if self._is_ours(one):
+                now[one.step] = (*now.get(one.step, ()), one)
+        before = self._said.pop(node, {})
+        for step in before.keys() - now.keys():
+            self._take(node, step)
+        for step, said in now.items():
+            if before.get(step) != said:
+                self._put(node, said)
+        if now:
+            self._said[node] = now
+            own = {one.step: one for said in now.values() for one in said if not one.replica}
+            if own:
+                self._pass_over(own)
+
+    def _pass_over(self, own: dict[int, Holding]) -> None:
+        """A node that holds a newer step will not come back for those that it does not hold; where
+        nobody else has its content either, they will never be whole."""
+        newest = max(own)
+        mine = {content for content in own[newest].contents if content}
+        for step, snap in self.snaps.items():
+            gone_by = self.passed < step < newest and step not in own
+            if gone_by and not all(snap.holders.get(content) for content in mine):
+                self.passed = step
+
+    def give_up(self, above: int) -> int:
+        """Nothing above this step counts of what is held now; the newest such step."""
+        newest = max(self.snaps, default=-1)
+        self.given_up = (above, newest)
+        for step in [one for one in self.snaps if one > above]:
+            del self.snaps[step]
+        for node, said in self._said.items():
+            self._said[node] = {at: one for at, one in said.items() if at <= above}
+        return newest
+
+    def keep_only(self, node: str, step: int | None) -> None:
+        """Of this node no other step counts any more; None: none does."""
+        said = self._said.get(node, {})
+        self.hear(node, said.get(step, ()) if step is not None else ())
+
+    def end_at(self, step: int) -> None:
+        """Later steps are withdrawn."""
+        self.upto = step
+        for late in [one for one in self.snaps if one > step]:
+            del self.snaps[late]
+        for node, said in self._said.items():
+            self._said[node] = {at: one for at, one in said.items() if at <= step}
+
+    def spoil(self, node: str, step: int, rank: int) -> bool:
+        """What this node holds of a rank is bad and counts as absent; whether that is new, and
+        about something that it holds."""
+        snap, said = self.snaps.get(step), self._said.get(node, {}).get(step)
+        if snap is None or said is None or rank not in snap.held.get(node, {}):
+            return False
+        self._bad[step, node, rank] = None
+        self._put(node, said)
+        return True
+
+    def needs(self, step: int, nodes: Collection[str]) -> bool:
+        """Whether one of these nodes has a content of this step that no other node has."""
+        snap = self.snaps.get(step)
+        return snap is not None and any(
+            all(place[0] in nodes for place in snap.holders.get(content, ()))
+            for node in nodes
+            for content in snap.held.get(node, {}).values()
+        )
+
+    def find(self, step: int, rank: int) -> list[Place]:
+        """Who holds this rank's shard at this step, or one with the same content: the rank's own
+        holder first."""
+        snap = self.snaps.get(step)
+        if snap is None or rank not in snap.expected:
+            return []
+        places = snap.holders.get(snap.expected[rank], {})
+        own = (self._home.get(rank, ""), rank)
+        return [own, *(one for one in places if one != own)] if own in places else list(places)
+
+    def why_not_whole(self, step: int) -> str:
+        """What is missing of a step, in a clause; O(ranks)."""
+        snap = self.snaps.get(step)
+        if snap is None or not snap.held:
+            return "no node holds it"
+        lost: dict[str, list[int]] = {}
+        for rank in snap.lacks():
+            lost.setdefault(self._home.get(rank, ""), []).append(rank)
+        if lost:
+            node = min(lost, key=lambda one: lost[one][0])
+            others = f", and {len(lost) - 1} more nodes that of others" if len(lost) > 1 else ""
+            return f"node {node} held the only copy of {in_spans(lost[node])}{others}"
+        unknown = [rank for rank in range(self.world_size) if rank not in snap.expected]
+        return f"{in_spans(unknown)} never had a snapshot" if unknown else ""
+
+    # ------------------------------------------------------------ small change
+
+    def _is_ours(self, one: Holding) -> bool:
+        late = self.upto is not None and one.step > self.upto
+        if late or self.given_up[0] < one.step <= self.given_up[1]:
+            return False
+        return one.round == self.name and one.world_size == self.world_size
+
+    def _put(self, node: str, said: tuple[Holding, ...]) -> None:
+        step = said[0].step
+        snap = self.snaps.get(step)
+        if snap is None:
+            snap = self.snaps[step] = Snap(step, dict(self._last))
+        contents: dict[int, int] = {}
+        copies = set()
+        for one in sorted(said, key=lambda one: one.replica):
+            for rank, content in enumerate(one.contents, one.first_rank):
+                if not content or rank in contents:
+                    continue
+                self._learn(rank, content)
+                if not one.replica:
+                    self._home[rank] = node
+                if (step, node, rank) in self._bad:
+                    snap.expect(rank, content)
+                    continue
+                contents[rank] = content
+                if one.replica:
+                    copies.add(rank)
+        wanted = any(one.wanted for one in said)
+        snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
+
+    def _learn(self, rank: int, content: int) -> None:
+        """This is what the rank has."""
+        if rank not in self._last:
+            for other in self.snaps.values():
+                if rank not in other.expected:
+                    other.expect(rank, content)
+        self._last[rank] = content
+
+    def _take(self, node: str, step: int) -> None:
+        snap = self.snaps.get(step)
+        if snap is not None:
+            snap.take(node)
+            if not snap.held:  # what it needed is known of its ranks, or will be said again
+                del self.snaps[step]
+
+
+def in_spans(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-3 and 8`; a few spans, and that there are more."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MOST_SPANS]]
+    more = " and more" if len(spans) > MOST_SPANS else ""
+    alone = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"{'rank' if alone else 'ranks'} {', '.join(words)}{more}"

@@ -1,0 +1,250 @@
+"""Which node copies what of whose snapshots, so that every part of a step is in two nodes' memory.
+
+A step is *paired* when it is whole and would be without any one node. Where ranks want replicas,
+what one node alone holds of the newest whole step is copied by the node after it in the order of
+group ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job pays nothing; that
+is known when all nodes have said what they hold of it. The watermark waits for a step to be paired,
+or ranks would overwrite the last one that the loss of a node leaves whole. One step is paired at a
+time, the newest.
+
+That wait is bounded: when a node cannot copy its share, or the limit is over, this step is given up
+(one line says why, once until it works again) and counts as it is; the next step is tried anew.
+With fewer than two nodes there is nobody to copy to, and a step counts as it is.
+
+Nothing is begun while a node of the round has not said what it holds. After a restart the step that
+was restored is paired too: until the new round has a whole step, it is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from elasticrun.core.snapshots.ledger import Ledger
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+
+PATIENCE = 1.0
+"""Seconds for which a whole step is not copied while some ranks may have it themselves soon."""
+
+Key = tuple[RoundName, int]
+
+
+@dataclass(slots=True)
+class Copying:
+    """`node` copies from `source`."""
+
+    node: str
+    source: str
+    ranks: dict[int, int]  # content -> a rank of the source that has it
+
+
+@dataclass(slots=True)
+class Pairing:
+    """A step that is being paired."""
+
+    key: Key
+    world_size: int
+    deadline: float
+    copies: list[Copying]
+    untold: list[Copying]
+    lone: int = 0  # contents on one node, at the last look
+
+
+class Replicas:
+    """See the module's head. `limit`: seconds that one step may take; `tell` gives a node an order,
+    `say` a sentence to the operator, with its level."""
+
+    def __init__(
+        self, limit: float, tell: Callable[[str, m.Order], None], say: Callable[[str, str], None]
+    ) -> None:
+        self._limit = limit
+        self._tell = tell
+        self._say = say
+        self._seats: Mapping[str, int] = {}
+        self._wanting: dict[str, None] = {}  # nodes whose ranks want it
+        self._pairing: Pairing | None = None
+        self._due: tuple[Key, float] | None = None  # what is to be paired, and since when
+        self._given_up: dict[RoundName, int] = {}  # steps up to these count as they are
+        self._trouble = self._worked = False
+
+    # ------------------------------------------------------------ nodes and rounds
+
+    def begin_round(self, seats: Mapping[str, int]) -> None:
+        """A round was formed, adopted or read from the record. `seats`: group ranks by node, which
+        may still be added to."""
+        self._seats = seats
+        self._pairing = None
+        self._due = None
+        self._given_up.clear()
+
+    def heard(self, node: str, report: m.Holdings) -> None:
+        """Whether the ranks of a living node want it."""
+        if report.replicas:
+            self._wanting[node] = None
+        else:
+            self._wanting.pop(node, None)
+
+    def failed(self, node: str, report: m.NotReplicated) -> None:
+        """A node could not copy its share."""
+        pairing, key = self._pairing, (report.round, report.step)
+        if (
+            pairing is not None
+            and pairing.key == key
+            and any(one.node == node for one in pairing.copies)
+        ):
+            self._give_up(pairing, f"{report.reason} (node {node})")
+
+    def attached(self, node: str) -> None:
+        """A stream of a node stands: it may not have heard what it is to copy."""
+        pairing = self._pairing
+        if pairing is not None:
+            again = (one for one in pairing.copies if one.node == node)
+            pairing.untold += [one for one in again if one not in pairing.untold]
+
+    def going(self, nodes: Collection[str]) -> None:
+        """These nodes leave: who was to copy to them, or from them, is paired with others."""
+        pairing = self._pairing
+        if pairing is not None and any(
+            one.node in nodes or one.source in nodes for one in pairing.copies
+        ):
+            self._pairing = None
+
+    # ------------------------------------------------------------ which steps count
+
+    def counts(self, ledger: Ledger, step: int) -> bool:
+        """Whether older ones are needless, this whole step being there."""
+        if not self._applies() or step <= self._given_up.get(ledger.name, -1):
+            return True
+        return ledger.is_paired(step)
+
+    def proceed(
+        self,
+        ledgers: list[Ledger],
+        living: Mapping[str, m.Holdings],
+        going: Collection[str],
+        now: float,
+    ) -> None:
+        """End what is done or late, begin what is due. `ledgers`: of the present round, and of the
+        one before; `living`: what nodes said last."""
+        if not self._applies():
+            self._pairing = None
+            return
+        for ledger in ledgers:
+            self._look(ledger, now)
+        for ledger in ledgers:
+            step = _newest(ledger)
+            if step >= 0:
+                if self._is_due(ledger, step, living, now):
+                    self._due = None
+                    able = {node for node in self._seats if node not in going}
+                    self._begin(ledger, step, able, now)
+                break  # older rounds are needed no more
+        else:
+            self._due = None
+        if self._pairing is not None:
+            self._order(self._pairing, living)
+
+    def next_deadline(self) -> float | None:
+        """When `proceed` is due at the latest."""
+        if not self._applies():
+            return None
+        if self._pairing is not None:
+            return self._pairing.deadline
+        return self._due[1] + PATIENCE if self._due is not None else None
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds."""
+        if self._pairing is not None:
+            self._pairing.deadline += by
+
+    def is_on_two(self, ledger: Ledger, step: int) -> bool:
+        """Whether ranks want that, and it is so."""
+        return self._applies() and ledger.is_paired(step)
+
+    # ------------------------------------------------------------ one step
+
+    def _applies(self) -> bool:
+        return bool(self._wanting) and len(self._seats) >= 2
+
+    def _look(self, ledger: Ledger, now: float) -> None:
+        """What has become of the step that is being paired, if it is of this round."""
+        pairing = self._pairing
+        if pairing is None or pairing.key[0] != ledger.name:
+            return
+        step = pairing.key[1]
+        if ledger.is_paired(step):
+            self._pairing = None
+            if self._trouble or not self._worked:
+                self._trouble, self._worked = False, True
+                self._say(f"every part of step {step} is in the memory of two nodes", "info")
+        elif now >= pairing.deadline:
+            self._give_up(pairing, f"it took longer than {self._limit:g} s")
+        else:
+            lone, pairing.lone = pairing.lone, ledger.lone(step)
+            if pairing.lone > lone or (not ledger.is_whole(step) and _newest(ledger) > step):
+                self._pairing = None  # a node has lost something of it: see anew
+
+    def _is_due(self, ledger: Ledger, step: int, living: Collection[str], now: float) -> bool:
+        """Whether this step is to be paired, and it is known what must be copied for that."""
+        key = (ledger.name, step)
+        if self._pairing is not None and self._pairing.key[0] != ledger.name:
+            self._pairing = None  # a step of an older round
+        if self._pairing is not None or self.counts(ledger, step):
+            self._due = None
+            return False
+        if any(node not in living for node in self._seats):  # it comes back, or the round ends
+            self._due = None
+            return False
+        if ledger.upto is not None:
+            return True
+        if self._due is None or self._due[0] != key:
+            self._due = (key, now)
+        return ledger.is_full(step) or now >= self._due[1] + PATIENCE
+
+    def _begin(self, ledger: Ledger, step: int, able: Collection[str], now: float) -> None:
+        """Pair this step, with these nodes."""
+        ring = sorted(self._seats, key=lambda node: self._seats[node])
+        key, end = (ledger.name, step), now + self._limit
+        pairing = Pairing(key, ledger.world_size, end, [], [], ledger.lone(step))
+        for source, contents in ledger.snaps[step].lonely().items():
+            node = _after(ring, source, able)
+            if node is None:
+                self._give_up(pairing, f"no other node than {source} can copy what it holds")
+                return
+            pairing.copies.append(Copying(node, source, contents))
+        pairing.untold = list(pairing.copies)
+        self._pairing = pairing
+
+    def _order(self, pairing: Pairing, living: Mapping[str, m.Holdings]) -> None:
+        """Tell who can begin and was not told."""
+        untold, pairing.untold = pairing.untold, []
+        for one in untold:
+            report = living.get(one.source)
+            if one.node not in living or report is None or report.saver is None:
+                pairing.untold.append(one)
+                continue
+            rows = sorted((rank, content) for content, rank in one.ranks.items())
+            ranks, contents = zip(*rows, strict=True)
+            order = m.Replicate(*pairing.key, pairing.world_size, ranks, contents, report.saver)
+            self._tell(one.node, order)
+
+    def _give_up(self, pairing: Pairing, reason: str) -> None:
+        name, step = pairing.key
+        self._given_up[name] = step
+        self._pairing = None
+        if not self._trouble:
+            self._trouble = True
+            what = f"step {step} is not in the memory of two nodes: {reason}"
+            self._say(f"{what}; the next one is tried again", "warning")
+
+
+def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:
+    """The node that comes after `source` in the ring and is able to copy; None if there is none."""
+    at = ring.index(source) + 1 if source in ring else 0
+    return next((n for n in ring[at:] + ring[:at] if n in able and n != source), None)
+
+
+def _newest(ledger: Ledger) -> int:
+    """The newest whole step of a round; -1: there is none."""
+    return next((step for step in ledger.steps() if ledger.is_whole(step)), -1)

@@ -1,0 +1,173 @@
+"""The ranks of one round on one node: which live, which failed, and of whose signals.
+
+The c10d stores of one node: at most one is ready and unused, at most one is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from elasticrun.core.events import AgentEffect, PrepareStore, RankExited, ReleaseStore, SpawnerLost
+from elasticrun.core.rounds.failures import classify
+from elasticrun.wire.messages import Failure, FailureKind
+from elasticrun.wire.types import Endpoint
+
+SIGKILL = 9
+
+SIGNAL_MEMORY = 5.0
+"""A rank that dies of a signal within this many seconds of the agent receiving the same signal was
+stopped by whoever sent both (schedulers signal every process at once)."""
+
+
+class LocalRanks:
+    """Facts about the ranks; what follows from them is decided in `worker_group`."""
+
+    def __init__(self, nproc: int, host: str) -> None:
+        """`host` names this node in the failures that are written here."""
+        self._nproc = nproc
+        self._host = host
+        self._first_rank = 0
+        self._sent: set[int] = set()
+        self._received: dict[int, float] = {}  # signal -> when the agent last received it
+        self.live: dict[int, int] = {}
+        """Local ranks that have not been reaped -> pid, 0 until they were spawned."""
+        self.pids: dict[int, int] = {}
+        """Of all ranks of the round that were spawned."""
+        self.failures: dict[int, Failure] = {}
+        """By local rank, in the order in which they were reaped."""
+
+    def begin(self, first_rank: int) -> None:
+        """A new round: nothing has been spawned yet."""
+        self._first_rank = first_rank
+        self._sent.clear()
+        self.live = dict.fromkeys(range(self._nproc), 0)
+        self.pids.clear()
+        self.failures.clear()
+
+    @property
+    def all_spawned(self) -> bool:
+        """Whether every rank of the round was started."""
+        return len(self.pids) == self._nproc
+
+    def spawned(self, local_rank: int, pid: int) -> None:
+        """It runs."""
+        self.pids[local_rank] = pid
+        if local_rank in self.live:
+            self.live[local_rank] = pid
+
+    def signalled(self, signum: int, now: float) -> None:
+        """The agent received this signal."""
+        self._received[signum] = now
+
+    def targets(self, signum: int) -> tuple[int, ...]:
+        """The ranks that a signal can be sent to now; whoever dies of it was stopped by us."""
+        self._sent.add(signum)
+        return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
+
+    def failed(self, event: RankExited, now: float) -> Failure:
+        """What to say of a rank that did not end with 0: the shell's account, with the signals
+        that this group knows of."""
+        signum = -event.code if event.code < 0 else event.code - 128
+        received = self._received.get(signum)
+        ours = signum in self._sent or (received is not None and now - received <= SIGNAL_MEMORY)
+        failure = event.failure or self._account(event.local_rank, event.code)
+        if ours and failure.kind is not FailureKind.OOM:
+            failure = replace(failure, kind=FailureKind.STOPPED)
+        return failure
+
+    def lose_spawner(self, event: SpawnerLost) -> bool:
+        """All ranks are gone with their spawner; whether any lived."""
+        lost = bool(self.live)
+        for rank in sorted(self.live):
+            account = replace(
+                self._account(rank, -SIGKILL),
+                kind=FailureKind.SPAWNER,
+                time_us=event.time_us,
+                message=f"the fork server ended: {event.reason}",
+            )
+            self.failures.setdefault(rank, account)
+        self.live.clear()
+        return lost
+
+    def in_words(self, otherwise: str) -> str:
+        """The pids that live, for a sentence."""
+        pids: Iterable[int] = self.live.values()
+        return ", ".join(map(str, pids)) or otherwise
+
+    def _account(self, local_rank: int, code: int) -> Failure:
+        return Failure(
+            host=self._host,
+            rank=self._first_rank + local_rank,
+            local_rank=local_rank,
+            pid=self.pids.get(local_rank, 0),
+            exitcode=code,
+            time_us=0,
+            kind=classify(code, "", stopping=False, oom=False),
+            message="",
+            traceback="",
+            error_file="",
+        )
+
+
+MAX_LOSSES = 5
+"""Stores that may end unused, one after another, before the agent gives up."""
+
+
+class StoreShelf:
+    """Which store is offered, which one the round uses, and whether one is on its way."""
+
+    def __init__(self) -> None:
+        self.offer: Endpoint | None = None
+        """Ready, and used by nobody."""
+        self.hosted: Endpoint | None = None
+        """Ours, and used by the present round."""
+        self._preparing = False
+        self._losses = 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether stores end again and again before they are used."""
+        return self._losses >= MAX_LOSSES
+
+    def prepare(self) -> list[AgentEffect]:
+        """Ask for a store, unless there is one or it was asked for."""
+        if self._preparing or self.offer is not None:
+            return []
+        self._preparing = True
+        return [PrepareStore()]
+
+    def ready(self, store: Endpoint) -> list[AgentEffect]:
+        """A store host listens."""
+        self._preparing = False
+        if self.offer is not None:
+            return [ReleaseStore(store)]
+        self.offer = store
+        return []
+
+    def lost_offer(self) -> None:
+        """The store on offer ended by itself."""
+        self.offer = None
+        self._losses += 1
+
+    def release(self) -> list[AgentEffect]:
+        """The round that used our store is over."""
+        old, self.hosted = self.hosted, None
+        return [] if old is None else [ReleaseStore(old)]
+
+    def clear(self) -> list[AgentEffect]:
+        """No round will need a store of this node."""
+        old, self.offer = self.offer, None
+        return [*self.release(), *([] if old is None else [ReleaseStore(old)])]
+
+    def use(self, *, host: bool) -> None:
+        """A round begins; `host`: with the store that we offered."""
+        self._losses = 0
+        if host:
+            self.hosted, self.offer = self.offer, None
+
+    def lose_spawner(self) -> None:
+        """All store hosts are gone with it."""
+        self.offer = self.hosted = None
+        self._preparing = False

@@ -1,0 +1,361 @@
+"""Asking another node's saver again while it is away or busy.
+
+Attempts to write a checkpoint: this node's parts, the coordinator's collection, the commit.
+
+Storage may hang, so nothing of it is done in the loop. An attempt that is given up is answered at
+once; if its thread does not come back soon, the process is of no use any more and must end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, Final, TypeVar
+
+from elasticrun.saver import transfer as bulk, work
+from elasticrun.saver.hashing import OpenSegment
+from elasticrun.saver.lanes import Lane, Piece
+from elasticrun.saver.parts import PartWritten
+from elasticrun.saver.transfer import Broken, Refused
+from elasticrun.saver.work import Outcome
+from elasticrun.system.reasons import reason_of
+from elasticrun.wire import bulk as wire_bulk
+from elasticrun.wire.snapshots import (
+    CommitDone,
+    CommitNow,
+    FromSaver,
+    PartsDone,
+    PersistParts,
+    Remark,
+)
+from elasticrun.wire.types import Endpoint
+
+T = TypeVar("T")
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+"""Seconds between two tries."""
+
+
+def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
+    """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
+    until `stop`. Broken, Denied, Refused."""
+    end = time.monotonic() + limit
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return work()
+        except (Broken, Refused) as error:
+            final = isinstance(error, Refused) and not error.again
+            if final or time.monotonic() + pause > end or stop.wait(pause):
+                raise
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+LET_GO_LIMIT: Final = 10.0
+"""Seconds for a thread to come back from writing a part once its attempt was given up."""
+
+CLEAN_LIMIT: Final = 60.0
+"""Seconds for the same from a commit, and for the removal of what an attempt has left."""
+
+SWEEP_LIMIT: Final = 600.0
+"""Seconds for removing old checkpoints: meanwhile nothing else is written."""
+
+PUT_LIMIT: Final = 600.0
+"""Seconds of new tries to hand a part to the coordinator; its attempt is given up before."""
+
+MAX_ATTEMPTS: Final = 8
+"""Under way at a time."""
+
+MAX_OVER: Final = 16
+"""Finished ones whose answers are kept, for an order that comes again."""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One attempt as this node sees it."""
+
+    order: PersistParts
+    began: float
+    parts: dict[int, PartWritten] = field(default_factory=dict)  # by rank; of this node and others
+    running: Piece[Any] | None = None
+    on_disk: bool = False  # whether what is running needs storage
+    wrote: PartsDone | None = None
+    committing: bool = False
+    committed: CommitDone | None = None
+    over: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is still something to do for it here."""
+        waits = self.order.coordinates or self.wrote is None
+        return self.running is not None or (waits and not self.over)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A piece of work that must come to its end, `limit` seconds after `since` or, where that is
+    None, after its turn has come."""
+
+    what: str
+    limit: float
+    since: float | None = None
+
+    def due(self, piece: Piece[Any]) -> float | None:
+        since = piece.began if self.since is None else self.since
+        return None if since is None else since + self.limit
+
+
+class Attempts:
+    """All of them. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        secret: str,
+        segments: Mapping[int, OpenSegment],
+        say: Callable[[FromSaver], None],
+        disk: Lane,
+        puts: Lane,
+    ) -> None:
+        self._secret = secret
+        self._segments = segments
+        self._say = say
+        self._disk = disk
+        self._puts = puts
+        self._attempts: dict[str, Attempt] = {}
+        self._watched: dict[Piece[Any], Watch] = {}
+
+    def get_ready(self) -> None:
+        """Import what the first attempt would have to wait for."""
+
+        def done(outcome: Outcome) -> None:
+            self._remark("checkpoints cannot be written", outcome)
+
+        self._disk.add(Piece(lambda stop: work.get_ready(), Outcome.failed, done))
+
+    def next_deadline(self) -> float | None:
+        """When `hung` is to be asked."""
+        dues = (watch.due(piece) for piece, watch in self._watched.items())
+        return min((due for due in dues if due is not None), default=None)
+
+    def hung(self, now: float) -> bool:
+        """Whether a thread has stayed away for too long; then the agent has been told why."""
+        for piece, watch in self._watched.items():
+            due = watch.due(piece)
+            if due is not None and now >= due:
+                what = f"{watch.what} within {watch.limit:g} s"
+                self._say(Remark(f"{what}, so the saver ends; another can be started"))
+                return True
+        return False
+
+    # ------------------------------------------------------------ this node's parts
+
+    def begin(self, order: PersistParts) -> None:
+        """Write the parts; PartsDone follows. One that is known is not begun again."""
+        known = self._attempts.get(order.attempt)
+        if known is not None:
+            if known.wrote is not None:
+                self._say(known.wrote)
+            return
+        if sum(each.under_way for each in self._attempts.values()) >= MAX_ATTEMPTS:
+            reason = f"{MAX_ATTEMPTS} attempts are under way already"
+            self._say(PartsDone(order.attempt, False, reason, 0, 0.0))
+            return
+        attempt = self._attempts[order.attempt] = Attempt(order, time.monotonic())
+        opened = {part.key: self._segments.get(part.key) for part in order.parts}
+
+        def write(stop: Event) -> Outcome:
+            return work.write_parts(opened, order, stop.is_set)
+
+        def done(outcome: Outcome) -> None:
+            self._came_back(attempt)
+            self._remark("", outcome)
+            attempt.parts.update({part.file.rank: part for part in outcome.parts})
+            if attempt.over:
+                self._clean(order)
+            elif outcome.reason or order.coordinates:
+                self._parts_done(attempt, outcome.reason)
+            else:
+                self._hand_on(attempt)
+
+        self._to_disk(attempt, Piece(write, Outcome.failed, done, name=order.attempt))
+
+    def _hand_on(self, attempt: Attempt) -> None:
+        """Have the coordinator know what it needs of our parts."""
+        order = attempt.order
+        place = Endpoint(order.coordinator_host, order.coordinator_port)
+        parts = dict(attempt.parts)
+
+        def hand_on(stop: Event) -> str:
+            for rank, part in parts.items():
+                encoded = part.encode()
+
+                def put(rank: int = rank, encoded: bytes = encoded) -> None:
+                    bulk.put(place, self._secret, order.attempt, rank, encoded)
+
+                tried(put, stop, PUT_LIMIT)
+            return ""
+
+        def failed(error: BaseException) -> str:
+            return f"the coordinator's saver at {place} did not take a part: {reason_of(error)}"
+
+        def done(reason: str) -> None:
+            attempt.running = None
+            if not attempt.over:
+                self._parts_done(attempt, reason)
+
+        attempt.running = Piece(hand_on, failed, done, name=order.attempt)
+        self._puts.add(attempt.running)
+
+    def _parts_done(self, attempt: Attempt, reason: str) -> None:
+        name = attempt.order.attempt
+        ours = {part.rank for part in attempt.order.parts}
+        nbytes = sum(part.file.size for rank, part in attempt.parts.items() if rank in ours)
+        seconds = time.monotonic() - attempt.began
+        attempt.wrote = PartsDone(name, not reason, reason, 0 if reason else nbytes, seconds)
+        self._say(attempt.wrote)
+        self._forget()
+
+    # ------------------------------------------------------------ the coordinator
+
+    def part_comes(self, put: wire_bulk.Put, part: PartWritten | None) -> bulk.Answer:
+        """Of another node: whether it may come, and then, with the part, that it is kept."""
+        attempt = self._attempts.get(put.attempt)
+        if attempt is None:
+            return wire_bulk.Refusal("that attempt is not known here yet", again=True)
+        if attempt.over or not attempt.order.coordinates:
+            return wire_bulk.Refusal("that attempt is over, or coordinated elsewhere", again=False)
+        if not 0 <= put.rank < attempt.order.world_size:
+            return wire_bulk.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
+        if part is None:
+            return wire_bulk.GoOn()
+        if part.file.rank != put.rank:
+            return wire_bulk.Refusal("a part is of another rank than was said", again=False)
+        if not attempt.committing:
+            attempt.parts[put.rank] = part
+        return wire_bulk.Taken()
+
+    def commit(self, order: CommitNow) -> None:
+        """Write manifest and marker; CommitDone follows, then the sweep."""
+        attempt = self._attempts.get(order.attempt)
+        if attempt is not None and attempt.committed is not None:
+            self._say(attempt.committed)
+        elif attempt is None or attempt.over:
+            reason = "this saver does not know that attempt, or it is over"
+            self._say(CommitDone(order.attempt, False, reason))
+        elif attempt.committing:
+            return
+        elif len(attempt.parts) != order.writers or attempt.wrote is None:
+            reason = f"{len(attempt.parts)} of {order.writers} parts have come in"
+            self._say(CommitDone(order.attempt, False, reason))
+        else:
+            self._commit(attempt)
+
+    def _commit(self, attempt: Attempt) -> None:
+        order = attempt.order
+        parts = [attempt.parts[rank] for rank in sorted(attempt.parts)]
+
+        def done(outcome: Outcome) -> None:
+            self._came_back(attempt)
+            self._remark("", outcome)
+            if attempt.over and outcome.reason:
+                self._clean(order)
+            elif attempt.over:
+                about = f"the checkpoint of step {order.step}"
+                self._say(Remark(f"{about} was committed although it had been given up"))
+            else:
+                reason = outcome.reason
+                attempt.committed = CommitDone(order.attempt, not reason, reason)
+                self._say(attempt.committed)
+                if not reason:
+                    self._end(attempt)
+                    self._sweep(order)
+
+        def write(stop: Event) -> Outcome:
+            return work.commit(order, parts, stop.is_set)
+
+        attempt.committing = True
+        self._to_disk(attempt, Piece(write, Outcome.failed, done, name=order.attempt))
+
+    def _sweep(
+        self, order: PersistParts, how: Callable[[PersistParts], Outcome] = work.sweep
+    ) -> None:
+        """Remove what is not to be kept any more, when there is nothing else to do."""
+
+        def done(outcome: Outcome) -> None:
+            self._watched.pop(piece, None)
+            self._remark("older checkpoints were not removed", outcome)
+
+        piece = Piece(lambda stop: how(order), Outcome.failed, done, urgent=False)
+        what = f"{order.folder} did not come to an end of removing old checkpoints"
+        self._watched[piece] = Watch(what, SWEEP_LIMIT)
+        self._disk.add(piece)
+
+    # ------------------------------------------------------------ the end of an attempt
+
+    def give_up(self, name: str, now: float) -> None:
+        """Answer for it at once, and remove what it has written. One that is committed stays."""
+        attempt = self._attempts.get(name)
+        if attempt is None or attempt.over:
+            return
+        if attempt.wrote is None:
+            self._say(PartsDone(name, False, "it was given up", 0, 0.0))
+        elif attempt.committing and attempt.committed is None:
+            self._say(CommitDone(name, False, "it was given up while its marker was written"))
+        piece = attempt.running
+        self._end(attempt)
+        if piece is None or self._disk.drop(name) or self._puts.drop(name):
+            attempt.running = None
+            self._clean(attempt.order)
+            return
+        piece.stop.set()
+        if attempt.on_disk:
+            limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
+            what = f"{attempt.order.folder} did not let go of an attempt"
+            self._watched[piece] = Watch(what, limit, now)
+        else:
+            self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
+
+    def _to_disk(self, attempt: Attempt, piece: Piece[Any]) -> None:
+        attempt.running, attempt.on_disk = piece, True
+        self._disk.add(piece)
+
+    def _came_back(self, attempt: Attempt) -> None:
+        if attempt.running is not None:
+            self._watched.pop(attempt.running, None)
+        attempt.running, attempt.on_disk = None, False
+
+    def _end(self, attempt: Attempt) -> None:
+        attempt.over = True
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep no more than the answers of the last ones that are nobody's business any more."""
+        idle = [name for name, each in self._attempts.items() if not each.under_way]
+        for name in idle[:-MAX_OVER]:
+            del self._attempts[name]
+        for name in idle:
+            if name in self._attempts and self._attempts[name].committed is not None:
+                self._attempts[name].parts.clear()
+
+    def _clean(self, order: PersistParts) -> None:
+        """Remove the files of an attempt that came to nothing."""
+
+        def done(outcome: Outcome) -> None:
+            self._watched.pop(piece, None)
+            self._remark(f"files of a given-up attempt stay in {order.folder}", outcome)
+
+        piece = Piece(lambda stop: work.clean(order), Outcome.failed, done)
+        what = f"{order.folder} did not let go of the files of an attempt"
+        self._watched[piece] = Watch(what, CLEAN_LIMIT)
+        self._disk.add(piece, first=True)  # the next attempt may need the room
+        if order.coordinates:
+            self._sweep(order, work.tidy)
+
+    def _remark(self, what: str, outcome: Outcome) -> None:
+        for remark in outcome.remarks:
+            self._say(Remark(remark))
+        if what and outcome.reason:
+            self._say(Remark(f"{what}: {outcome.reason}"))

@@ -1,0 +1,502 @@
+"""What a saver tells the coordinator's of a part that it has written.
+
+What a saver does to write snapshots out: parts, the commit of a checkpoint, what is not kept.
+
+Plain functions that take as long as the storage takes; the saver calls them in its worker. A part
+is one file of one rank. The stretch of tensors in a slot is written as it lies there, in one run,
+and hashed on the way where the saver had not hashed it before. Then come the opaque values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from elasticrun.dcp import image
+from elasticrun.dcp.metadata import MetadataError, Part, build, items_of, stretch_of
+from elasticrun.dcp.writing import write_data
+from elasticrun.shm.layout import (
+    MAX_ITEMS,
+    MAX_LAYOUT_BYTES,
+    MAX_SIZE,
+    Item,
+    ItemKind,
+    Layout,
+    LayoutError,
+    decode,
+)
+from elasticrun.shm.segment import Segment, Snapshot, block_of
+from elasticrun.storage import manifest as manifests
+from elasticrun.storage.errors import StorageError
+from elasticrun.storage.folder import MARKER, Folder
+from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError, file_of, plain_file
+from elasticrun.storage.timeline import (
+    PERIODIC,
+    Found,
+    Timeline,
+    chain,
+    join,
+    not_kept,
+    timeline_of,
+)
+from elasticrun.storage.writing import PIECE, Sink
+from elasticrun.wire.snapshots import MAX_ATTEMPT, Named
+
+_LENGTH: Final = struct.Struct("<I")
+
+MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
+"""Of an encoded part, with its layout."""
+
+
+class PartError(ValueError):
+    """The bytes are no part, or one that cannot be; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartWritten:
+    """One rank's share, on stable storage. `lengths`: of the opaque values in the file. `places`:
+    where each item lies in it (dcp.metadata.Part), () if as in the layout."""
+
+    file: FileEntry
+    step: int
+    round: Named
+    attempt: str
+    torch: str
+    lengths: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    layout: Layout
+
+    def encode(self) -> bytes:
+        """Compressed JSON, then the layout. LayoutError if it is beyond all bounds."""
+        plain = {
+            "file": plain_file(self.file),
+            "step": self.step,
+            "round": [self.round.term, self.round.number, self.round.nonce],
+            "attempt": self.attempt,
+            "lengths": self.lengths,
+            "places": self.places,
+        }
+        text = zlib.compress(json.dumps(plain, separators=(",", ":")).encode("ascii"), 1)
+        return _LENGTH.pack(len(text)) + text + self.layout.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> PartWritten:
+        """Back from `encode`, with every number checked. PartError."""
+        if len(data) > MAX_BYTES or len(data) < _LENGTH.size:
+            raise PartError(f"{len(data)} bytes are no part")
+        (length,) = _LENGTH.unpack_from(data)
+        try:
+            layout = _layout(data[_LENGTH.size + length :])
+            stream = zlib.decompressobj()
+            text = stream.decompress(data[_LENGTH.size : _LENGTH.size + length], MAX_LAYOUT_BYTES)
+            if not stream.eof:
+                raise PartError("a part is too long, or cut")
+            return _checked(json.loads(text), layout)
+        except (LayoutError, ManifestError) as error:
+            raise PartError(f"this is no part: {error}") from None
+        except PartError:
+            raise
+        except (ValueError, TypeError, KeyError, zlib.error, RecursionError) as error:
+            raise PartError(f"this is no part ({type(error).__name__})") from None
+
+
+@lru_cache(maxsize=64)
+def _layout(encoded: bytes) -> Layout:
+    """The same comes with every checkpoint of a round."""
+    return decode(encoded)
+
+
+def _checked(plain: Any, layout: Layout) -> PartWritten:
+    file = file_of(plain["file"])
+    term, number, nonce = plain["round"]
+    attempt = plain["attempt"]
+    lengths = tuple(plain["lengths"])
+    places = tuple((offset, length) for offset, length in plain["places"])
+    numbers = [plain["step"], term, number, *lengths, *(n for place in places for n in place)]
+    if (
+        not all(type(n) is int and 0 <= n < MAX_SIZE for n in numbers)
+        or len(numbers) > 3 * MAX_ITEMS
+    ):
+        raise PartError("a part has impossible sizes")
+    if not isinstance(nonce, str) or len(nonce) > MAX_ATTEMPT:
+        raise PartError("a part names no round")
+    if not isinstance(attempt, str) or len(attempt) > MAX_ATTEMPT:
+        raise PartError("a part names no attempt")
+    if file.layout != layout.key:
+        raise PartError("a part is of another layout than it says")
+    if not places:
+        _check_size(file, layout, lengths)
+    elif any(offset + length > file.size for offset, length in places):
+        raise PartError("an item reaches beyond the file of its part")
+    return PartWritten(
+        *(file, plain["step"], Named(term, number, nonce), attempt, layout.torch),
+        *(lengths, places, layout),
+    )
+
+
+def _check_size(file: FileEntry, layout: Layout, lengths: tuple[int, ...]) -> None:
+    values = sum(1 for i in layout.items if i.kind is ItemKind.BYTES and (file.shared or i.own))
+    stretch = layout.own_bytes + (layout.shared_bytes if file.shared else 0)
+    if (len(lengths), file.stretch, file.size) != (values, stretch, stretch + sum(lengths)):
+        raise PartError(f"{file.name} is not as long as its items are together")
+
+
+OLD: Final = 3600.0
+"""Seconds after which a checkpoint that was never committed is removed."""
+
+MAX_LAYOUTS: Final = 64
+"""Layouts that are kept decoded."""
+
+_ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
+_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
+_DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
+_layouts: dict[int, Layout] = {}
+
+
+class PersistError(Exception):
+    """A part or a checkpoint was not written, and nothing is left of it; a sentence."""
+
+
+def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
+    """Of a part. No other attempt, round or life writes a file of this name."""
+    return f"__{rank}_{number}.{sequence}.{attempt}.distcp"
+
+
+# ---------------------------------------------------------------- a part
+
+
+def write_part(
+    segment: Segment,
+    slot: int,
+    sequence: int,
+    folder: Folder,
+    *,
+    rank: int,
+    shared: bool,
+    round: Named,
+    step: int,
+    attempt: str,
+    stop: Callable[[], bool] = bool,
+    distrusted: str | None = None,
+) -> PartWritten:
+    """Write one rank's share of the checkpoint of (`round`, `step`): `shared` with its shared
+    items, else its own alone. On stable storage when it returns. PersistError, StorageError.
+
+    `stop` is asked now and then whether the attempt was given up. `distrusted`: why the slot cannot
+    be written as it is, "" for no reason; None: dcp.image is asked once."""
+    if not _ATTEMPT.match(attempt):
+        raise PersistError(f"{attempt[:80]!r} is no name of an attempt")
+    snapshot = segment.read(slot) if 0 <= slot < segment.slots else None
+    if snapshot is None or (snapshot.sequence, snapshot.step) != (sequence, step):
+        raise PersistError(f"rank {rank}'s slot {slot} does not hold its snapshot of step {step}")
+    name = file_name(rank, round.number, sequence, attempt)
+    slot_view = _Slot(segment, snapshot, shared, rank)
+    why = _untrusted() if distrusted is None else distrusted
+    if not why and any(not item.head for item in slot_view.layout.tensors):
+        why = "this torch has no envelope for some tensors"
+    if why:
+        folder.remark(f"checkpoints are written item by item, which is slower: {why}")
+    folder.begin(step)
+    size = 0 if why else slot_view.size
+    sink = folder.create(step, name, size)
+    try:
+        way = _item_by_item if why else _as_it_lies
+        entry, places = way(slot_view, name, sink, stop)
+        if segment.committed(slot) != sequence:
+            raise PersistError(f"rank {rank}'s snapshot of step {step} was taken back meanwhile")
+        sink.close()
+        folder.settle(step)
+    except BaseException:
+        sink.abort()
+        raise
+    lengths = tuple(len(value) for value in slot_view.values)
+    return PartWritten(
+        entry, step, round, attempt, slot_view.layout.torch, lengths, places, slot_view.layout
+    )
+
+
+class _Slot:
+    """What is to be written of a slot."""
+
+    def __init__(self, segment: Segment, snapshot: Snapshot, shared: bool, rank: int) -> None:
+        self.rank, self.shared = rank, shared
+        self.layout = _layout_of(segment, snapshot)
+        self.payload = segment.payload(snapshot.slot)
+        self.items: Sequence[Item] = items_of(self.layout, shared)
+        self.stretch = stretch_of(self.layout, shared)
+        tensors = stretch_of(self.layout, True)
+        self.block = block_of(tensors)
+        self.values = self._values(tensors, snapshot)
+        self.size = self.stretch + sum(len(value) for value in self.values)
+        known = segment.hashes(snapshot)
+        whole = shared and len(known) == -(-tensors // self.block) + 1
+        self.known: tuple[int, ...] = known[:-1] if whole else ()
+
+    def _values(self, tensors: int, snapshot: Snapshot) -> list[memoryview]:
+        items = self.layout.values
+        region = self.payload[tensors : tensors + snapshot.values_bytes]
+        table = struct.calcsize(f"={len(items)}Q")
+        whole = len(region) == snapshot.values_bytes >= table
+        lengths = struct.unpack_from(f"={len(items)}Q", region) if whole else ()
+        if not whole or table + sum(lengths) != snapshot.values_bytes:
+            raise PersistError(f"rank {self.rank}'s snapshot has a table of values that is none")
+        found, at = [], table
+        for item, length in zip(items, lengths, strict=True):
+            if item.own or self.shared:
+                found.append(region[at : at + length])
+            at += length
+        return found
+
+    def entry(self, name: str, size: int, stretch: int, hashes: Sequence[int]) -> FileEntry:
+        return FileEntry(
+            *(name, self.rank, self.shared, self.layout.key),
+            *(size, stretch, self.block, tuple(hashes)),
+        )
+
+
+Written = tuple[FileEntry, tuple[tuple[int, int], ...]]
+
+
+def _as_it_lies(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+    hashes: list[int] = list(slot.known)
+    for begin in range(0, slot.stretch, slot.block):
+        end = min(begin + slot.block, slot.stretch)
+        digest = None if slot.known else xxhash.xxh3_64()
+        for piece in _pieces(slot.payload[begin:end], stop):
+            if digest is not None:
+                digest.update(piece)
+            sink.write(piece)
+        if digest is not None:
+            hashes.append(digest.intdigest())
+    rest = xxhash.xxh3_64()
+    for value in slot.values:
+        for piece in _pieces(value, stop):
+            rest.update(piece)
+            sink.write(piece)
+    hashes.append(rest.intdigest())
+    return slot.entry(name, slot.size, slot.stretch, hashes), ()
+
+
+def _pieces(data: memoryview, stop: Callable[[], bool]) -> Iterator[memoryview]:
+    for at in range(0, len(data), PIECE):
+        if stop():
+            raise PersistError("the attempt was given up while it was written")
+        yield data[at : at + PIECE]
+
+
+def _item_by_item(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+    hashes: list[int] = []
+    digest, room, size = xxhash.xxh3_64(), slot.block, 0
+
+    def write(data: memoryview) -> None:
+        nonlocal digest, room, size
+        size += len(data)
+        for piece in _pieces(data, stop):
+            sink.write(piece)
+        while data:
+            digest.update(data[:room])
+            took = min(room, len(data))
+            data, room = data[took:], room - took
+            if not room:
+                hashes.append(digest.intdigest())
+                digest, room = xxhash.xxh3_64(), slot.block
+
+    places = write_data(slot.items, slot.payload, slot.values, write)
+    if size % slot.block:
+        hashes.append(digest.intdigest())
+    hashes.append(xxhash.xxh3_64_intdigest(b""))
+    return slot.entry(name, size, size, hashes), places
+
+
+@cache
+def _untrusted() -> str:
+    return image.trusted()
+
+
+def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:
+    """Decoding one of thousands of items costs more than writing out a hundred megabytes."""
+    if snapshot.layout not in _layouts:
+        found = segment.layout()
+        if found.key != snapshot.layout:
+            raise PersistError("a snapshot is of another layout than its segment")
+        if len(_layouts) >= MAX_LAYOUTS:
+            _layouts.clear()
+        _layouts[snapshot.layout] = found
+    return _layouts[snapshot.layout]
+
+
+# ---------------------------------------------------------------- a checkpoint
+
+
+def commit(
+    folder: Folder,
+    *,
+    round: Named,
+    step: int,
+    parts: Sequence[PartWritten],
+    world_size: int,
+    attempt: str,
+    reason: str,
+    rewound_from: int = -1,
+    stop: Callable[[], bool] = bool,
+) -> Manifest:
+    """Make the parts a checkpoint: the manifest, then the marker. What the checkpoint replaces, an
+    earlier one of the same step, is gone then. `rewound_from`: see storage.timeline. PersistError,
+    StorageError; the checkpoint is not committed then."""
+    for part in parts:
+        if (part.step, part.round, part.attempt) != (step, round, attempt):
+            raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
+    try:
+        marker = build([_told(part) for part in parts], folder.path(step), attempt)
+    except MetadataError as error:
+        raise PersistError(f"step {step} was not committed: {error}") from None
+    made = Manifest(
+        step=step,
+        round=round,
+        world_size=world_size,
+        attempt=attempt,
+        reason=reason,
+        torch=torch.__version__,
+        marker_size=len(marker),
+        marker_hash=xxhash.xxh3_64_intdigest(marker),
+        files=tuple(sorted((part.file for part in parts), key=lambda entry: entry.rank)),
+    )
+    _all_there(folder, made)
+    found = folder.survey()
+    line = join(found, step, rewound_from)
+    _tell_later(folder, found, line, step)
+    if stop():
+        raise PersistError("the attempt was given up before its marker was written")
+    folder.put(step, manifests.NAME, manifests.encode(made))
+    if line.file:
+        folder.put(step, line.file, line.sentence.encode())
+    folder.acquit(step)
+    folder.put(step, MARKER, marker)
+    try:
+        _all_there(folder, made)  # another node may have given up and removed its part meanwhile
+    except PersistError:
+        folder.unlink(step, [MARKER])
+        raise
+    _tidy(folder, made, line)
+    return made
+
+
+def _tell_later(folder: Folder, found: Sequence[Found], line: Timeline, step: int) -> None:
+    """One sentence where a start would rather go on from something else than what is written."""
+    lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
+    later = sorted({one for one in chain(found) if one > step} - lost)
+    if later:
+        folder.remark(
+            f"checkpoints of later steps than {step} stand in {folder.url}, up to step "
+            f"{later[-1]}: a start that restores goes on from those"
+        )
+
+
+def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
+    """Remove what earlier attempts at this step have left. The checkpoint counts already."""
+    ours = {entry.name for entry in made.files} | {line.file}
+    try:
+        names = [n for n in folder.files(made.step) if _is_of_attempt(n) and n not in ours]
+        folder.unlink(made.step, names)
+    except StorageError as error:
+        folder.remark(f"files of earlier attempts at step {made.step} stay: {error}")
+
+
+def _is_of_attempt(name: str) -> bool:
+    return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
+
+
+def _told(part: PartWritten) -> Part:
+    entry = part.file
+    return Part(entry.rank, part.layout, entry.name, entry.shared, part.lengths, part.places)
+
+
+def _all_there(folder: Folder, made: Manifest) -> None:
+    wrong = folder.lacks(made.step, made.files) if folder.shows_others else ""
+    if wrong:
+        raise PersistError(
+            f"step {made.step} was not committed: {wrong} in {folder.path(made.step)} "
+            "(do all nodes see the same storage there?)"
+        )
+
+
+def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
+    """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
+    that is nearly full no new one would come through. StorageError."""
+    files = folder.files(step)
+    if MARKER in files:
+        return
+    parts = [(name, found) for name in files if (found := _NAME.match(name))]
+    old = [n for n, f in parts if int(f["rank"]) in ranks and f["attempt"] != attempt]
+    if old:
+        folder.unlink(step, old)
+
+
+def give_up(folder: Folder, step: int, attempt: str) -> None:
+    """Remove what an attempt has written, unless it was committed. StorageError."""
+    files = folder.files(step)
+    names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
+    try:
+        manifest = folder.manifest(step)
+    except ManifestError:
+        manifest = None
+    ours = manifest is not None and manifest.attempt == attempt
+    if MARKER in files and (ours or manifest is None):
+        return
+    if MARKER not in files:
+        names += [name for name in files if timeline_of(name)]
+    folder.unlink(step, [*names, manifests.NAME] if ours else names)
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Steps whose checkpoints were removed, and sentences about those that could not be."""
+
+    removed: tuple[int, ...]
+    remarks: tuple[str, ...]
+
+
+def sweep(
+    folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
+) -> Swept:
+    """Remove what is not to be kept (storage.retention), what was condemned and is older than all
+    that is kept, and what was begun and never committed. To be called after a commit."""
+    removed, remarks = [], []
+    try:
+        found = folder.survey()
+        told = _reasons(folder, chain(found), keep_last)
+        gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
+        gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
+    except StorageError as error:
+        return Swept((), (f"old checkpoints are not removed: {error}",))
+    for step in gone:
+        try:
+            folder.remove(step)
+            removed.append(step)
+        except StorageError as error:
+            remarks.append(str(error))
+    return Swept(tuple(removed), tuple(remarks))
+
+
+def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:
+    """Only manifests that matter are read: back to the newest periodic checkpoint."""
+    found: list[tuple[int, str]] = []
+    for step in reversed(committed):
+        reason = ""
+        if last > 0 and all(known != PERIODIC for _, known in found):
+            try:
+                manifest = folder.manifest(step)
+                reason = manifest.reason if manifest is not None else PERIODIC
+            except ManifestError:
+                reason = ""
+        found.append((step, reason))
+    return found

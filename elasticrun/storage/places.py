@@ -1,0 +1,313 @@
+"""Where files lie: a folder of a file system (`LocalPlace`) or what fsspec reaches (`UrlPlace`).
+
+Names are relative to the place, with `/` between folder and file. Every method raises StorageError
+with a sentence, and FileNotFoundError where that is said.
+
+What fsspec reaches: an object is there once it was closed; nothing is ever renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from elasticrun.storage.errors import StorageError, sentence
+from elasticrun.storage.writing import (
+    PIECE,
+    Calls,
+    FileSink,
+    Sink,
+    sync_folder,
+    ways_of,
+    write_first,
+    write_small,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a folder. `changed`: seconds by the storage's own clock, 0 if it does not say."""
+
+    name: str
+    folder: bool
+    size: int
+    changed: float
+
+
+class Place(Protocol):
+    """See above."""
+
+    remarks: list[str]
+    fresh: bool
+    """Whether a listing shows at once what other nodes have written."""
+
+    def full(self, name: str) -> str: ...
+    def make(self, name: str) -> None: ...
+    def entries(self, name: str) -> list[Entry]:
+        """Of a folder; [] if there is none."""
+
+    def opened(self, name: str) -> AbstractContextManager[Any]:
+        """For reading; FileNotFoundError."""
+
+    def create(self, name: str, size: int) -> Sink: ...
+    def put(self, name: str, data: bytes) -> None:
+        """A small file, at once and in place of an older one."""
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        """False if there is one."""
+
+    def settle(self, name: str) -> None:
+        """Make the names in a folder last."""
+
+    def unlink(self, name: str) -> None:
+        """Nothing happens if it is not there."""
+
+    def remove(self, name: str) -> None:
+        """A folder with all that is in it."""
+
+    def remove_empty(self, name: str) -> None:
+        """A folder, if nothing is in it."""
+
+
+class LocalPlace:
+    """A folder by its absolute path, which need not exist yet."""
+
+    def __init__(self, root: str, calls: Calls) -> None:
+        self._root, self._calls = os.path.normpath(root), calls
+        self._ways = ways_of(self._root, calls)
+        self.remarks = self._ways.remarks
+        self.fresh = self._ways.fsync
+
+    def full(self, name: str) -> str:
+        return os.path.join(self._root, name) if name else self._root
+
+    def make(self, name: str) -> None:
+        path = self.full(name)
+        fresh = []
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            fresh.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(fresh):
+            try:
+                self._calls.mkdir(folder)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                raise StorageError(sentence(error, folder, "made")) from error
+            sync_folder(self._ways, os.path.dirname(folder))
+
+    def entries(self, name: str) -> list[Entry]:
+        found = []
+        try:
+            with os.scandir(self.full(name)) as listing:
+                for one in listing:
+                    with suppress(FileNotFoundError):  # removed by another in this moment
+                        stat = one.stat(follow_symlinks=False)
+                        folder = one.is_dir(follow_symlinks=False)
+                        found.append(Entry(one.name, folder, stat.st_size, stat.st_mtime))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(sentence(error, self.full(name), "listed")) from error
+        return found
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Any]:
+        try:
+            file = io.FileIO(self.full(name))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StorageError(sentence(error, self.full(name), "read")) from error
+        with file:
+            yield file
+
+    def create(self, name: str, size: int) -> Sink:
+        try:
+            return FileSink(self._ways, self.full(name), size)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+        self.make(os.path.dirname(name))  # another node gave up and found the folder empty
+        return FileSink(self._ways, self.full(name), size)
+
+    def put(self, name: str, data: bytes) -> None:
+        write_small(self._ways, self.full(name), data)
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        return write_first(self._ways, self.full(name), data)
+
+    def settle(self, name: str) -> None:
+        sync_folder(self._ways, self.full(name))
+
+    def unlink(self, name: str) -> None:
+        try:
+            self._calls.unlink(self.full(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StorageError(sentence(error, self.full(name), "removed")) from error
+
+    def remove(self, name: str) -> None:
+        try:
+            self._calls.remove(self.full(name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StorageError(sentence(error, self.full(name), "removed")) from error
+
+    def remove_empty(self, name: str) -> None:
+        try:
+            os.rmdir(self.full(name))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise StorageError(sentence(error, self.full(name), "removed")) from error
+
+
+T = TypeVar("T")
+
+_CHANGED = ("mtime", "updated", "LastModified", "last_modified", "created", "timeCreated")
+"""How file systems of fsspec call the moment of the last change."""
+
+
+class ObjectSink:
+    """See writing.Sink."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self._file = _tried(path, "written", lambda: fs.open(path, "wb"))
+
+    def write(self, data: memoryview) -> None:
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            took = _tried(self._path, "written", partial(self._file.write, piece))
+            if took is not None and took != len(piece):
+                raise StorageError(f"{self._path} was not written: it took {took} bytes only")
+
+    def close(self) -> None:
+        _tried(self._path, "written", self._file.close)
+
+    def abort(self) -> None:
+        # what a library raises here is its own; the file is unwanted in any case
+        with suppress(Exception):
+            self._file.discard()  # an upload in parts that was not finished
+        with suppress(Exception):
+            self._file.closed = True
+        with suppress(Exception):
+            self._fs.rm_file(self._path)
+
+
+class UrlPlace:
+    """See Place. `url`: as fsspec takes it, with its protocol."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # type: ignore[import-untyped]
+
+        self.remarks: list[str] = []
+        self.fresh = True
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise StorageError(
+                f"{url} cannot be reached: {error}; install the package that fsspec names for it"
+            ) from None
+        self._url = url.rstrip("/")
+
+    def full(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _path(self, name: str) -> str:
+        root = self._root.rstrip("/")
+        return f"{root}/{name}" if name else root
+
+    def make(self, name: str) -> None:
+        path = self._path(name)
+        _tried(self.full(name), "made", lambda: self._fs.makedirs(path, exist_ok=True))
+
+    def entries(self, name: str) -> list[Entry]:
+        path = self._path(name)
+        self._fs.invalidate_cache(path)  # other processes write there as well
+        try:
+            found = _tried(self.full(name), "listed", lambda: self._fs.ls(path, detail=True))
+        except FileNotFoundError:
+            return []
+        return [e for e in map(_entry, found) if e.name and e.name != path.rsplit("/", 1)[-1]]
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Any]:
+        path = self._path(name)
+        file = _tried(self.full(name), "read", lambda: self._fs.open(path, "rb"))
+        try:
+            with file:
+                yield file
+        except (OSError, StorageError):
+            raise
+        except Exception as error:
+            raise StorageError(f"{self.full(name)} was not read: {error!s:.300}") from error
+
+    def create(self, name: str, size: int) -> Sink:
+        return ObjectSink(self._fs, self._path(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        _tried(self.full(name), "written", lambda: self._fs.pipe_file(path, data))
+
+    def put_first(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        if _tried(self.full(name), "read", lambda: self._fs.exists(path)):
+            return False
+        self.put(name, data)
+        return True
+
+    def settle(self, name: str) -> None:
+        """Objects need nothing of the kind."""
+
+    def unlink(self, name: str) -> None:
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            _tried(self.full(name), "removed", lambda: self._fs.rm_file(path))
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            _tried(self.full(name), "removed", lambda: self._fs.rm(path, recursive=True))
+
+    def remove_empty(self, name: str) -> None:
+        if not self.entries(name):
+            with suppress(Exception):  # most object stores have no folders to remove
+                self._fs.rmdir(self._path(name))
+
+
+def _entry(found: dict[str, Any]) -> Entry:
+    name = str(found["name"]).rstrip("/").rsplit("/", 1)[-1]
+    changed = 0.0
+    for key in _CHANGED:
+        moment = found.get(key)
+        if isinstance(moment, datetime):
+            changed = moment.timestamp()
+        elif isinstance(moment, int | float):
+            changed = float(moment)
+        elif isinstance(moment, str):
+            with suppress(ValueError):
+                changed = datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
+        if changed:
+            break
+    return Entry(name, found.get("type") == "directory", int(found.get("size") or 0), changed)
+
+
+def _tried(path: str, doing: str, work: Callable[[], T]) -> T:
+    """Libraries of fsspec raise what they please; all of it is a sentence for us."""
+    try:
+        return work()
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise StorageError(f"{path} was not {doing}: {what[:300]}") from error

@@ -1,0 +1,397 @@
+"""The proof of the job's secret (its token), which comes before any other message.
+
+The token never crosses the wire. Each side shows an HMAC-SHA256 under it, over everything that
+both have said so far, with a label that says which side it is of. The master proves first: an agent
+shows nothing to a master that could not, and never follows one.
+
+    agent                                  master
+    Knock      nonce, job, role, node  ->
+                                       <-  Challenge   nonce, term, the master's proof
+    Proof      the agent's proof       ->
+    Hello                              ->              the session is bound to the knock's node
+
+The agent's side of this is `Guest`, the master's `Doorkeeper`; neither does any I/O. Both judge by
+one table:
+
+    own token   shown     verdict
+    none        nothing   let in: a job without a secret (the exchange still tells versions)
+    none        a proof   refused: give this side the token
+    a token     nothing   refused: the other side has none
+    a token     a proof   let in if it is right, else refused: another token
+
+What is refused is told one fixed sentence; nothing secret and nothing the peer has sent is in it.
+
+The files of transport security: read, checked, and told apart when they do not fit.
+
+Certificates and keys are PEM files. Whoever needs them reads them, at the moment of the need: an
+agent before each connection (a renewed certificate is used from the next one on), a master at its
+start.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import ssl
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final, Protocol
+
+from elasticrun.wire.messages import (
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Challenge,
+    Hello,
+    Knock,
+    Proof,
+    Report,
+    Role,
+)
+
+TOKEN_WANTED: Final = (
+    "this job has a token and this side has none: set ELASTICRUN_TOKEN or --token-file to the "
+    "job's token"
+)
+MASTER_HAS_NONE: Final = (
+    "this side has a token and the master has none, so it is not followed: start the master (the "
+    "node at the endpoint) with the same ELASTICRUN_TOKEN or --token-file, or unset it here"
+)
+MASTER_WRONG: Final = (
+    "the master there does not know this job's token, so it is not followed: check the endpoint, "
+    "and that ELASTICRUN_TOKEN or --token-file is the same on all nodes"
+)
+PEER_WRONG: Final = (
+    "the proof of the job's token is wrong: check that ELASTICRUN_TOKEN or --token-file is the "
+    "same on all nodes"
+)
+OTHER_JOB: Final = "the master here serves another job: check the endpoint and --rdzv-id"
+
+
+class Denied(Exception):
+    """One side does not let the other in; the text is the sentence for whoever is refused.
+
+    `word`: what the refusing side may log about it; fixed words, nothing of the peer's."""
+
+    def __init__(self, sentence: str, word: str = "") -> None:
+        super().__init__(sentence)
+        self.word = word
+
+
+class OutOfTurn(Exception):
+    """A message at a moment when no honest peer sends it; the text is a sentence."""
+
+
+class Side(Enum):
+    """Whose proof it is. The labels keep one side's proofs from being shown as the other's."""
+
+    MASTER = f"elasticrun/{PROTOCOL_VERSION} master"
+    PEER = f"elasticrun/{PROTOCOL_VERSION} peer"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All that a proof is about; equal on both sides unless somebody has changed it on the way."""
+
+    job_id: str
+    role: Role
+    node: str
+    incarnation: str
+    peer_nonce: bytes
+    master_nonce: bytes
+    term: int
+
+    def parts(self) -> tuple[bytes, ...]:
+        """The fields as bytes, in a fixed order."""
+        words = (self.job_id, self.role.value, self.node, self.incarnation, str(self.term))
+        return (*(word.encode() for word in words), self.peer_nonce, self.master_nonce)
+
+
+def prove(token: str, side: Side, exchange: Exchange) -> bytes:
+    """The proof of `side`; empty where there is no token."""
+    if not token:
+        return b""
+    # Each part with its length: no two exchanges run together into the same bytes.
+    said = b"".join(len(part).to_bytes(4, "big") + part for part in exchange.parts())
+    return hmac.digest(token.encode(), side.value.encode() + said, "sha256")
+
+
+def is_right(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
+    """Whether this is the proof of `side`; takes as long for a nearly right one as for noise."""
+    return hmac.compare_digest(prove(token, side, exchange), shown)
+
+
+def reader_token(token: str) -> str:
+    """What a reader of the status proves in the place of the token: made from it, and of no use to
+    an agent. A master leaves it for its own user's `elasticrun status`."""
+    if not token:
+        return ""
+    return hmac.digest(token.encode(), b"elasticrun reader", "sha256").hex()
+
+
+def fresh_nonce() -> bytes:
+    """Random bytes that were never used before."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+class Guest:
+    """The side that knocks."""
+
+    def __init__(
+        self,
+        token: str,
+        version: str,
+        role: Role = Role.READER,
+        *,
+        job_id: str = "",
+        node: str = "",
+        incarnation: str = "",
+    ) -> None:
+        """`token`: a reader's is `reader_token`; "" for none. `version`: our own release."""
+        self._token = token
+        self.knock = Knock(
+            protocol=PROTOCOL_VERSION,
+            version=version,
+            job_id=job_id,
+            role=role,
+            node=node,
+            incarnation=incarnation,
+            nonce=fresh_nonce(),
+            proves=bool(token),
+        )
+
+    def answer(self, challenge: Challenge) -> Proof:
+        """Our proof, once the master has shown its own. Denied if it could not."""
+        exchange = _exchange(self.knock, challenge.nonce, challenge.term)
+        if not self._token and challenge.proof:
+            raise Denied(TOKEN_WANTED)
+        if self._token and not challenge.proof:
+            raise Denied(MASTER_HAS_NONE)
+        if not is_right(self._token, Side.MASTER, exchange, challenge.proof):
+            raise Denied(MASTER_WRONG)
+        return Proof(prove(self._token, Side.PEER, exchange))
+
+
+class _State(Enum):
+    """What the doorkeeper waits for."""
+
+    KNOCK = "Knock"
+    PROOF = "Proof"
+    HELLO = "Hello"
+    IN = "nothing more"
+    SHUT = "nothing"
+
+
+class Doorkeeper:
+    """The master's side of one stream: a message in, an answer or None out.
+
+    | waits for | hears | checks                               | answers   | next              |
+    |-----------|-------|--------------------------------------|-----------|-------------------|
+    | KNOCK     | Knock | job (an agent's), has token as we do | Challenge | PROOF             |
+    | PROOF     | Proof | that it is right                     | nothing   | HELLO; IN: reader |
+    | HELLO     | Hello | job, node, life are the knock's      | nothing   | IN                |
+
+    Any other pair is OutOfTurn. After Denied or OutOfTurn the door is shut for good."""
+
+    def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
+        """`token` is the job's own; `role`: for what this stream is meant."""
+        self._token = reader_token(token) if role is Role.READER else token
+        self._version = version
+        self._job_id = job_id
+        self._term = term
+        self._role = role
+        self._state = _State.KNOCK
+        self._knock: Knock
+        self._exchange: Exchange
+        self.hello: Hello | None = None
+        """An agent's, once it is in."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the peer has proved all that it has to."""
+        return self._state is _State.IN
+
+    @property
+    def awaits(self) -> str:
+        """The message that is due, for a sentence about its absence."""
+        return self._state.value
+
+    def hear(self, report: Report) -> Challenge | None:
+        """Take the next message. Denied, OutOfTurn."""
+        # Shut unless the message turns out to be right: no way out of here leaves it ajar.
+        state, self._state = self._state, _State.SHUT
+        match state, report:
+            case _State.KNOCK, Knock():
+                return self._knocked(report)
+            case _State.PROOF, Proof():
+                self._proved(report)
+            case _State.HELLO, Hello():
+                self._hello(report)
+            case _:
+                raise OutOfTurn(f"{type(report).__name__} came in the place of {state.value}")
+        return None
+
+    def _knocked(self, knock: Knock) -> Challenge:
+        if knock.role is not self._role:
+            raise OutOfTurn(f"this is no stream for the role {knock.role.value}")
+        if knock.role is Role.AGENT and knock.job_id != self._job_id:
+            if self._token:
+                raise Denied(OTHER_JOB)
+            raise Denied(
+                f"this node belongs to job {knock.job_id!r}, the master here serves job "
+                f"{self._job_id!r}: check the endpoint and --rdzv-id"
+            )
+        if self._token and not knock.proves:
+            raise Denied(TOKEN_WANTED, "somebody without the job's token was refused")
+        if knock.proves and not self._token:
+            raise Denied(MASTER_HAS_NONE, "somebody with a token was refused: this job has none")
+        self._knock = knock
+        self._exchange = _exchange(knock, fresh_nonce(), self._term)
+        self._state = _State.PROOF
+        return Challenge(
+            protocol=PROTOCOL_VERSION,
+            version=self._version,
+            term=self._term,
+            nonce=self._exchange.master_nonce,
+            proof=prove(self._token, Side.MASTER, self._exchange),
+        )
+
+    def _proved(self, proof: Proof) -> None:
+        if not is_right(self._token, Side.PEER, self._exchange, proof.proof):
+            raise Denied(PEER_WRONG, "somebody with another token than the job's was refused")
+        self._state = _State.HELLO if self._role is Role.AGENT else _State.IN
+
+    def _hello(self, hello: Hello) -> None:
+        said = (hello.spec.job_id, hello.node, hello.incarnation)
+        if said != (self._knock.job_id, self._knock.node, self._knock.incarnation):
+            raise OutOfTurn("this Hello is of another node than the one that was proved")
+        self.hello = hello
+        self._state = _State.IN
+
+
+def _exchange(knock: Knock, master_nonce: bytes, term: int) -> Exchange:
+    return Exchange(
+        job_id=knock.job_id,
+        role=knock.role,
+        node=knock.node,
+        incarnation=knock.incarnation,
+        peer_nonce=knock.nonce,
+        master_nonce=master_nonce,
+        term=term,
+    )
+
+
+MAX_PEM_BYTES: Final = 1024 * 1024
+"""A longer file is no certificate; the bundles of all public CAs have a quarter of it."""
+
+_EXPIRED, _NOT_YET = 10, 9
+"""X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID"""
+_OTHER_ISSUER: Final = (18, 19, 20, 21)
+"""Self-signed, or signed by somebody whose certificate is not at hand (X509_V_ERR_*)."""
+
+
+class Files(Protocol):
+    """Paths, "" for none (`config.Tls`)."""
+
+    @property
+    def cert(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def ca(self) -> str: ...
+
+
+class TlsError(Exception):
+    """These files cannot serve; the text is one sentence that names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """What the files hold; b"" for none."""
+
+    cert: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = b""
+
+
+def read(files: Files, *, serving: bool = False) -> Pem:
+    """The contents of the files, once they are known to fit together. TlsError. Blocks.
+
+    `serving`: for a master, which cannot do without a certificate of its own."""
+    if serving and not files.cert:
+        raise TlsError("the job's master needs a certificate: give --tls-cert and --tls-key")
+    pem = Pem(*(_content(name, getattr(files, name)) for name in ("cert", "key", "ca")))
+    _check(files, pem)
+    return pem
+
+
+def client_context(files: Files) -> ssl.SSLContext:
+    """The same for a handshake by Python's own ssl, which says in words why one fails. Blocks.
+    TlsError, OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if files.ca:
+        context.load_verify_locations(files.ca)
+    else:
+        context.load_default_certs()
+    if files.cert:
+        context.load_cert_chain(files.cert, files.key)
+    return context
+
+
+def _content(name: str, path: str) -> bytes:
+    if not path:
+        return b""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_PEM_BYTES + 1)
+    except OSError as wrong:
+        raise TlsError(f"--tls-{name}={path} cannot be read: {wrong.strerror}") from None
+    if len(content) > MAX_PEM_BYTES or b"-----BEGIN " not in content:
+        raise TlsError(f"--tls-{name}={path} is no PEM file")
+    return content
+
+
+def _check(files: Files, pem: Pem) -> None:
+    """Sentences in the place of gRPC's, which says no more than that a handshake failed."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if pem.ca:
+        try:
+            client.load_verify_locations(cadata=pem.ca.decode("ascii", "replace"))
+        except ssl.SSLError:
+            raise TlsError(f"--tls-ca={files.ca} holds no certificate that can be read") from None
+    if not pem.cert:
+        return
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A password is never asked for: nobody sits at a node.
+        server.load_cert_chain(files.cert, files.key, password=lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as wrong:
+        why = "do not belong together or cannot be read"
+        if isinstance(wrong, ssl.SSLError) and wrong.reason == "KEY_VALUES_MISMATCH":
+            why = "do not belong together"
+        raise TlsError(f"--tls-cert={files.cert} and --tls-key={files.key} {why}") from None
+    if pem.ca:
+        _check_own(files, client, server)
+
+
+def _check_own(files: Files, client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    """What our peers will find wrong with our own certificate: shake hands with ourselves."""
+    client.check_hostname = False
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
+    for turn in range(6):  # a handshake has three flights
+        try:
+            ends[turn % 2].do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as wrong:
+            cert = f"--tls-cert={files.cert}"
+            if wrong.verify_code in (_EXPIRED, _NOT_YET):
+                when = "has expired" if wrong.verify_code == _EXPIRED else "is not valid yet"
+                raise TlsError(f"{cert} or what has signed it {when}") from None
+            if wrong.verify_code in _OTHER_ISSUER:
+                raise TlsError(f"{cert} is not signed by --tls-ca={files.ca}") from None
+            return  # its purpose, say: a peer's affair
+        except ssl.SSLError:
+            return

@@ -1,0 +1,444 @@
+"""What gRPC says of a call that failed, in words for an operator.
+
+gRPC as elasticrun uses it: one place for every option of channels and servers.
+
+gRPC's defaults are made for data centres behind load balancers. Each option below replaces one
+that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
+
+An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
+job's token and says hello. A reader: `get_status`, `ask`. The master: `make_server`, `listen`.
+Bytes are turned into messages here or, in the master, by the handler itself, so that a message
+which is not understood becomes a sentence for its sender and never an exception inside gRPC.
+
+The reader's side of `Reach`: ask the job's master to dial us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from elasticrun.wire.auth import Denied, Guest, Pem
+from elasticrun.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_STATUS_BYTES,
+    Challenge,
+    Hello,
+    JobStatus,
+    Order,
+    Reached,
+    ReachMe,
+    Refused,
+    Report,
+    Role,
+)
+from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.types import Endpoint
+
+MAX_WORDS: Final = 400
+"""Characters of an explanation that are shown."""
+
+_PLAIN: Final = {
+    "Cancelling all calls": "it has ended",
+    "Stream removed (Socket closed)": "the connection was closed",
+    "Stream removed (ping timeout)": "no answer to pings",
+}
+"""gRPC's words (1.85) for what happens most, and ours."""
+
+
+def in_words(code: str, details: str | None) -> str:
+    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, for where
+    gRPC has nothing more to say."""
+    text = " ".join((details or "").split()) or code.lower().replace("_", " ")
+    # "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
+    # remote host: Connection refused" tells the same thrice
+    text = text.rpartition("remote host: ")[2]
+    if "address lookup failed" in text:
+        text = "the name server does not know this host"
+    return _PLAIN.get(text, text)[:MAX_WORDS]
+
+
+def _import_grpc() -> Any:
+    """Import grpc with its C core silent and without fork handlers, and leave no trace of that in
+    the environment, which the ranks inherit. A user's own settings are respected.
+
+    The core reads these variables once, at import. Its log would go to the user's terminal; what
+    matters comes back as a status. Its fork handlers print a warning for every child.
+    """
+    ours = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    ours = {name: word for name, word in ours.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        import grpc
+        import grpc.aio
+    finally:
+        for name in ours:
+            del os.environ[name]
+    return grpc
+
+
+grpc = _import_grpc()
+
+SERVICE: Final = "elasticrun.v1.JobMaster"
+ATTEND: Final = f"/{SERVICE}/Attend"
+GET_STATUS: Final = f"/{SERVICE}/GetStatus"
+
+SERVER_OPTIONS: Final[Mapping[str, int]] = {
+    # Two masters would share one port, and each agent meet one of them by chance.
+    "grpc.so_reuseport": 0,
+    # A stopped or unplugged node is noticed after 5 s. `ping_timeout` is what rules: with its
+    # default of 60 s the keepalive values alone saw nothing in 12 s of SIGSTOP.
+    "grpc.keepalive_time_ms": 1000,
+    "grpc.keepalive_timeout_ms": 4000,
+    "grpc.http2.ping_timeout_ms": 4000,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    # An agent's own pings (a proxy's, a later version's) are no reason to hang up on it.
+    "grpc.http2.min_ping_interval_without_data_ms": 500,
+    "grpc.http2.max_ping_strikes": 0,
+    # Bounds: of a message, of headers, of streams on one connection (an agent has one; each costs
+    # a stranger nothing and us some 27 kB), of connections, of the time a stranger may take to say
+    # that it speaks HTTP/2, and of the time a connection may stand without a stream.
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_metadata_size": 8 * 1024,
+    "grpc.absolute_max_metadata_size": 16 * 1024,
+    "grpc.max_concurrent_streams": 4,
+    "grpc.max_allowed_incoming_connections": 32_768,
+    "grpc.server_handshake_timeout_ms": 10_000,
+    "grpc.max_connection_idle_ms": 60_000,
+}
+
+
+def server_options(silence: float) -> Mapping[str, int]:
+    """SERVER_OPTIONS for a master that is to notice a silent node after `silence` seconds: below
+    the usual five it pings as much faster; above, a break is early news and costs nothing."""
+    share = min(1.0, max(0.1, silence / 5.0))
+    every, answer = round(1000 * share), round(4000 * share)
+    return {
+        **SERVER_OPTIONS,
+        "grpc.keepalive_time_ms": every,
+        "grpc.keepalive_timeout_ms": answer,
+        "grpc.http2.ping_timeout_ms": answer,
+    }
+
+
+CLIENT_OPTIONS: Final[Mapping[str, int]] = {
+    # $http_proxy would carry the way to a master on loopback through a proxy that refuses it.
+    "grpc.enable_http_proxy": 0,
+    # A master that comes back, under a new address even, is found at once; the defaults back off
+    # up to 120 s and look a name up at most every 30 s.
+    "grpc.dns_min_time_between_resolutions_ms": 500,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # How long one attempt to connect may take: two lost SYNs.
+    "grpc.min_reconnect_backoff_ms": 4000,
+    # A channel opened afresh is a fresh connection; by default it would join a dying one.
+    "grpc.use_local_subchannel_pool": 1,
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+}
+
+
+# ---------------------------------------------------------------- the agent's side
+
+
+class LinkError(Exception):
+    """The stream is gone or could not be opened; the text is a sentence.
+
+    `rejected`: the peer answered that it does not understand us, so dialling again is no use.
+    """
+
+    def __init__(self, reason: str, *, rejected: bool = False) -> None:
+        super().__init__(reason)
+        self.rejected = rejected
+
+
+class Unproved(LinkError):
+    """Whoever answers there is not to be followed: it could not prove the job's token."""
+
+
+def open_channel(
+    endpoint: Endpoint,
+    options: Mapping[str, int] = CLIENT_OPTIONS,
+    *,
+    tls: Pem | None = None,
+    name: str = "",
+) -> Any:
+    """A grpc.aio channel to the master at `endpoint`; nothing is dialled before it is used.
+
+    `tls`: what to show and to trust, None for plain TCP. `name`: the host name or address that the
+    master's certificate must bear, "" for the endpoint's.
+    `dns:///` keeps a host such as `unix` from being read as a scheme; addresses pass as they are.
+    """
+    where = f"dns:///{endpoint}"
+    if tls is None:
+        return grpc.aio.insecure_channel(where, options=tuple(options.items()))
+    trusted = grpc.ssl_channel_credentials(tls.ca or None, tls.key or None, tls.cert or None)
+    named = {**options, "grpc.ssl_target_name_override": name or endpoint.host}
+    return grpc.aio.secure_channel(where, trusted, options=tuple(named.items()))
+
+
+class Attendance:
+    """An agent's stream to the master: Reports out, Orders in.
+
+    One task may send while another receives. Cancelling a task inside either cancels the stream;
+    do so before the channel is closed: grpc never wakes a send whose stream did not come to stand.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.proved = False
+        """Whether the master has proved the job's token (or there is none to prove)."""
+
+    async def enter(self, hello: Hello, token: str = "") -> Order | None:
+        """Prove the token to the master and have it proved by it, say hello, and hear the answer: a
+        Welcome or a Refused, as a rule. LinkError; Unproved for a master that is not the job's."""
+        guest = Guest(
+            token,
+            hello.version,
+            Role.AGENT,
+            job_id=hello.spec.job_id,
+            node=hello.node,
+            incarnation=hello.incarnation,
+        )
+        await self.send(guest.knock)
+        answer = await self.receive()
+        if answer is None or isinstance(answer, Refused):
+            return answer
+        if not isinstance(answer, Challenge):  # a Welcome, say, of somebody who proves nothing
+            self.cancel()
+            raise Unproved(f"it answered our knock with {type(answer).__name__}")
+        try:
+            proof = guest.answer(answer)
+        except Denied as denied:
+            self.cancel()
+            raise Unproved(str(denied)) from None
+        self.proved = True
+        await self.send(proof)
+        await self.send(hello)
+        return await self.receive()
+
+    async def send(self, report: Report) -> None:
+        """Hand one report to the transport, waiting while its window is full. LinkError."""
+        data = codec.report_to_wire(report)
+        try:
+            await self._call.write(data)
+        except grpc.aio.AioRpcError as broken:
+            raise _link_error(broken) from None
+        except asyncio.InvalidStateError:
+            raise LinkError("the stream to the master has ended") from None
+
+    async def receive(self) -> Order | None:
+        """The next order; None when the master has closed the stream in good order. LinkError."""
+        try:
+            data = await self._call.read()
+            if data is grpc.aio.EOF:
+                code = await self._call.code()
+                if code is not grpc.StatusCode.OK:
+                    raise _link_error_of(code, await self._call.details())
+                return None
+        except grpc.aio.AioRpcError as broken:
+            raise _link_error(broken) from None
+        try:
+            return codec.order_from_wire(data)
+        except codec.WireError as wrong:
+            self._call.cancel()
+            raise LinkError(f"the master sent {wrong}", rejected=True) from None
+
+    async def close(self) -> None:
+        """Say that no report follows: the master takes this for a clean departure."""
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it has ended already
+
+    def cancel(self) -> None:
+        """Drop the stream; the master sees it break."""
+        self._call.cancel()
+
+
+def attend(channel: Any) -> Attendance:
+    """Open the stream; `enter` comes before anything else on it."""
+    call = channel.stream_stream(ATTEND)(wait_for_ready=False)
+    return Attendance(call)
+
+
+async def get_status(
+    endpoint: Endpoint,
+    timeout: float,
+    *,
+    token: str = "",
+    tls: Pem | None = None,
+    name: str = "",
+    version: str = "status",
+) -> JobStatus:
+    """Ask the master at `endpoint` for its page; `token` is a reader's (`proof.reader_token`).
+
+    LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
+    guest = Guest(token, version)
+    answer = await ask(GET_STATUS, guest, None, endpoint, timeout, tls=tls, name=name)
+    if isinstance(answer, JobStatus):
+        return answer
+    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
+
+
+async def ask(
+    method: str,
+    guest: Guest,
+    asked: Report | None,
+    endpoint: Endpoint,
+    timeout: float,
+    *,
+    tls: Pem | None = None,
+    name: str = "",
+) -> Any:
+    """What a reader is answered once both sides have proved the token; `asked`: what it says after
+    its proof, if anything. LinkError, also for a refusal."""
+    options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
+    async with open_channel(endpoint, options, tls=tls, name=name) as channel:
+        call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
+        try:
+            await call.write(codec.report_to_wire(guest.knock))
+            answer = await _answer(call)
+            if not isinstance(answer, Challenge | Refused):
+                raise Denied("it shows a page and proves nothing")
+            if isinstance(answer, Challenge):
+                await call.write(codec.report_to_wire(guest.answer(answer)))
+                if asked is not None:
+                    await call.write(codec.report_to_wire(asked))
+                answer = await _answer(call)
+        except grpc.aio.AioRpcError as broken:
+            raise _link_error(broken) from None
+        except asyncio.InvalidStateError:  # it ended while we wrote
+            raise _link_error_of(await call.code(), await call.details()) from None
+        except codec.WireError as wrong:
+            raise LinkError(f"{endpoint} sent {wrong}", rejected=True) from None
+        except Denied as denied:
+            raise Unproved(str(denied), rejected=True) from None
+        finally:
+            call.cancel()
+    if isinstance(answer, Refused | Challenge):
+        said = answer.reason if isinstance(answer, Refused) else "a second challenge"
+        raise LinkError(said, rejected=True)
+    return answer
+
+
+async def _answer(call: Any) -> Any:
+    """The next answer to a reader. WireError, AioRpcError."""
+    data = await call.read()
+    if data is grpc.aio.EOF:
+        raise _link_error_of(await call.code(), await call.details())
+    return codec.answer_from_wire(data)
+
+
+def _link_error(broken: Any) -> LinkError:
+    return _link_error_of(broken.code(), broken.details())
+
+
+def _link_error_of(code: Any, details: str | None) -> LinkError:
+    codes = grpc.StatusCode
+    rejected = code in (codes.INVALID_ARGUMENT, codes.UNIMPLEMENTED)
+    text = in_words(code.name, details)
+    if code is codes.INTERNAL and "from Core" in text:
+        text = "the stream broke while it was written to"  # grpc's word for it says nothing
+    if code is codes.UNIMPLEMENTED:
+        text = f"it is no elasticrun master ({text})"
+    return LinkError(text, rejected=rejected)
+
+
+# ---------------------------------------------------------------- the master's side
+
+
+class ListenError(OSError):
+    """A port could not be had; the text is a sentence. `taken`: somebody else listens there."""
+
+    def __init__(self, reason: str, *, taken: bool) -> None:
+        super().__init__(reason)
+        self.taken = taken
+
+
+Serve = Callable[[Any], Awaitable[None]]
+"""Handler of one stream: gets the grpc.aio context, whose read() and write() carry bytes."""
+
+
+def make_server(
+    attend: Serve,
+    status: Serve,
+    reach: Serve | None = None,
+    *,
+    most: int,
+    options: Mapping[str, int] = SERVER_OPTIONS,
+) -> Any:
+    """A grpc.aio server with the methods of JobMaster; `most` calls are served at a time."""
+
+    made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
+    methods = {"Attend": attend, "GetStatus": status, "Reach": reach}
+    handlers = {name: _handler(serve) for name, serve in methods.items() if serve is not None}
+    made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    return made
+
+
+def _handler(serve: Serve) -> Any:
+    async def on_stream(_requests: Any, context: Any) -> None:
+        await serve(context)
+
+    return grpc.stream_stream_rpc_method_handler(on_stream)
+
+
+def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
+    """Bind the server; returns the port (a free one for 0). ListenError says why not.
+
+    `tls` with a `ca` serves only those whose certificate that CA has signed."""
+    where = Endpoint(host, port)
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(str(where))
+        else:
+            pairs = ((tls.key, tls.cert),)
+            own = grpc.ssl_server_credentials(pairs, tls.ca or None, bool(tls.ca))
+            bound = server.add_secure_port(str(where), own)
+    except RuntimeError:
+        bound = 0
+    if bound:
+        return int(bound)
+    raise _why_not(where)
+
+
+def _why_not(where: Endpoint) -> ListenError:
+    """gRPC only says that it failed; the same bind once more, by hand, says why."""
+    try:
+        found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
+        family, kind, proto, _, address = found[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as wrong:
+        taken = wrong.errno == errno.EADDRINUSE
+        text = "another process listens there" if taken else (wrong.strerror or str(wrong))
+        return ListenError(f"cannot listen on {where}: {text}", taken=taken)
+    return ListenError(f"cannot listen on {where}: the port was taken for a moment", taken=True)
+
+
+REACH: Final = f"/{SERVICE}/Reach"
+
+
+async def reach_me(
+    endpoint: Endpoint,
+    timeout: float,
+    asked: ReachMe,
+    *,
+    token: str = "",
+    tls: Pem | None = None,
+    name: str = "",
+    version: str = "doctor",
+) -> Reached:
+    """Have the master at `endpoint` dial us as `asked`, and tell what it knows of us; `token` is a
+    reader's (`proof.reader_token`). LinkError as with `channel.get_status`."""
+    answer = await ask(REACH, Guest(token, version), asked, endpoint, timeout, tls=tls, name=name)
+    if isinstance(answer, Reached):
+        return answer
+    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)

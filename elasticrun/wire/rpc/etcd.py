@@ -1,0 +1,325 @@
+"""A client of etcd (v3) as far as we need one: read, decide by transaction, lease, follow.
+
+Every call goes to one server of the list and, if that one does not answer in time, to the next.
+A call that failed may have been carried out all the same (its answer was lost): callers make their
+transactions conditional, so that doing one twice is harmless. Servers without a majority do not
+answer (`hasleader`), so nothing old is ever read.
+
+One loop owns an `Etcd`; nothing here blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.wire.etcd_place import EtcdPlace
+from elasticrun.wire.pb import etcd_pb2 as pb
+from elasticrun.wire.rpc.channel import grpc, in_words
+from elasticrun.wire.types import Endpoint
+
+CALL_LIMIT: Final = 2.0
+"""Seconds for one server to answer before the next is asked."""
+
+BACKOFF_FIRST: Final = 0.1
+BACKOFF_MOST: Final = 1.0
+"""Seconds between rounds of all servers while none answers, doubled each time and jittered."""
+
+OPTIONS: Final[Mapping[str, int]] = {
+    "grpc.enable_http_proxy": 0,
+    "grpc.dns_min_time_between_resolutions_ms": 500,
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    "grpc.use_local_subchannel_pool": 1,
+    # A follower must notice that its server's host has gone without a word. etcd hangs up on who
+    # pings more often than every 5 s.
+    "grpc.keepalive_time_ms": 6000,
+    "grpc.keepalive_timeout_ms": 2000,
+    "grpc.http2.ping_timeout_ms": 2000,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.max_receive_message_length": 8 * 1024 * 1024,
+}
+
+_REQUIRE_LEADER: Final = (("hasleader", "true"),)
+
+
+class EtcdError(Exception):
+    """The call failed; the text is a sentence."""
+
+
+class EtcdSilent(EtcdError):
+    """No server answered: it may have been done or not, and may be tried again."""
+
+
+class EtcdRefused(EtcdError):
+    """etcd has answered that it will not: trying again is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A key with its value. `created` is unique to this life of the key, over all keys for ever."""
+
+    key: str
+    value: bytes
+    created: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a transaction; `items` are those its reads have found."""
+
+    succeeded: bool
+    revision: int
+    items: tuple[Item, ...] = ()
+
+
+# ---------------------------------------------------------------- parts of a transaction
+
+
+def created_at(key: str, revision: int) -> pb.Compare:
+    """The condition that this very life of the key stands; 0: that there is no such key."""
+    return pb.Compare(result=0, target=1, key=key.encode(), create_revision=revision)
+
+
+def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
+    """Write a key; with a lease it goes when the lease does."""
+    return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
+
+
+def delete(key: str) -> pb.RequestOp:
+    """Remove a key."""
+    return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key.encode()))
+
+
+def get(key: str) -> pb.RequestOp:
+    """Read one key."""
+    return pb.RequestOp(request_range=pb.RangeRequest(key=key.encode()))
+
+
+def get_all(prefix: str) -> pb.RequestOp:
+    """Read every key with this prefix."""
+    return pb.RequestOp(
+        request_range=pb.RangeRequest(key=prefix.encode(), range_end=_end_of(prefix))
+    )
+
+
+def _end_of(prefix: str) -> bytes:
+    """The first key after all that begin with `prefix`, which ends with "/"."""
+    raw = prefix.encode()
+    return raw[:-1] + bytes([raw[-1] + 1])
+
+
+# ---------------------------------------------------------------- the client
+
+
+class Etcd:
+    """One client of one etcd; `close` it in the loop that used it."""
+
+    def __init__(
+        self,
+        place: EtcdPlace,
+        *,
+        ca: str = "",
+        cert: str = "",
+        key: str = "",
+        limit: float = CALL_LIMIT,
+        options: Mapping[str, int] = OPTIONS,
+    ) -> None:
+        """`ca`, `cert`, `key`: files (PEM) for `etcds://`, read here. EtcdRefused."""
+        self.place = place
+        self._limit = limit
+        self._options = tuple(options.items())
+        self._credentials = _credentials(ca, cert, key) if place.secure else None
+        self._channels: dict[Endpoint, Any] = {}
+        self._first = 0
+
+    async def close(self) -> None:
+        """Hang up; calls that are under way end."""
+        channels = list(self._channels.values())
+        self._channels.clear()
+        for channel in channels:
+            await channel.close()
+
+    # ------------------------------------------------------------ calls
+
+    async def txn(
+        self,
+        conditions: tuple[pb.Compare, ...],
+        then: tuple[pb.RequestOp, ...],
+        otherwise: tuple[pb.RequestOp, ...] = (),
+        *,
+        limit: float | None = None,
+    ) -> Answer:
+        """If all conditions hold do `then`, else `otherwise`, at one instant. EtcdError."""
+        request = pb.TxnRequest(compare=conditions, success=then, failure=otherwise)
+        answer = await self._ask("KV/Txn", request, pb.TxnResponse, limit)
+        found = [_item(kv) for part in answer.responses for kv in part.response_range.kvs]
+        return Answer(answer.succeeded, answer.header.revision, tuple(found))
+
+    async def read(self, prefix: str) -> Answer:
+        """Every key with this prefix, as of now (the answer is a majority's). EtcdError."""
+        return await self.txn((), (get_all(prefix),))
+
+    async def grant(self, seconds: int) -> int:
+        """A new lease. EtcdError."""
+        request = pb.LeaseGrantRequest(TTL=seconds)
+        answer = await self._ask("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
+        if answer.error:
+            raise EtcdRefused(f"etcd grants no lease: {answer.error[:200]}")
+        return int(answer.ID)
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease now, and every key that hangs on it. EtcdError, but not if it has gone."""
+        request = pb.LeaseRevokeRequest(ID=lease)
+        with contextlib.suppress(EtcdRefused):
+            await self._ask("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
+
+    async def renew(self, lease: int, limit: float | None = None) -> bool:
+        """Begin the lease's time anew; False if there is no such lease any more. EtcdError."""
+        request = pb.LeaseKeepAliveRequest(ID=lease)
+        # A stream in etcd's API; one request and one answer are a call like any other.
+        answer = await self._ask("Lease/LeaseKeepAlive", request, pb.LeaseKeepAliveResponse, limit)
+        return int(answer.TTL) > 0
+
+    async def follow(
+        self, prefix: str, trouble: Callable[[str], None] = lambda sentence: None
+    ) -> AsyncIterator[dict[str, Item]]:
+        """All that lies under `prefix` by key: now, and after each change, for ever.
+
+        Never fails for want of an etcd: `trouble(sentence)` is called when none answers and
+        `trouble("")` when one does again. What happens meanwhile is made good by reading afresh,
+        so changes that follow each other fast may be seen as one. EtcdRefused."""
+        pause = BACKOFF_FIRST
+        while True:
+            try:
+                answer = await self.read(prefix)
+                trouble("")
+                there = {item.key: item for item in answer.items}
+                yield dict(there)
+                async for events in self._watch(prefix, answer.revision + 1):
+                    pause = BACKOFF_FIRST
+                    if not events:
+                        continue
+                    for event in events:
+                        item = _item(event.kv)
+                        if event.type == 1:
+                            there.pop(item.key, None)
+                        else:
+                            there[item.key] = item
+                    yield dict(there)
+            except EtcdSilent as silent:
+                trouble(str(silent))
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(BACKOFF_MOST, 2 * pause)
+
+    async def _watch(self, prefix: str, revision: int) -> AsyncIterator[list[Any]]:
+        """Changes from `revision` on, as long as one server tells them; an empty list when it has
+        begun to. EtcdSilent, EtcdRefused when the stream breaks; ends when the revision is
+        compacted away: then read afresh."""
+        call = self._channel(self._server()).stream_stream(
+            "/etcdserverpb.Watch/Watch",
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=pb.WatchResponse.FromString,
+        )(metadata=_REQUIRE_LEADER, wait_for_ready=False)
+        create = pb.WatchCreateRequest(
+            key=prefix.encode(), range_end=_end_of(prefix), start_revision=revision
+        )
+        try:
+            begin = call.write(pb.WatchRequest(create_request=create))
+            await asyncio.wait_for(begin, self._limit)
+            # Until it says `created` it is an open question; from then on silence is good news,
+            # and the transport's pings say whether anybody is there.
+            answer = await asyncio.wait_for(call.read(), self._limit)
+            while answer is not grpc.aio.EOF and not answer.canceled:
+                yield list(answer.events)
+                answer = await call.read()
+        except TimeoutError:
+            self._next()
+            raise EtcdSilent(f"{self.place} does not answer") from None
+        except grpc.aio.AioRpcError as broken:
+            self._next()
+            raise _error(broken, self.place) from None
+        except asyncio.InvalidStateError:  # grpc.aio's word for a stream that ended under a write
+            self._next()
+            raise EtcdSilent(f"{self.place} ended the stream") from None
+        finally:
+            call.cancel()
+
+    # ------------------------------------------------------------ servers in turn
+
+    def _server(self) -> Endpoint:
+        return self.place.servers[self._first % len(self.place.servers)]
+
+    def _next(self) -> None:
+        self._first += 1
+
+    def _channel(self, server: Endpoint) -> Any:
+        if server not in self._channels:
+            target = f"dns:///{server}"
+            if self._credentials is None:
+                made = grpc.aio.insecure_channel(target, options=self._options)
+            else:
+                made = grpc.aio.secure_channel(target, self._credentials, options=self._options)
+            self._channels[server] = made
+        return self._channels[server]
+
+    async def _ask(
+        self, method: str, request: Any, answer: type[Any], limit: float | None = None
+    ) -> Any:
+        """Ask one server after the other, each once, beginning with the last good one."""
+        error: EtcdError | None = None
+        for _ in self.place.servers:
+            ask = self._channel(self._server()).unary_unary(
+                f"/etcdserverpb.{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=answer.FromString,
+            )
+            how = {"timeout": limit or self._limit, "wait_for_ready": False}
+            try:
+                return await ask(request, metadata=_REQUIRE_LEADER, **how)
+            except grpc.aio.AioRpcError as broken:
+                error = _error(broken, self.place)
+            if not isinstance(error, EtcdSilent):
+                raise error
+            self._next()
+        assert error is not None
+        raise error
+
+
+def _item(kv: Any) -> Item:
+    return Item(kv.key.decode(errors="replace"), kv.value, kv.create_revision, kv.lease)
+
+
+def _error(broken: Any, place: EtcdPlace) -> EtcdError:
+    """Whether another try may help. A server that goes down or has lost its majority is silent."""
+    code = broken.code()
+    codes = grpc.StatusCode
+    text = in_words(code.name, broken.details())
+    final = (
+        codes.INVALID_ARGUMENT,
+        codes.NOT_FOUND,
+        codes.PERMISSION_DENIED,
+        codes.UNAUTHENTICATED,
+        codes.UNIMPLEMENTED,
+        codes.FAILED_PRECONDITION,
+    )
+    if code in final:
+        return EtcdRefused(f"{place} refuses: {text}")
+    if code is codes.DEADLINE_EXCEEDED:
+        return EtcdSilent(f"{place} does not answer")
+    return EtcdSilent(f"{place} does not answer: {text}")
+
+
+def _credentials(ca: str, cert: str, key: str) -> Any:
+    """TLS to etcd by these files; without `ca` the system's authorities count."""
+    try:
+        parts = [Path(path).read_bytes() if path else None for path in (ca, key, cert)]
+    except OSError as wrong:
+        raise EtcdRefused(f"{wrong.filename} cannot be read: {wrong.strerror}") from None
+    return grpc.ssl_channel_credentials(*parts)

@@ -1,0 +1,363 @@
+"""Masters that run on this host, as small files in the user's own run folder.
+
+A master writes one when it serves and removes it when it ends; `elasticrun status` without an
+endpoint reads them. A file whose process is gone (no such pid, or another process by that pid now)
+shows that a master was killed, and the agents of its host go by it (`agent.meeting`): whoever finds
+one, `status` too, marks it as dead and leaves it for DEAD_KEPT more seconds.
+
+Where a master keeps its record: a folder on a disk of this very host, of a launch or of a job.
+
+A hosted master's folder belongs to the launch of its agent. Agent and master hold a shared lock on
+it for as long as they live; whoever ends last removes it, and a folder that nobody holds is stale
+and is removed by whoever finds it. A folder that a person named (`elasticrun master --state-dir`)
+stays; there the lock is the master's alone, so that no two masters write one record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from elasticrun.wire.types import Endpoint
+
+MAX_FILE_BYTES: Final = 16 * 1024
+"""A longer file is not one of ours."""
+
+MAX_FILES: Final = 4096
+"""Files looked at; nobody has that many jobs on one host."""
+
+DEAD_KEPT: Final = 600.0
+"""Seconds for which a file is kept after its master was first found dead: an agent of a busy host
+has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
+
+LIVING, DEAD = "master-*.json", "dead-master-*.json"
+"""Names of the files as masters write them, and once somebody has found their masters dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One running master. `started` is the kernel's start time of `pid`, in clock ticks.
+
+    `reader` proves that somebody may read its status (`proof.reader_token`; "" for a job without a
+    token): the folder is this user's alone, and it opens nothing else."""
+
+    job_id: str
+    host: str
+    port: int
+    status_url: str
+    pid: int
+    started: int
+    reader: str = field(default="", repr=False)
+    tls: bool = False
+    began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where `GetStatus` is answered."""
+        return Endpoint(self.host, self.port)
+
+
+def run_folder(environ: Mapping[str, str]) -> Path:
+    """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun where that is not set or not usable;
+    made with mode 0700. OSError if there is none that is ours alone."""
+    base = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    if not (base.is_absolute() and base.is_dir() and os.access(base, os.W_OK)):
+        base = Path.home() / ".cache"
+    folder = base / "elasticrun"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{folder} is not a folder of this user")
+    folder.chmod(0o700)
+    return folder
+
+
+def start_time(pid: int) -> int | None:
+    """When the kernel started this process, in clock ticks since boot; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def publish(folder: Path, master: Published) -> Path:
+    """Write the file of a master; returns its path. Files that dead masters of its job have left at
+    its port go: it has taken their place. OSError if that cannot be done."""
+    path = folder / f"master-{master.pid}-{master.started}.json"
+    draft = path.with_suffix(".new")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(asdict(master), file)
+    draft.rename(path)
+    for left in _files(folder, LIVING) + _files(folder, DEAD):
+        before = _read(left) if left != path else None
+        if before is not None and _place(before) == _place(master) and not _lives(before):
+            with contextlib.suppress(OSError):  # another master's start was faster
+                left.unlink()
+    return path
+
+
+def published(folder: Path) -> list[Published]:
+    """The masters that run now, in order of job id; what is left of dead ones is cleared away."""
+    return sorted(_living(folder), key=lambda master: (master.job_id, master.pid))
+
+
+def began_before(folder: Path, job_id: str, port: int) -> float:
+    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
+    ours = _of(folder, job_id, port)
+    return min((master.began for master in ours if master.began > 0), default=0.0)
+
+
+def was_killed(folder: Path, job_id: str, port: int) -> bool:
+    """Whether a master of this job ended here without taking its file away: one that did its work
+    has, and its job is over."""
+    ours = _of(folder, job_id, port)
+    return bool(ours) and not any(map(_lives, ours))
+
+
+def _of(folder: Path, job_id: str, port: int) -> list[Published]:
+    found = map(_read, _files(folder, LIVING) + _files(folder, DEAD))
+    return [master for master in found if master is not None and _place(master) == (job_id, port)]
+
+
+def _place(master: Published) -> tuple[str, int]:
+    return master.job_id, master.port
+
+
+def _living(folder: Path) -> Iterator[Published]:
+    for path in _files(folder, LIVING):
+        master = _read(path)
+        if master is not None and _lives(master):
+            yield master
+        else:
+            with contextlib.suppress(OSError):  # another reader was faster
+                os.utime(path)
+                path.rename(path.with_name(f"dead-{path.name}"))
+    now = time.time()
+    for path in _files(folder, DEAD):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > DEAD_KEPT:
+                path.unlink()
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))[:MAX_FILES]
+
+
+def _lives(master: Published) -> bool:
+    return start_time(master.pid) == master.started
+
+
+def _read(path: Path) -> Published | None:
+    try:
+        with path.open() as file:
+            fields: Any = json.loads(file.read(MAX_FILE_BYTES))
+        master = Published(**fields)
+    except (OSError, ValueError, TypeError):
+        return None
+    numbers = (master.port, master.pid, master.started)
+    words = (master.job_id, master.host, master.status_url, master.reader)
+    right = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
+    right = right and type(master.tls) is bool and isinstance(master.began, int | float)
+    return master if right else None
+
+
+PREFIX: Final = "elasticrun-record-"
+"""How the folders of launches are called; the rest of the name is random."""
+
+MAX_SWEPT: Final = 256
+"""Folders looked at in one sweep."""
+
+ROOM: Final = 1024 * 1024
+"""Bytes that must be free where a record is begun; it stays below that for 1,000 nodes."""
+
+MAX_TRIES: Final = 8
+"""New folders that a sweep may remove before we have locked one."""
+
+SHARED_MEMORY: Final = "/dev/shm"
+"""The last resort: it is on this host for certain, but may be small."""
+
+NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x65735546: "FUSE",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x01021997: "9p",
+    0x00C36400: "CephFS",
+    0x19830326: "BeeGFS",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x7461636F: "OCFS2",
+    0x01161970: "GFS2",
+    0xAAD7AAEA: "PanFS",
+    0x20030528: "OrangeFS",
+    0xBACBACBC: "VMware's shared folders",
+    0x786F4256: "VirtualBox's shared folders",
+}
+"""f_type of statfs(2), from its manual page, <linux/magic.h> and the clients' sources. SQLite's
+write-ahead log needs shared memory between its users, which none of these give over hosts; of
+what may lie behind FUSE nothing is known."""
+
+
+class Unusable(OSError):
+    """A folder cannot hold a record; the text is a sentence."""
+
+
+def network_file_system(folder: Path) -> str:
+    """The name of the network file system that `folder` stands on, "" for one of this host's.
+    OSError if the folder cannot be asked."""
+    kind = _file_system_type(folder)
+    return NETWORK_FILE_SYSTEMS.get(kind & 0xFFFFFFFF, "")
+
+
+def _file_system_type(folder: Path) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes, and begins with f_type
+    if libc.statfs(os.fsencode(folder), answer):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(folder))
+    return int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+
+
+# ---------------------------------------------------------------- the folder of a launch
+
+
+@dataclass
+class LaunchFolder:
+    """A folder that this process holds."""
+
+    path: Path
+    fd: int
+
+    def release(self) -> None:
+        """Let go of it; others may hold it yet."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def remove(self) -> None:
+        """Remove it with all that it holds, and let go."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+
+def make(environ: Mapping[str, str]) -> LaunchFolder:
+    """A new private folder, locked, in the user's run folder or, where that is no disk of this host
+    or full, in $TMPDIR or shared memory. Unusable, with a sentence, if there is no such place."""
+    reasons = []
+    for place in _places(environ):
+        try:
+            _check(place)
+            return _make_in(place)
+        except OSError as wrong:
+            reasons.append(str(wrong) if isinstance(wrong, Unusable) else f"{place}: {wrong}")
+    raise Unusable("; ".join(reasons) or "this user has no folder on this host")
+
+
+def sweep(environ: Mapping[str, str]) -> int:
+    """Remove folders of launches of which no process lives; how many those were."""
+    swept = 0
+    for place in _places(environ):
+        with contextlib.suppress(OSError):
+            for path in sorted(place.glob(f"{PREFIX}*"))[:MAX_SWEPT]:
+                swept += _remove_if_stale(path)
+    return swept
+
+
+def hold(path: Path, *, alone: bool = False) -> int:
+    """A descriptor that holds this folder until it is closed or this process ends; `alone`: it must
+    not be held by anybody else, BlockingIOError if it is. OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _places(environ: Mapping[str, str]) -> Iterator[Path]:
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows our home
+        yield run_folder(environ)
+    with contextlib.suppress(OSError):
+        yield Path(tempfile.gettempdir())
+    if os.path.isdir(SHARED_MEMORY):
+        yield Path(SHARED_MEMORY)
+
+
+def _check(place: Path) -> None:
+    network = network_file_system(place)
+    if network:
+        raise Unusable(f"{place} is on a network file system ({network})")
+    room = os.statvfs(place)
+    if room.f_bavail * room.f_frsize < ROOM:
+        raise Unusable(f"{place} is full")
+
+
+def _make_in(place: Path) -> LaunchFolder:
+    for _ in range(MAX_TRIES):
+        path = place / f"{PREFIX}{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
+            fd = hold(path)
+            try:
+                os.stat(path)
+            except FileNotFoundError:
+                os.close(fd)
+                raise
+            return LaunchFolder(path, fd)
+    raise Unusable(f"{place}: what is made there is removed at once")
+
+
+def _remove_if_stale(path: Path) -> bool:
+    try:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        fd = hold(path, alone=True)
+    except OSError:
+        return False
+    LaunchFolder(path, fd).remove()
+    return True
+
+
+# ---------------------------------------------------------------- a folder that a person named
+
+
+def prepare(path: Path) -> None:
+    """Make a named folder fit for a record. Unusable with a sentence if it cannot be."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        network = network_file_system(path)
+    except OSError as wrong:
+        raise Unusable(f"{path} cannot be used: {wrong.strerror or wrong}") from None
+    if network:
+        raise Unusable(
+            f"{path} is on a network file system ({network}), on which the record could be torn; "
+            "name a folder on a disk of this host"
+        )
+    try:
+        probe = path / f"{PREFIX}{secrets.token_hex(8)}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    except OSError as wrong:
+        raise Unusable(f"{path} cannot be written to: {wrong.strerror or wrong}") from None
+    _check(path)

@@ -1,0 +1,386 @@
+"""The messages between an agent and its spawner (the fork server, or a caller of elastic_launch).
+
+They travel over a private socketpair as frames (`wire.frames`): four bytes of length (big endian),
+then a JSON object `{"type": <class name>, ...fields}`. No pickle; a frame is bounded, and one that
+is not understood ends the conversation with a sentence.
+
+A *key* names one process the spawner was told to start; the agent never uses a key twice.
+
+How the fork server is started: its command line, and a Popen that keeps signals off it.
+
+Stands in `wire/` because the agent writes this command line and the fork server reads it, and
+neither room knows the other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticrun.wire.types import Entry
+
+# ---------------------------------------------------------------- to the spawner
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """First message: how to get ready. `launch` is auto, fork or exec."""
+
+    launch: str
+    preload: tuple[str, ...]  # modules to import beside torch
+    learn: bool  # report which site-packages modules the ranks import (`Learned`)
+    entry: Entry  # read once, to see whether its text forbids forking
+    start_method: str  # spawn, fork, forkserver: for function and run-path entries
+    numa: bool  # ranks will be bound to cores
+    aside: bool = False  # import with cores that nobody else wants
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRank:
+    """Start one rank in a session of its own."""
+
+    key: int
+    local_rank: int
+    entry: Entry  # args with `${local_rank}` filled in
+    env: dict[str, str]  # set over the spawner's own first environment
+    unset: tuple[str, ...]  # removed from it
+    stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to drop
+    stderr: str
+    error_file: str  # where an uncaught exception is described, "" for nowhere
+    cpus: tuple[int, ...]  # cores to bind to, empty for the spawner's first mask
+    exec_prefix: tuple[str, ...]  # words before the command when it is exec'd (membind policy)
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnStore:
+    """Start a c10d store host listening on `port`, which the agent holds bound (SO_REUSEPORT)."""
+
+    key: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """What one probe process does: a timed matmul, then a timed all_reduce with its group.
+
+    The group meets at `store` under the prefix `check`; ranks say there whether their own part
+    went well before any collective, so that one that failed does not leave the others hanging."""
+
+    check: str
+    rank: int  # in the group
+    world_size: int
+    store_host: str
+    store_port: int
+    device: str  # torch's word: cpu, cuda, npu
+    device_index: int
+    backend: str  # gloo, nccl, hccl
+    matrix: int  # edge of the square matrices, 0: no matmul
+    dtype: str  # torch's name of their type
+    matmuls: int  # that are timed, after `warmup`
+    sizes: tuple[int, ...]  # bytes of each all_reduce that is timed
+    transfers: int  # all_reduces of each size that are timed, after `warmup`
+    warmup: int
+    limit: float  # seconds; also the process group's own
+    fault: str = ""  # planted, see wire/env.py; "" is none
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnProbe:
+    """Start one probe. It says its phases and its result (ProbeSaid), then ends (Exited)."""
+
+    key: int
+    plan: ProbePlan
+    env: dict[str, str]
+    unset: tuple[str, ...]
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSaver:
+    """Start the saver, one a node. It dials `place`, an abstract socket of the agent, and speaks
+    `wire.snapshots` there from then on; it ends with that conversation (Exited)."""
+
+    key: int
+    place: str
+    host: str  # address where it serves other nodes, "" for nowhere
+    secret: str  # hex; what another node's saver must prove to know, "" for nothing
+    env: dict[str, str]
+    unset: tuple[str, ...]
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendSignal:
+    """Send a signal to the process group of a rank (or to a store host). `alone`: to that process
+    and to no other of its group."""
+
+    key: int
+    signal: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """These ranks have exited: remove what they left. SIGKILL to their groups at once; SIGTERM to
+    descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept."""
+
+    keys: tuple[int, ...]
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStore:
+    """End a store host; nobody needs its round any more."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Kill and reap every descendant, then end with 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pet:
+    """The agent's loop is alive. From the first one on, `limit` seconds without another end every
+    rank: a stopped agent must not leave ranks of an old round at work, since a next one may write
+    the same checkpoints."""
+
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Say Pong with this number when all orders before it have been carried out."""
+
+    number: int
+
+
+ToSpawner = (
+    Configure
+    | SpawnRank
+    | SpawnStore
+    | SpawnProbe
+    | SpawnSaver
+    | SendSignal
+    | Sweep
+    | CloseStore
+    | Quit
+    | Pet
+    | Ping
+)
+
+
+# ---------------------------------------------------------------- from the spawner
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerReady:
+    """The spawner can start ranks now. `mode` is fork or exec, `reason` says why it is exec
+    although a fork was wanted (empty otherwise)."""
+
+    pid: int
+    mode: str
+    reason: str
+    torch: str  # version, "" if torch was not imported
+    import_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """The rank or store host runs. `forked` is false where it was exec'd."""
+
+    key: int
+    pid: int
+    forked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """It could not be started; one sentence for the user."""
+
+    key: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process of `key` was reaped. `code` is negative for a signal."""
+
+    key: int
+    pid: int
+    code: int
+    time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreListening:
+    """The store host of `key` accepts connections."""
+
+    key: int
+    pid: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSaid:
+    """A word from a probe: that it enters `phase`, or, with `done`, what it found.
+
+    The texts and numbers mean what they mean in messages.Probed; `transfers` has seconds for each
+    of the plan's sizes that was measured."""
+
+    key: int
+    phase: str
+    done: bool
+    ok: bool = False
+    own: bool = False
+    excused: bool = False
+    reason: str = ""
+    compute: float = 0.0
+    transfers: tuple[float, ...] = ()
+    timed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Every descendant of these ranks has been reaped, but for `stuck` (pids the kernel keeps)."""
+
+    keys: tuple[int, ...]
+    stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Modules from site-packages that a rank had imported (for --preload=learn)."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One sentence for the operator: a fallback, a refused preload."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A file that this spawner has imported was changed since: a new spawner is wanted. Until
+    there is one, ranks are exec'd, so that they run what now is on disk."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a Ping."""
+
+    number: int
+
+
+FromSpawner = (
+    SpawnerReady
+    | Spawned
+    | SpawnFailed
+    | Exited
+    | StoreListening
+    | ProbeSaid
+    | Swept
+    | Learned
+    | Notice
+    | Stale
+    | Pong
+)
+
+
+SERVER_FILE = Path(__file__).resolve().parent.parent / "forkserver" / "server.py"
+"""Started by its path, so that no folder of the user's can stand in front of our package."""
+
+SHIELDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Signals that schedulers and terminals send to every process at once; our helpers ignore them
+and obey their socket, so that the script's own handler can finish."""
+
+ARGV_PAD = 1024
+"""Blank bytes at the end of the server's command line: where the kernel does not let a child move
+its command line, the rank's is written over the server's and must fit in."""
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """The signals this process was started with as ignored (nohup, a shell's `&`).
+
+    Call it before any handler is installed. SIGPIPE and SIGXFSZ are left out: Python ignores them
+    itself at start, and subprocess gives a child the default again, as torchrun's ranks have it.
+    """
+    mine = {signal.SIGPIPE, signal.SIGXFSZ}
+    return tuple(
+        int(s)
+        for s in sorted(signal.valid_signals() - mine)
+        if signal.getsignal(s) is signal.SIG_IGN
+    )
+
+
+def server_words(
+    fd: int, *, parent: int, ignored: Iterable[int], blocked: Iterable[int]
+) -> list[str]:
+    """The server's `sys.argv`. `fd`: its end of the socketpair; `ignored` and `blocked`: the signal
+    dispositions and mask that ranks are to start with."""
+    return [
+        str(SERVER_FILE),
+        f"--fd={fd}",
+        f"--parent={parent}",
+        f"--ignored-signals={','.join(map(str, ignored))}",
+        f"--blocked-signals={','.join(str(int(s)) for s in blocked)}",
+        " " * ARGV_PAD,
+    ]
+
+
+def warm_command(place: Path, *, idle: float, tells: int, modules: Iterable[str]) -> list[str]:
+    """The command line of a warm process, which is a fork server's before it has an agent: where it
+    listens, seconds until it ends if nobody asks, the descriptor where it says that it is ready,
+    modules to import beside torch."""
+    return [
+        *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
+        *(f"--tells={tells}", f"--modules={','.join(modules)}", " " * ARGV_PAD),
+    ]
+
+
+def start_server(
+    *, ignored: Iterable[int], env: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a fork server in a session of its own; return it and our end of the conversation.
+
+    Call it from the main thread (the server's parent-death signal follows the thread). `ignored`
+    is what `ignored_signals()` said at our start; `env` is the environment that ranks build on.
+    The shielded signals are blocked over the start, so that none can kill the server before its
+    first instruction, and none that is meant for us is lost.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    words = server_words(theirs.fileno(), parent=os.getpid(), ignored=ignored, blocked=blocked)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *words],
+            env=env,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+    return process, ours
