@@ -1,0 +1,84 @@
+"""What the house weighs may fall and not rise (scripts/house.py counts). Whoever makes a number
+smaller writes it here; docs/decisions/032 says where each is to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MOST = {
+    "lines": 62_400,  # to end at 42,000
+    "files_in_the_fullest_folder": 15,  # 9
+    "classes_over_files": 20,  # 4
+    "crumbs": 13,  # 5
+    "names_used_twice": 52,  # 5
+    "constructors_with_callables": 25,  # 0
+    "tasks_without_an_owner": 35,  # 0
+    "readers_of_proc_stat": 7,  # 1
+    "functions_with_many_parameters": 11,  # 0
+    "books_by_node": 32,  # 8
+    "retired_words": 47,  # 0
+}
+TESTS_LINES = 62_900
+"""Lines of tests with the simulator; to end at 42,000 without it."""
+
+
+def counting() -> ModuleType:
+    """scripts/ is no package."""
+    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts/house.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+COUNTING = counting()
+HOUSE = COUNTING.House(ROOT)
+
+
+@pytest.mark.parametrize("count", COUNTING.COUNTS, ids=lambda count: count.__name__)
+def test_no_number_rises(count: object) -> None:
+    name = count.__name__  # type: ignore[attr-defined]
+    found = count(HOUSE)  # type: ignore[operator]
+    most = MOST[name]
+    assert found.number <= most, "\n".join(
+        [f"{found.number} {name}, {most} at most:", *found.where]
+    )
+
+
+def test_the_tests_do_not_grow() -> None:
+    lines = sum(len(p.read_text().splitlines()) for p in (ROOT / "tests").rglob("*.py"))
+    assert lines <= TESTS_LINES
+
+
+def test_each_count_can_rise(tmp_path: Path) -> None:
+    """A house of two rooms that has one of everything that is counted."""
+    core, agent = tmp_path / "elasticrun/core", tmp_path / "elasticrun/agent"
+    for folder in (core, agent):
+        folder.mkdir(parents=True)
+    (core / "crew.py").write_text(
+        "class Base: ...\n"
+        "class Part:\n"
+        "    def __init__(self) -> None:\n"
+        "        self.seen: dict[str, int] = {}\n"
+    )
+    (agent / "part.py").write_text(
+        "from elasticrun.core.crew import Base\n"
+        "class Part(Base):\n"
+        "    def __init__(self, a: Callable[[], None], b: Callable[[], None]) -> None:\n"
+        "        asyncio.create_task(a())\n"
+        '        open(f"/proc/{pid}/stat")\n'
+        "def many(a, b, c, d, e, f, g, h, i): ...\n"
+    )
+    house = COUNTING.House(tmp_path)
+    numbers = {count.__name__: count(house).number for count in COUNTING.COUNTS}
+    assert numbers.pop("lines") == 10
+    assert set(numbers.values()) == {1}, numbers
