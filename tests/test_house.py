@@ -41,13 +41,13 @@ def counting() -> ModuleType:
 
 
 COUNTING = counting()
-HOUSE = COUNTING.House(ROOT)
+BUILT = COUNTING.House(ROOT)
 
 
 @pytest.mark.parametrize("count", COUNTING.COUNTS, ids=lambda count: count.__name__)
 def test_no_number_rises(count: object) -> None:
     name = count.__name__  # type: ignore[attr-defined]
-    found = count(HOUSE)  # type: ignore[operator]
+    found = count(BUILT)  # type: ignore[operator]
     most = MOST[name]
     assert found.number <= most, "\n".join(
         [f"{found.number} {name}, {most} at most:", *found.where]
