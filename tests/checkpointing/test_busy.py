@@ -27,7 +27,7 @@ from elasticrun.wire.snapshots import (
     Resume,
     Skipped,
 )
-from tests.agent.test_snapshots_socket import at_most
+from tests.agent.snapshots.test_snapshots import at_most
 from tests.checkpointing.played import PlayedAgent, playing
 
 

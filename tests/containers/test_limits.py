@@ -28,7 +28,7 @@ def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
 
 
 @further(
-    "agent/test_segments::test_a_cgroup_has_what_its_page_cache_could_give_back",
+    "agent/snapshots/test_segments::test_a_cgroup_has_what_its_page_cache_could_give_back",
     "containers/test_surroundings::test_a_small_dev_shm",
 )
 def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:

@@ -116,7 +116,7 @@ def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world
     assert len(world.hub.peers) == 2
 
 
-@further("agent/test_trust::test_at_first_contact_it_is_one_sentence")
+@further("agent/link/test_trust::test_at_first_contact_it_is_one_sentence")
 def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> None:
     port = free_port()
     (first,) = agents(world, ELASTICRUN, 1, "2", port)
@@ -212,8 +212,8 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
 
 
 @further(
-    "agent/test_trust::test_the_master_bears_the_name_that_the_user_gave",
-    "agent/test_trust::test_tls_that_does_not_fit_is_one_sentence",
+    "agent/link/test_trust::test_the_master_bears_the_name_that_the_user_gave",
+    "agent/link/test_trust::test_tls_that_does_not_fit_is_one_sentence",
 )
 def test_the_certificate_must_bear_the_name_that_the_user_gave(world: World) -> None:
     port = free_port()

@@ -22,7 +22,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.rpc import channel as c
 from elasticrun.wire.types import Endpoint
-from tests.agent.test_link import Heard
+from tests.agent.link.test_link import Heard
 from tests.aio import run
 from tests.compat.live import agents, allreduce, finish
 from tests.further import further

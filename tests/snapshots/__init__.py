@@ -13,17 +13,17 @@ wire/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
 | several ranks together | test_two_ranks_die_at_once, test_killed_at_random_moments |
 | a rank hangs | test_a_rank_hangs |
 | the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
-agent/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had |
+agent/snapshots/test_segments.py::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had |
 | all are killed, the master too | test_all_processes_of_the_only_node_are_killed, \
-agent/test_taken_over.py::test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more |
+agent/snapshots/test_taken_over.py::test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more |
 | another training under the same name | \
-agent/test_taken_over.py::test_another_training_of_the_same_name_does_not_go_on_from_it |
+agent/snapshots/test_taken_over.py::test_another_training_of_the_same_name_does_not_go_on_from_it |
 | a container is killed and started again | \
 containers/test_first_process.py::test_it_is_killed_and_started_again |
 | the agent is killed, its memory goes too | test_a_node_with_the_only_copy_is_lost |
 | the fork server is killed | test_the_fork_server_dies |
 | fork server, saver, agent or master in mid-persist | test_each_process_is_killed_in_mid_persist, \
-agent/test_snapshots_socket.py::test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
+agent/snapshots/test_snapshots.py::test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
 | ranks in mid-persist | test_ranks_are_killed_in_mid_persist |
 | at any call that writes a checkpoint | \
 forkserver/test_persist.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
@@ -54,7 +54,7 @@ storage/test_full_disk.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
 | storage hangs | \
 forkserver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
 | a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \
-agent/test_snapshots_socket.py::test_ranks_of_an_older_life_are_not_heard_any_more |
+agent/snapshots/test_snapshots.py::test_ranks_of_an_older_life_are_not_heard_any_more |
 | a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
 test_a_flipped_bit_in_a_replica, test_changed_bytes_in_storage |
 | a state that is whole and bad | test_a_state_that_kills_comes_last, \
@@ -73,8 +73,8 @@ departing_between_rounds_after_a_loss |
 | a save fails in the script | \
 checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | no room for snapshots | test_shared_memory_that_is_too_small, \
-agent/test_segments.py::test_a_folder_without_room_is_done_without, \
-agent/test_segments.py::test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it |
+agent/snapshots/test_segments.py::test_a_folder_without_room_is_done_without, \
+agent/snapshots/test_segments.py::test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it |
 | saved at the breakpoint, and before the end | test_saved_at_the_breakpoint, \
 test_saved_before_the_job_ends, test_what_is_wanted_in_storage_comes_there |
 
@@ -86,7 +86,7 @@ Defects of others, each of which must not be ours (checkpointing 4.2, 4.4):
 | a torn state is restored as the older step | test_killed_at_random_moments, \
 checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole |
 | a restart frees what is still being written | test_ranks_are_killed_in_mid_persist, \
-agent/test_snapshots_socket.py::test_what_is_being_written_stays_pinned_over_a_new_life |
+agent/snapshots/test_snapshots.py::test_what_is_being_written_stays_pinned_over_a_new_life |
 | the marker stands before all parts do | \
 forkserver/test_persist.py::test_no_marker_without_all_parts, \
 forkserver/test_saver.py::test_parts_are_counted_before_a_commit |

@@ -32,7 +32,7 @@ while not stop.exists():
 """
 
 
-@further("agent/test_claims")
+@further("agent/rendezvous/test_claims")
 def test_the_second_job_says_by_whom_and_writes_nothing_until_the_first_has_ended(
     world: World, tmp_path: Path
 ) -> None:

@@ -146,7 +146,7 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "agent/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
+    "agent/snapshots/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
 )
 def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     """With the master, whose record goes too: the next one is told by the agent what was there."""
@@ -226,7 +226,7 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("agent/test_taken_over", "core/test_breakpoint_past")
+@further("agent/snapshots/test_taken_over", "core/test_breakpoint_past")
 def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -> None:
     """Its memory is of an older round than the others are in: nobody goes on from that."""
     job = training.start(
@@ -307,7 +307,7 @@ def test_saved_before_the_job_ends(training: Training) -> None:
 
 @further(
     "containers/test_surroundings::test_a_small_dev_shm",
-    "agent/test_segments::test_a_folder_without_room_is_done_without",
+    "agent/snapshots/test_segments::test_a_folder_without_room_is_done_without",
 )
 def test_shared_memory_that_is_too_small(training: Training) -> None:
     """Training goes on without snapshots, and a sentence says so."""

@@ -14,7 +14,7 @@ from elasticrun.agent.link.link import Link
 from elasticrun.core.events import LinkLost, Ordered
 from elasticrun.wire.messages import Welcome
 from elasticrun.wire.types import Endpoint
-from tests.agent.test_link import Heard, hello
+from tests.agent.link.test_link import Heard, hello
 from tests.aio import run
 from tests.harness import LIMIT
 from tests.master.people import SPEC, serving

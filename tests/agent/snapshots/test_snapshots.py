@@ -29,7 +29,7 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.spawning import Exited, SpawnFailed
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.played import LIMIT, Client, Node, Rank, layout_of, play
+from tests.agent.snapshots.played import LIMIT, Client, Node, Rank, layout_of, play
 
 T = TypeVar("T")
 CONTENT = layout_of().content

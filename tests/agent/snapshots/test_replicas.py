@@ -13,7 +13,7 @@ from elasticrun.shm.layout import PAGE
 from elasticrun.shm.segment import Segment
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.played import Client, Node, layout_of, play
+from tests.agent.snapshots.played import Client, Node, layout_of, play
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from elasticrun.wire.rpc import channel as c, protobuf as codec
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.agent.configs import agent_config
-from tests.agent.test_link import Heard
+from tests.agent.link.test_link import Heard
 from tests.certificates import Authority
 from tests.master.people import LIMIT, hello, serving
 from tests.wire.test_channel import held_port

@@ -14,7 +14,7 @@ from elasticrun.agent.snapshots.folder import Life
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
-from tests.agent.played import Node, Rank, layout_of, play
+from tests.agent.snapshots.played import Node, Rank, layout_of, play
 
 CONTENT = layout_of().content
 ONE, TWO, NEW = RoundName(7, 1, "n1"), RoundName(7, 2, "n2"), RoundName(8, 1, "new")

@@ -17,7 +17,7 @@ from elasticrun.shm import memory, memory as large_pages
 from elasticrun.shm.memory import LARGE, NoRoom
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
-from tests.agent.played import Node, layout_of, play
+from tests.agent.snapshots.played import Node, layout_of, play
 from tests.harness import LIMIT
 
 LAYOUT = layout_of()

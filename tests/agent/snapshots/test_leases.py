@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
-from tests.agent.played import Node, layout_of, play
-from tests.agent.test_snapshots_socket import ONE, checked, next_of, persist
+from tests.agent.snapshots.played import Node, layout_of, play
+from tests.agent.snapshots.test_snapshots import ONE, checked, next_of, persist
 
 
 @pytest.mark.parametrize(

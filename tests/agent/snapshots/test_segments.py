@@ -27,7 +27,7 @@ from elasticrun.shm.layout import PAGE
 from elasticrun.shm.memory import NoRoom
 from elasticrun.wire.types import RoundName
 from tests import needs
-from tests.agent.played import LIMIT, layout_of
+from tests.agent.snapshots.played import LIMIT, layout_of
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +77,8 @@ def write(held: Held, step: int) -> None:
 
 def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> None:
     """An agent that had a snapshot of step 1 of local rank 0 and was killed."""
-    code = "import sys; from tests.agent.test_segments import be_killed; be_killed(*sys.argv[1:])"
-    root = Path(__file__).parents[2]
+    code = "import sys; from tests.agent.snapshots.test_segments import be_killed; be_killed(*sys.argv[1:])"
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-c", code, str(shm), job, node]
     done = subprocess.run(command, cwd=root, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -464,7 +464,7 @@ def test_pages_are_made_warm_without_stopping_others() -> None:
 SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
-from tests.agent.test_segments import LAYOUT, NoRoom, Sizes, play
+from tests.agent.snapshots.test_segments import LAYOUT, NoRoom, Sizes, play
 import elasticrun.shm.memory as memory
 
 async def body(segments):
@@ -482,7 +482,7 @@ play(Path(sys.argv[1]), body)
 
 def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) -> None:
     command = [*needs.tmpfs(tmp_path, "1m"), sys.executable, "-c", SMALL_TMPFS, str(tmp_path)]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=240, check=False
     )
