@@ -260,7 +260,7 @@ def prepare(
 def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> str:
     """The reason for exec, or empty."""
     reason = trust.before_import(configure.entry, configure.numa, os.environ)
-    if linux.thread_count() > 1:
+    if linux.thread_names():
         return reason or "a .pth file or sitecustomize has started a thread"
     backend = trust.untested_backend(os.environ)
     if backend:

@@ -12,8 +12,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.renew import FORBIDDEN_IN_TEXT
@@ -244,6 +244,11 @@ def build_reason() -> str:
 
 # ---------------------------------------------------------------- the trial
 
+FORKED_WELL: Final = frozenset({"jemalloc_bg_thd"})
+"""Threads that do not stop a fork, since their library has fork handlers for them: jemalloc's gives
+freed memory back to the kernel, and in a child the threads that free it do so themselves (its
+background_thread.c). pyarrow has it, and with that pandas and `datasets`."""
+
 
 def trial() -> str:
     """Fork once, look around in the child, and count threads here afterwards: libraries that can
@@ -265,7 +270,8 @@ def trial() -> str:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return _verdict(answer, linux.thread_count())
+    lasting = [name for name in linux.thread_names() if name not in FORKED_WELL]
+    return _verdict(answer, lasting)
 
 
 def _answer(reading: int) -> dict[str, Any] | None:
@@ -278,13 +284,13 @@ def _answer(reading: int) -> dict[str, Any] | None:
     return answer
 
 
-def _verdict(answer: dict[str, Any] | None, threads: int) -> str:
+def _verdict(answer: dict[str, Any] | None, lasting: Sequence[str]) -> str:
     if answer is None:
         return "a trial fork died or hung"
     if answer["poisoned"]:
         return f"its import initialised {answer['poisoned']}"
-    if threads > 1:
-        return f"its import leaves threads that outlast a fork ({threads - 1})"
+    if lasting:
+        return f"its import leaves threads that outlast a fork ({len(lasting)})"
     return ""
 
 

@@ -104,6 +104,15 @@ def has_thread(thread: int) -> bool:
     return os.path.exists(f"/proc/self/task/{thread}")
 
 
-def thread_count() -> int:
-    """Threads of this process, also those that Python knows nothing of."""
-    return len(os.listdir("/proc/self/task"))
+def thread_names() -> list[str]:
+    """Of the threads of this process beside the main one, also those that Python knows nothing of:
+    what ps(1) calls them; "" for one that has just ended."""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            try:
+                with open(f"/proc/self/task/{thread}/comm") as file:
+                    names.append(file.read().rstrip("\n"))
+            except OSError:
+                names.append("")
+    return names

@@ -153,6 +153,23 @@ def test_a_torch_that_spoils_forks(tmp_path: Path, text: str, word: str) -> None
     assert word in ready.reason
 
 
+def test_a_thread_whose_library_knows_forks_does_not_spoil_them(tmp_path: Path) -> None:
+    """pyarrow's allocator begins one of this name (PR_SET_NAME is 15)."""
+    begin = (
+        "import ctypes, threading\n"
+        "named, last = threading.Event(), threading.Event()\n"
+        "def run():\n"
+        "    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd', 0, 0, 0)\n"
+        "    named.set()\n"
+        "    last.wait()\n"
+        "threading.Thread(target=run, daemon=True).start()\n"
+        "named.wait()\n"
+    )
+    folder = fake_torch(tmp_path / "site", SOUND + begin)
+    ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
+    assert ready.mode == "fork", ready.reason
+
+
 def test_the_fake_torch_itself_is_sound(tmp_path: Path) -> None:
     folder = fake_torch(tmp_path / "site", SOUND)
     ready = ready_of(script(tmp_path / "s.py", ""), PYTHONPATH=folder)
