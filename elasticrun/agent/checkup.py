@@ -32,7 +32,7 @@ from elasticrun.wire.types import Endpoint, Finding, State
 
 if TYPE_CHECKING:
     from elasticrun.doctor.checkup import Subject
-    from elasticrun.doctor.ports import Answer
+    from elasticrun.doctor.reach import Answer
 
 ASK_AFTER: Final = 3.0
 """Seconds from the master's welcome to our question to it: the first round forms without us."""
@@ -154,13 +154,13 @@ async def ask(
 
     `reader`: a reader's token; `name`: what its certificate must bear. LinkError, TlsError;
     OSError where no port can be opened, RuntimeError where no thread can be started."""
-    from elasticrun.doctor import ports
-    from elasticrun.doctor.ports import Answer
+    from elasticrun.doctor import reach
+    from elasticrun.doctor.reach import Answer
 
     pem = None if files is None else await in_thread(lambda: tls.read(files), name="tls")
     answers = []
-    for _ in range(ports.TRIES):
-        with ports.open_port() as asked:
+    for _ in range(reach.TRIES):
+        with reach.open_port() as asked:
             sent = time.time_ns() // 1000
             reached = await reach_me(
                 master,

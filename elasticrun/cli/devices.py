@@ -121,7 +121,7 @@ def facts(environ: Mapping[str, str]) -> Facts:
 def cores(say: Callable[[str], None], quota: float | None = None) -> int:
     """Cores that ranks may fill: those that torch counts, or as many as the container's CPU time
     (`quota`, in cores; looked up where none is given) is enough for, which is said."""
-    from elasticrun.doctor.cpu import cpu_quota
+    from elasticrun.doctor.resources import cpu_quota
 
     counted = all_cores()
     quota = quota or cpu_quota()

@@ -6,20 +6,77 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from elasticrun.detection import dlrover, kubernetes, kubernetes as operators, skypilot, slurm
-from elasticrun.detection.found import Facts, Found, amount
+from elasticrun.detection import kubernetes, slurm
+from elasticrun.detection.found import (
+    TERMINAL,
+    Facts,
+    Found,
+    Given,
+    amount,
+    number,
+    port_of_name,
+    text,
+)
+
+
+def dlrover(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """What DLRover's operator says; None where it has not made this pod."""
+    master = text(environ, "DLROVER_MASTER_ADDR")
+    if master is None:
+        return None
+    return Found(
+        "DLRover",
+        f"a pod of a DLRover ElasticJob, whose master is to be at {master.value}",
+        nodes=number(environ, "NODE_NUM"),
+        node_rank=number(environ, "NODE_RANK", "WORKER_RANK"),
+        job_id=text(environ, "ELASTIC_JOB_NAME"),
+        host=master,
+        external=True,
+    )
+
+
+def skypilot(environ: Mapping[str, str], facts: Facts) -> Found | None:
+    """What SkyPilot says; None outside it."""
+    rank = number(environ, "SKYPILOT_NODE_RANK")
+    addresses = text(environ, "SKYPILOT_NODE_IPS")
+    if rank is None or addresses is None:
+        return None
+    each = addresses.value.split()
+    nodes = number(environ, "SKYPILOT_NUM_NODES") or Given(str(len(each)), addresses.source)
+    task = text(environ, "SKYPILOT_TASK_ID") or Given(f"sky-{each[0]}", addresses.source)
+    devices = number(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
+    count = amount(nodes)
+    found = Found(
+        "SkyPilot",
+        f"node {rank.value} of {count} of SkyPilot task {task.value}",
+        nodes=nodes,
+        node_rank=rank,
+        nproc=devices if amount(devices) else None,
+        job_id=task,
+    )
+    if count <= 1:
+        return found
+    why = TERMINAL if facts.terminal else ""
+    if len(each) != count:
+        why = f"SKYPILOT_NODE_IPS has {len(each)} address(es) for {count} nodes"
+    port = Given(str(port_of_name(task.value)), task.source)
+    return Found(
+        found.family, found.seen, nodes, rank, found.nproc, task,
+        host=Given(each[0], addresses.source), port=port, why_alone=why, use=f"--nnodes={count}",
+    )  # fmt: skip
+
 
 Family = Callable[[Mapping[str, str], Facts], Found | None]
 
 ORDER: Final[tuple[Family, ...]] = (
-    operators.kubeflow,  # PET_*: torchrun's own variables count more than any scheduler's
-    dlrover.detect,
+    kubernetes.kubeflow,  # PET_*: torchrun's own variables count more than any scheduler's
+    dlrover,
     slurm.detect,  # before Kubernetes: slurmd may run in a pod
     kubernetes.leader_worker_set,
     kubernetes.volcano,
     kubernetes.indexed_job,  # and JobSet
-    operators.pytorch_job,
-    skypilot.detect,
+    kubernetes.pytorch_job,
+    skypilot,
     kubernetes.stateful_set,  # last: nothing but the host name shows it
 )
 

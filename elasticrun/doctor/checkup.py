@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from elasticrun.doctor import clock, cpu, disk, kernel, limits, mtu, names, ports, shm, software
+from elasticrun.doctor import disk, kernel, names, reach, resources, software
 from elasticrun.doctor.disk import Folder
-from elasticrun.doctor.ports import Answer
+from elasticrun.doctor.reach import Answer
 from elasticrun.doctor.verdict import warning
 from elasticrun.wire.types import Finding, State
 
@@ -58,9 +58,9 @@ def checks(subject: Subject) -> list[Check]:
     return [
         Check(software.CHECK, lambda: software.examine(root)),
         *(_disk(folder) for folder in subject.folders),
-        Check(shm.CHECK, lambda: shm.examine(subject.nproc, root)),
-        Check("limits", lambda: limits.examine(subject.ranks, root)),
-        Check(cpu.CHECK, lambda: cpu.examine(subject.nproc, environ, root)),
+        Check(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
+        Check("limits", lambda: resources.examine_limits(subject.ranks, root)),
+        Check(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)),
         Check(names.CHECK, lambda: names.examine(subject.several, environ)),
         Check(names.REVERSE, names.reverse),
         Check(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
@@ -87,9 +87,9 @@ def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
     if not answers:
         return []
     return [
-        *clock.examine(answers),
-        *ports.examine(answers, dialled),
-        *mtu.examine(answers[0].reached, dialled),
+        *reach.examine_clock(answers),
+        *reach.examine_ports(answers, dialled),
+        *reach.examine_mtu(answers[0].reached, dialled),
     ]
 
 

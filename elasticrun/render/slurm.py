@@ -15,7 +15,7 @@ from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.detection.found import PORTS
 from elasticrun.render import checks
 from elasticrun.render.checks import Invalid
-from elasticrun.render.policy import HOPELESS
+from elasticrun.render.pods import HOPELESS
 from elasticrun.render.wanted import MAX_NODES, Launch
 
 SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")

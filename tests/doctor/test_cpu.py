@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor import cpu
+from elasticrun.doctor import resources
 from elasticrun.wire.types import Finding, State
 from tests.doctor.child import found
 
@@ -58,15 +58,15 @@ def plant(root: Path, cgroup: str, files: Mapping[str, str]) -> Path:
     ],
 )
 def test_quotas(tmp_path: Path, cgroup: str, files: dict[str, str], quota: float | None) -> None:
-    assert cpu.cpu_quota(plant(tmp_path, cgroup, files)) == quota
+    assert resources.cpu_quota(plant(tmp_path, cgroup, files)) == quota
 
 
 def test_no_cgroup_at_all(tmp_path: Path) -> None:
-    assert cpu.cpu_quota(tmp_path) is None
+    assert resources.cpu_quota(tmp_path) is None
 
 
 def look(root: Path, ranks: int, host: int, **environ: str) -> Finding:
-    (only,) = cpu.examine(ranks, environ, root, host)
+    (only,) = resources.examine_cores(ranks, environ, root, host)
     return only
 
 
@@ -102,7 +102,7 @@ def test_affinity() -> None:
     own = sorted(os.sched_getaffinity(0))
     if len(own) < 2 or len(own) != os.cpu_count():
         pytest.skip("that needs a machine of two cores, all of them ours")
-    code = "from elasticrun.doctor.cpu import examine\nfound = examine(2, {})"
+    code = "from elasticrun.doctor.resources import examine_cores\nfound = examine_cores(2, {})"
     (only,) = found(code, before=lambda: os.sched_setaffinity(0, own[:1]))
     assert only.state is State.WARNING
     assert f"1 of {len(own)} cores can be used (affinity: 1), for 2 ranks" in only.seen

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor.limits import LOCKED, OPEN_FILES
+from elasticrun.doctor.resources import LOCKED, OPEN_FILES
 from elasticrun.wire.types import State
 from tests.doctor.child import found, one
 
 LOOK = """
 from pathlib import Path
-from elasticrun.doctor.limits import examine
+from elasticrun.doctor.resources import examine_limits as examine
 found = examine({ranks}, Path({root!r}))
 """
 

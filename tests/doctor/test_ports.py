@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.doctor import clock, mtu, ports
-from elasticrun.doctor.ports import Answer
+from elasticrun.doctor import reach
+from elasticrun.doctor.reach import Answer
 from elasticrun.system.network import mtu_to
 from elasticrun.wire.messages import Reached
 from elasticrun.wire.types import State
@@ -30,7 +30,7 @@ def answer(
 
 
 def test_an_open_port_shows_its_nonce_to_everyone_and_closes() -> None:
-    with ports.open_port() as asked:
+    with reach.open_port() as asked:
         name = f"elasticrun-port-{asked.port}"
         (thread,) = [thread for thread in threading.enumerate() if thread.name == name]
         for host in (HERE, "localhost"):
@@ -43,7 +43,7 @@ def test_an_open_port_shows_its_nonce_to_everyone_and_closes() -> None:
 
 
 def test_every_port_has_a_nonce_of_its_own() -> None:
-    with ports.open_port() as one, ports.open_port() as two:
+    with reach.open_port() as one, reach.open_port() as two:
         assert one.port != two.port
         assert one.nonce != two.nonce
 
@@ -52,15 +52,15 @@ def test_ports_that_were_dialled(tmp_path: Path) -> None:
     folder = tmp_path / "proc/sys/net/ipv4"
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("32768\t60999\n")
-    (only,) = ports.examine([answer(), answer()], HERE, tmp_path)
+    (only,) = reach.examine_ports([answer(), answer()], HERE, tmp_path)
     assert only.state is State.OK
     assert "far has dialled ports 40000 and 40000 (of 32768 to 60999)" in only.seen
-    assert ports.examine([], HERE, tmp_path) == []
+    assert reach.examine_ports([], HERE, tmp_path) == []
 
 
 def test_a_port_that_was_not(tmp_path: Path) -> None:
     reason = "no answer within 2 s"
-    (only,) = ports.examine([answer(), answer(ok=False, reason=reason)], HERE, tmp_path)
+    (only,) = reach.examine_ports([answer(), answer(ok=False, reason=reason)], HERE, tmp_path)
     assert only.state is State.FAILED
     assert only.seen.endswith(f"cannot dial port 40000 of this host at {HERE}: {reason}")
     assert "firewall" in only.todo
@@ -70,10 +70,10 @@ def test_a_port_that_was_not(tmp_path: Path) -> None:
 def test_behind_a_door_or_nat_nothing_is_claimed(seen_as: str) -> None:
     """A master behind a job's door sees its own loopback, and dials itself."""
     said = answer(ok=False, reason="connection refused", address=seen_as, mtu=1)
-    (only,) = ports.examine([said], ELSEWHERE)
+    (only,) = reach.examine_ports([said], ELSEWHERE)
     assert only.state is State.OK
     assert "cannot be seen" in only.seen
-    (size,) = mtu.examine(said.reached, ELSEWHERE)
+    (size,) = reach.examine_mtu(said.reached, ELSEWHERE)
     assert size.state is State.OK
 
 
@@ -90,7 +90,7 @@ def test_behind_a_door_or_nat_nothing_is_claimed(seen_as: str) -> None:
 def test_clocks(ahead: float, took: float, state: State, said: str) -> None:
     sent = 500_000 * SECOND
     clock_us = round(sent + (took / 2 - ahead) * SECOND)
-    (only,) = clock.examine([answer(sent=sent, took=round(took * SECOND), clock_us=clock_us)])
+    (only,) = reach.examine_clock([answer(sent=sent, took=round(took * SECOND), clock_us=clock_us)])
     assert only.state is state, only
     assert f"clock is {said} that of the master's host far (to within " in only.seen
 
@@ -98,15 +98,15 @@ def test_clocks(ahead: float, took: float, state: State, said: str) -> None:
 def test_the_quickest_answer_tells_the_time() -> None:
     slow = answer(sent=0, took=8 * SECOND, clock_us=0)
     quick = answer(sent=10 * SECOND, took=2, clock_us=10 * SECOND + 1)
-    (only,) = clock.examine([slow, quick])
+    (only,) = reach.examine_clock([slow, quick])
     assert only.state is State.OK
     assert "is 0.0 ms" in only.seen
-    assert clock.examine([]) == []
+    assert reach.examine_clock([]) == []
 
 
 @pytest.mark.parametrize(("theirs", "state"), [(0, State.OK), (1, State.WARNING)])
 def test_packet_sizes(theirs: int, state: State) -> None:
     said = replace(REACHED, mtu=mtu_to(HERE) + theirs)
-    (only,) = mtu.examine(said, HERE)
+    (only,) = reach.examine_mtu(said, HERE)
     assert only.state is state
     assert str(mtu_to(HERE)) in only.seen

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.doctor import shm
+from elasticrun.doctor import resources
 from elasticrun.wire.types import State
 from tests.doctor.child import found
 
-LOOK = "from elasticrun.doctor.shm import examine\nfound = examine({ranks})"
+LOOK = "from elasticrun.doctor.resources import examine_shm\nfound = examine_shm({ranks})"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_what_dead_processes_have_left() -> None:
 
 
 def test_there_is_none(tmp_path: Path) -> None:
-    (only,) = shm.examine(1, tmp_path)
+    (only,) = resources.examine_shm(1, tmp_path)
     assert only.state is State.WARNING
     assert "there is no /dev/shm" in only.seen

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.doctor.ports import open_port
+from elasticrun.doctor.reach import open_port
 from elasticrun.master import server
 from elasticrun.master.server import peer_address, reach
 from elasticrun.system.network import mtu_to

@@ -7,7 +7,7 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.values import UsageError
 from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
-from elasticrun.render.policy import BLAMELESS, HOPELESS
+from elasticrun.render.pods import BLAMELESS, HOPELESS
 from elasticrun.render.wanted import GRACE_MARGIN
 from tests.render.rendered import check, expanded, render
 

@@ -27,8 +27,15 @@ from elasticrun.cli.table import FLAGS
 from elasticrun.cli.values import UsageError
 from elasticrun.cli.verbs import render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.render import checks, grammar, job, jobset, kubernetes, slurm, text
+from elasticrun.render import checks, grammar, slurm, text
 from elasticrun.render.checks import Invalid
+from elasticrun.render.pods import (
+    JOBSET_REMARKS,
+    SUCCESS_POLICY,
+    job_documents,
+    jobset_documents,
+    remarks,
+)
 from elasticrun.render.slurm import SIGNALS, Batch
 from elasticrun.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
 
@@ -54,7 +61,7 @@ def of_pods(wanted: Pods) -> list[str]:
         )
     if not wanted.token_secret and not has(wanted.launch, "--token-file"):
         notes.append(_no_token("--token-secret NAME"))
-    if wanted.launch.min_nodes < wanted.replicas and wanted.version < job.SUCCESS_POLICY:
+    if wanted.launch.min_nodes < wanted.replicas and wanted.version < SUCCESS_POLICY:
         notes.append(
             "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
             "place keep it from ending"
@@ -187,8 +194,8 @@ def _understood(launch: Launch) -> list[str]:
 
 
 MAKERS: Final[Mapping[str, Callable[[Pods], list[dict[str, Any]]]]] = {
-    "k8s": kubernetes.documents,
-    "jobset": jobset.documents,
+    "k8s": job_documents,
+    "jobset": jobset_documents,
 }
 
 
@@ -239,8 +246,8 @@ def _manifest(target: str, pods: Pods, form: str) -> str:
     documents = MAKERS[target](pods)
     if form == "json":
         return text.as_json(documents)
-    special = jobset.REMARKS if target == "jobset" else {}
-    return text.as_yaml(documents, {**special, **job.remarks(pods)})
+    special = JOBSET_REMARKS if target == "jobset" else {}
+    return text.as_yaml(documents, {**special, **remarks(pods)})
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
-"""Whether the master's host can dial this one: ranks and stores listen on ports that the kernel
-chooses, and a firewall that lets only the master's port through is found here and not by a hang.
+"""What the master's answer to a ReachMe shows: whether its host can dial this one (ranks and stores
+listen on ports that the kernel chooses, and a firewall that lets only the master's port through is
+found here and not by a hang), packet sizes on the two ends of the way, this host's clock.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticrun.doctor.verdict import failed, ok
-from elasticrun.system.network import is_loopback, is_ours
+from elasticrun.doctor.verdict import failed, ok, warning
+from elasticrun.system.network import is_loopback, is_ours, mtu_to
 from elasticrun.wire.messages import NONCE_BYTES, Reached, ReachMe
 from elasticrun.wire.types import Finding
 
-CHECK: Final = "ports"
+PORTS: Final = "ports"
 
 TRIES: Final = 2
 """Ports that are tried; the kernel chooses them, from the range that it gives to ranks as well."""
@@ -74,7 +75,7 @@ def _show(listener: socket.socket, nonce: bytes) -> None:
             visitor.sendall(nonce)
 
 
-def examine(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
+def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
     """`dialled`: the master's address in numbers."""
     if not answers:
         return []
@@ -92,17 +93,17 @@ def examine(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> 
             f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
             "a proxy, so it cannot be seen whether ports of this host are open"
         )
-        return [ok(CHECK, seen)]
+        return [ok(PORTS, seen)]
     broken = [answer for answer in answers if not answer.reached.ok]
     if broken:
         seen = (
             f"the master's host {reached.host} cannot dial port {broken[0].port}{span} "
             f"of this host at {reached.address}: {broken[0].reached.reason}"
         )
-        return [failed(CHECK, seen, todo)]
+        return [failed(PORTS, seen, todo)]
     ports = "ports" if len(answers) > 1 else "port"
     seen = f"the master's host {reached.host} has dialled {ports} {tried}{span} of this host"
-    return [ok(CHECK, seen if dialled != reached.address else f"{seen} (it is this host)")]
+    return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
 
 
 def straight(reached: Reached, dialled: str) -> bool:
@@ -120,3 +121,52 @@ def _range(root: Path) -> tuple[int, int]:
         return int(low), int(high)
     except (OSError, ValueError):
         return 0, 0
+
+
+PACKET_SIZE: Final = "packet size"
+
+
+def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
+    """`dialled`: the master's address in numbers; "" if it is not known."""
+    own = mtu_to(dialled) if dialled else 0
+    if not own or not reached.mtu or not straight(reached, dialled):
+        return [ok(PACKET_SIZE, "it is not known on both ends of the way to the master")]
+    if own == reached.mtu:
+        seen = f"packets of {own} bytes (MTU) on both ends of the way to the master"
+        return [ok(PACKET_SIZE, seen)]
+    seen = (
+        f"this host sends packets of {own} bytes (MTU) to the master's host {reached.host}, which "
+        f"sends {reached.mtu}"
+    )
+    todo = "give all interfaces of one network the same MTU: large messages hang where they differ"
+    return [warning(PACKET_SIZE, seen, todo)]
+
+
+CLOCK: Final = "clock"
+
+MOST_APART: Final = 1.0
+"""Seconds that clocks may differ: logs of several nodes are still in order for the eye. Nothing of
+elasticrun's depends on it, but certificates and file systems do."""
+
+
+def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
+    """From the quickest of some answers, since half of what an answer takes is what the result may
+    be wrong by."""
+    if not answers:
+        return []
+    best = min(answers, key=lambda answer: answer.received_us - answer.sent_us)
+    middle = (best.sent_us + best.received_us) / 2
+    ahead = (middle - best.reached.clock_us) / 1e6
+    doubt = (best.received_us - best.sent_us) / 2e6
+    side = "ahead of" if ahead > 0 else "behind"
+    seen = (
+        f"this host's clock is {_amount(abs(ahead))} {side} that of the master's host "
+        f"{best.reached.host} (to within {_amount(doubt)})"
+    )
+    if abs(ahead) - doubt > MOST_APART:
+        return [warning(CLOCK, seen, "set both by NTP (chronyc tracking, timedatectl)")]
+    return [ok(CLOCK, seen)]
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
