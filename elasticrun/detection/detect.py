@@ -20,7 +20,8 @@ from elasticrun.detection.found import (
 
 
 def dlrover(environ: Mapping[str, str], facts: Facts) -> Found | None:
-    """What DLRover's operator says; None where it has not made this pod."""
+    """What DLRover's operator says; None where it has not made this pod. Its master is somebody
+    else's to start, and NODE_RANK and NODE_NUM mean nodes."""
     master = text(environ, "DLROVER_MASTER_ADDR")
     if master is None:
         return None

@@ -1,10 +1,9 @@
-"""Operators that tell their pods in torch's words: PyTorchJob (training-operator, also by way of
-Arena), Kubeflow Trainer, Volcano's PyTorch plugin.
+"""Pods, with and without an operator of PyTorch's.
 
-Newer ones set PET_*, which is torchrun's own way and is obeyed as under torchrun. RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT mean *nodes* there; no rank ever gets these values.
-
-Kubernetes without an operator of PyTorch's: LeaderWorkerSet, Volcano, Indexed Job (alone or in a
+PyTorchJob (training-operator, also by way of Arena), Kubeflow Trainer and Volcano's PyTorch plugin
+tell their pods in torch's words. Newer ones set PET_*, which is torchrun's own way and is obeyed as
+under torchrun. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT mean *nodes* there; no rank ever gets
+these values. Without such an operator: LeaderWorkerSet, Volcano, Indexed Job (alone or in a
 JobSet), StatefulSet.
 
 An index is all that an Indexed Job and a StatefulSet tell their pods; how many there are must be
