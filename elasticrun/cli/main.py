@@ -193,8 +193,6 @@ def _dry_run(
 def _check(config: settings.AgentConfig) -> str:
     """Refuse a program that is not there. On one node of several only say so, and let the rank
     fail: then the job ends everywhere, instead of waiting for this node."""
-    # DROPPED
-
     try:
         return check_program(config.entry)
     except UsageError as error:

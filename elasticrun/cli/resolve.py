@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.cli import bare, health, settings as whereabouts, table, trust, values
+from elasticrun.cli import bare, health, settings, table, trust, values
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN, nearest
 from elasticrun.cli.rendezvous import Around, Meeting, find_meeting
@@ -67,7 +67,7 @@ _ONE_THREAD: Final = (
 def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
     """What the agent is to do; raises `UsageError` with one sentence where it cannot be done, and
     `NothingToDo` where another task on this node is the agent."""
-    place = whereabouts.look(Asked(ns, environ), machine)
+    place = settings.look(Asked(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
     asked = Asked(ns, environ, place.filled)
@@ -126,7 +126,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     )
 
 
-def _around(machine: Machine, place: whereabouts.Whereabouts) -> Around:
+def _around(machine: Machine, place: settings.Whereabouts) -> Around:
     """For a command that says nothing of where nodes meet. Callers from Python mean what torchrun
     means; they hand in no facts."""
     try:

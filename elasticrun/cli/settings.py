@@ -1,24 +1,23 @@
-"""Whether a scheduler has put this node somewhere; what follows from it is `cli.scheduler`'s.
+"""What the user asked for, what a scheduler says in the place of flags that nobody gave, and which
+of them a value came from.
 
-Most commands run where no scheduler is, and must not wait until detection is imported.
-
-What the user asked for, and whether it was the user who did.
+What follows from a scheduler is `cli.place`'s. Most commands run where none is, and must not wait
+until detection is imported.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-if TYPE_CHECKING:
-    # DROPPED
-    from elasticrun.cli.devices import Machine
-    from elasticrun.detection.found import Found
-import argparse
-
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
+
+if TYPE_CHECKING:
+    from elasticrun.cli.devices import Machine
+    from elasticrun.detection.found import Found
 
 MARKS: Final = (
     "SLURM_JOB",
@@ -64,9 +63,9 @@ def look(asked: Asked, machine: Machine) -> Whereabouts:
     """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
     if machine.facts is None or not any(name.startswith(MARKS) for name in asked.environ):
         return NOWHERE
-    from elasticrun.cli import place as scheduler
+    from elasticrun.cli import place
 
-    return scheduler.settle(asked, machine, machine.facts())
+    return place.settle(asked, machine, machine.facts())
 
 
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}

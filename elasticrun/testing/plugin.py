@@ -12,23 +12,21 @@ does one with ELASTICRUN_WARM_SERVER=off.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import shutil
 import tempfile
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from elasticrun.wire import env
+
 if TYPE_CHECKING:
     from elasticrun.testing.job import ElasticJob
-import fcntl
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Final
-
-from elasticrun.wire import env
 
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
@@ -58,8 +56,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if folder:
         os.environ.pop(WARM_FOLDER, None)
     if folder and os.path.isdir(folder):
-        # DROPPED
-
         end(folder)
 
 
