@@ -23,8 +23,8 @@ from elasticrun.caller.consoles import log_words
 from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.resolve import resolve
+from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
-from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception

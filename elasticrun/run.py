@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elasticrun.caller.consoles import specs_of
-from elasticrun.cli import flags, values
+from elasticrun.cli import flags, settings
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.main import check_program, say
 from elasticrun.cli.resolve import resolve
+from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
-from elasticrun.cli.values import UsageError
 from elasticrun.config import AgentConfig
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
 from elasticrun.wire.types import EntryKind
@@ -142,10 +142,10 @@ def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfi
     static = place.kind in ("static", "open")  # torch's own default where nothing was said
     endpoint = {
         "standalone": "localhost:0",
-        "open": f"127.0.0.1:{values.STATIC_PORT}",
+        "open": f"127.0.0.1:{settings.STATIC_PORT}",
         "file": f"file://{place.path}",
     }.get(place.kind, f"{place.host}:{place.port}")
-    configs: dict[str, Any] = {**values.pairs(getattr(args, "rdzv_conf", "") or "")}
+    configs: dict[str, Any] = {**settings.pairs(getattr(args, "rdzv_conf", "") or "")}
     if static:
         configs["rank"] = config.node_rank
     return LaunchConfig(

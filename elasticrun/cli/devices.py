@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.accelerators.base import cores as all_cores, torch_build
 from elasticrun.accelerators.nvidia import Nvidia
-from elasticrun.cli.bare import SHARED_VARIABLE
-from elasticrun.cli.values import NotHere
+from elasticrun.cli.rendezvous import SHARED_VARIABLE
+from elasticrun.cli.settings import NotHere
 from elasticrun.wire.run_folder import network_file_system
 
 if TYPE_CHECKING:

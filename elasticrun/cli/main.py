@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import config as settings
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
+from elasticrun.cli.settings import NoProgram, NothingToDo, UsageError
 from elasticrun.cli.trust import notes, withdraw
-from elasticrun.cli.values import NoProgram, NothingToDo, UsageError
 from elasticrun.wire.types import Entry, EntryKind
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     from elasticrun.agent.main import run
 
     if config.rendezvous.kind in ("file", "open"):
-        from elasticrun.cli.bare import for_others
+        from elasticrun.cli.rendezvous import for_others
         from elasticrun.cli.settings import Asked
 
         # nodes that meet by a file type the same words, and mean the same by them
@@ -183,8 +183,8 @@ def _dry_run(
     environ: Mapping[str, str],
     machine: Machine,
 ) -> int:
-    from elasticrun.cli.dryrun import describe
     from elasticrun.cli.settings import Asked, look
+    from elasticrun.cli.verbs.dry_run import describe
 
     print(describe(config, ns, environ, look(Asked(ns, environ), machine)), end="")
     return settings.EXIT_OK

@@ -18,10 +18,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.cli import values
+from elasticrun.cli import settings
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.settings import NOWHERE, Filled, Whereabouts
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import NOWHERE, Filled, UsageError, Whereabouts
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
 from elasticrun.detection.detect import detect
@@ -153,7 +152,7 @@ def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
 def _of_some(asked: Asked, found: Found) -> Whereabouts:
     """--nnodes says how many; which one this is, and where they meet, the scheduler knows. Where
     there are more nodes, the others are spares."""
-    low, high = values.nodes(asked.text("nnodes"))
+    low, high = settings.nodes(asked.text("nnodes"))
     if high == 1:
         return Whereabouts(found, note=_again(found))
     there = amount(found.nodes)

@@ -1,20 +1,200 @@
 """Where the nodes of a job meet: flags and environment to `config.Rendezvous`.
 
 The words are torchrun's (static, c10d, an endpoint, a master address); what they stand for here is
-where the job master lives and who starts it. Pure: what must be asked of the machine is handed in.
+where the job master lives and who starts it. A command for several nodes may also name a file, or
+nothing at all (no flag, no variable, no scheduler). Pure: what must be asked of the machine is
+handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
-from elasticrun.cli import bare, values
-from elasticrun.cli.settings import Asked
-from elasticrun.cli.values import UsageError
+from elasticrun import config
+from elasticrun.cli import settings
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.table import FLAGS
 from elasticrun.config import Rendezvous
+
+if TYPE_CHECKING:
+    from elasticrun.cli.settings import Asked
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from elasticrun.cli.settings import Asked
 from elasticrun.core.words import some
 from elasticrun.wire.etcd_place import PlaceError, parse_place
+
+FILE: Final = "file:"
+"""How an endpoint begins that is a file."""
+
+SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
+"""Folders, with colons between, that several machines share although statfs does not say so."""
+
+SLOT: Final = "\0"
+"""In a command for other nodes: where the flags go that are known only when the master serves."""
+
+_PLACES: Final = (
+    "standalone",
+    "rdzv_endpoint",
+    "rdzv_backend",
+    "master_addr",
+    "master_port",
+    "master_store",
+    "node_rank",
+)
+"""Flags that say where nodes meet, or which one this is."""
+
+_OF_ONE_NODE: Final = ("--node-id", "--local-addr")
+"""Flags that are another's on each node."""
+
+
+def says_nothing(asked: Asked) -> bool:
+    """Whether neither a flag nor a variable says where nodes meet, or which of them this is."""
+    numbered = any(asked.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
+    return not numbered and not any(map(asked.explicitly, _PLACES))
+
+
+def is_file(asked: Asked) -> bool:
+    """Whether the endpoint is a file."""
+    return asked.text("rdzv_endpoint").strip().startswith(FILE)
+
+
+def by_hand(place: Rendezvous) -> bool:
+    """Whether people type the command on one machine after another, since nothing says where nodes
+    meet: who types it wants that machine in at once."""
+    return place.kind == "open" or bool(place.found)
+
+
+def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
+    """Why a fixed number of nodes cannot begin: every one of them would wait for the others."""
+    what = f"--nnodes={nodes}" if asked.explicitly("nnodes") else f"a job of {nodes} nodes"
+    return UsageError(
+        f"{what} does not say where the nodes meet, and no scheduler does: add "
+        f"--rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the name of one of "
+        "them, or --rdzv-endpoint=file:///SHARED/FOLDER/NAME, the same on all; or --node-rank, "
+        f"--master-addr and --master-port; --nnodes=1:{nodes} begins at once with this node and "
+        "lets others join",
+        config.EXIT_USAGE,
+    )
+
+
+def open_place(
+    asked: Asked, shared: Callable[[str], str], here: str, user: str
+) -> tuple[Rendezvous, str]:
+    """Where nodes meet that were told nothing: by a file beside the script where this folder is on
+    a network file system, else at this node; and a sentence for the user. `shared(folder)`: the
+    name of the network file system there, "" for none."""
+    named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
+    kind = shared(here)
+    if not kind:
+        return Rendezvous(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
+    script = os.path.join(here, str(asked.ns.training_script))
+    beside = os.path.dirname(script)
+    is_script = not asked.switch("module") and not asked.switch("no_python")
+    folder = here
+    if is_script and os.path.isfile(script) and shared(beside) and os.access(beside, os.W_OK):
+        folder = os.path.normpath(beside)
+    args = [str(word) for word in asked.ns.training_script_args or ()]
+    stem = job_stem(asked)
+    told = json.dumps([user, os.path.basename(script), args, named])
+    digest = hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:12]
+    path = os.path.join(folder, f".elasticrun-{_plain(user)}-{stem}-{digest}")
+    found = f"this folder is on {kind}"
+    note = (
+        f"{found}: all machines on which you start this very command meet by {path}; "
+        "--rdzv-endpoint=HOST:PORT would name another place"
+    )
+    place = Rendezvous(
+        kind="file", port=config.FIRST_PORT, path=path, found=found, named=bool(named)
+    )
+    return place, note
+
+
+def file_place(asked: Asked, conf: Mapping[str, str]) -> Rendezvous:
+    """The rendezvous file that the endpoint names; raises `UsageError`."""
+    text = asked.text("rdzv_endpoint").strip()
+    path = text.removeprefix(FILE)
+    if path.startswith("//"):
+        host, slash, rest = path[2:].partition("/")
+        path = slash + rest if host in ("", "localhost") else ""
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise UsageError(
+            f"--rdzv-endpoint={text}: write file:///FOLDER/NAME, a file in a folder that all nodes "
+            "share",
+            config.EXIT_USAGE,
+        )
+    word = asked.text("rdzv_backend")
+    if asked.explicitly("rdzv_backend") and word not in ("c10d", "elasticrun"):
+        raise UsageError(
+            f"--rdzv-endpoint={text} does not go with --rdzv-backend={word}: leave the backend out",
+            config.EXIT_USAGE,
+        )
+    is_host = settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
+    return Rendezvous(
+        kind="file",
+        port=config.FIRST_PORT,
+        path=os.path.normpath(path),
+        is_host=is_host,
+        named=asked.explicitly("rdzv_id"),
+    )
+
+
+def job_stem(asked: Asked) -> str:
+    """What a job is called after its script."""
+    name = str(asked.ns.training_script)
+    if not asked.switch("module"):
+        name = os.path.basename(name.rstrip("/"))
+    return _plain(name.removesuffix(".py"))[:40] or "job"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
+
+
+def for_others(words: Sequence[str], asked: Asked, grow: str = "") -> str:
+    """The command that other nodes type, by the words of this one; `SLOT` stands where flags are
+    missing that only the running master can tell. `grow`: what --grow is to say."""
+    tail = 1 + len(asked.ns.training_script_args or ())
+    flags, program = _shared_flags(words[:-tail]), list(words[-tail:])
+    given: Mapping[str, str] = getattr(asked.ns, "given", {})
+    if "nnodes" not in given:
+        flags.insert(0, f"--nnodes={asked.text('nnodes')}")
+    if grow and "grow" not in given:
+        flags.insert(1, f"--grow={grow}")
+    return " ".join(["elasticrun", *([shlex.join(flags)] if flags else []), SLOT,
+                     shlex.join(program)])  # fmt: skip
+
+
+def _shared_flags(flags: Sequence[str]) -> list[str]:
+    """Without those of this node alone."""
+    kept: list[str] = []
+    drop = False
+    for word in flags:
+        name, equals, _ = word.partition("=")
+        if drop or _is_of_one_node(name):
+            drop = not drop and not equals
+        else:
+            kept.append(word)
+    return kept
+
+
+def _is_of_one_node(name: str) -> bool:
+    """Also abbreviated: by the beginning of no other flag."""
+    if not name.startswith("--"):
+        return False
+    spellings = [spelling for flag in FLAGS for spelling in flag.spellings]
+    meant = [one for one in spellings if one == name] or [
+        one for one in spellings if one.startswith(name)
+    ]
+    return bool(meant) and all(one.replace("_", "-") in _OF_ONE_NODE for one in meant)
+
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
 ETCD_WORDS: Final = ("etcd", "etcd-v2")
@@ -74,9 +254,9 @@ def find_meeting(
         return _standalone(asked, low, high, new_id, notes)
     if _dlrover_master(asked):
         return _external(asked, low, high, notes)
-    if bare.is_file(asked):
-        return _shared(asked, bare.file_place(asked, conf), low, high, new_id, notes)
-    if high > 1 and around.bare and bare.says_nothing(asked):
+    if is_file(asked):
+        return _shared(asked, file_place(asked, conf), low, high, new_id, notes)
+    if high > 1 and around.bare and says_nothing(asked):
         return _bare(asked, around, low, high, new_id, notes)
     if word == "static" and not _comes_and_goes(asked, low, high):
         return _static(asked, low, high, new_id, notes)
@@ -98,7 +278,7 @@ def find_meeting(
 
 def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
     """Smallest and largest number of nodes. --nnodes beats $NODE_NUM, which dlrover-run uses."""
-    low, high = values.nodes(asked.text("nnodes"))
+    low, high = settings.nodes(asked.text("nnodes"))
     auto = asked.switch("auto_config")
     if asked.explicitly("nnodes") or not (auto or _dlrover_master(asked)):
         return low, high, []
@@ -108,7 +288,7 @@ def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
         return low, high, missing if auto else []
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"NODE_NUM={text} is not a number of nodes; set it right or use --nnodes")
-    number, _ = values.nodes(text)
+    number, _ = settings.nodes(text)
     return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
 
@@ -133,8 +313,8 @@ def _bare(
 ) -> Meeting:
     """Several nodes, and nobody says where."""
     if low == high:
-        raise bare.refuse_fixed(asked, high)
-    place, note = bare.open_place(asked, around.shared, around.folder, around.user)
+        raise refuse_fixed(asked, high)
+    place, note = open_place(asked, around.shared, around.folder, around.user)
     return _shared(asked, place, low, high, new_id, [*notes, *([note] if note else [])])
 
 
@@ -147,7 +327,7 @@ def _shared(
     notes: list[str],
 ) -> Meeting:
     """The first node makes up the job's name; the others hear it."""
-    own = f"{bare.job_stem(asked)}-{new_id()[:8]}"
+    own = f"{job_stem(asked)}-{new_id()[:8]}"
     job_id = asked.text("rdzv_id") if place.named else own
     return Meeting(place, job_id, low, high, _wish(asked), tuple(notes))
 
@@ -170,11 +350,13 @@ def _static(
     if not named and asked.value("master_port") is None and high == 1:
         return _standalone(asked, low, high, new_id, notes)
     if named:
-        host, port = values.endpoint(named, None, "--rdzv-endpoint")
+        host, port = settings.endpoint(named, None, "--rdzv-endpoint")
     else:
         number = asked.value("master_port")
-        port = values.STATIC_PORT if number is None else values.port(int(number), "--master-port")
-        host = values.host_name(asked.text("master_addr"), "--master-addr")
+        port = (
+            settings.STATIC_PORT if number is None else settings.port(int(number), "--master-port")
+        )
+        host = settings.host_name(asked.text("master_addr"), "--master-addr")
     if port == 0 and high == 1:
         return _standalone(asked, low, high, new_id, notes)
     if port == 0:
@@ -212,15 +394,15 @@ def _elastic(
             f"--rdzv-conf: store_type={store} has no use here, nodes meet at the master; leave it "
             "out and give --rdzv-endpoint=HOST:PORT"
         )
-    host, port = "localhost", values.C10D_PORT
+    host, port = "localhost", settings.C10D_PORT
     if named:
-        host, port = values.endpoint(named, values.C10D_PORT, "--rdzv-endpoint")
+        host, port = settings.endpoint(named, settings.C10D_PORT, "--rdzv-endpoint")
     elif asked.explicitly("master_addr") or asked.explicitly("master_port"):
         notes.append(
             "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet at "
             f"{host}:{port}, name another place by --rdzv-endpoint"
         )
-    is_host = values.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
+    is_host = settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
     if port == 0 and high == 1 and is_host is not False:
         return _standalone(asked, low, high, new_id, notes)
     if port == 0:
@@ -242,7 +424,7 @@ def _etcd_of_torchrun(
     if not servers:
         raise UsageError(
             f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; without "
-            f"an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{values.C10D_PORT} with the "
+            f"an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the "
             "name of one of the nodes"
         )
     scheme = "etcds" if conf.get("protocol", "http").lower() == "https" else "etcd"
@@ -271,7 +453,7 @@ def _etcd(
                 f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
             )
         if named := asked.text("rdzv_endpoint").strip():
-            host, port = values.endpoint(named, 0, "--rdzv-endpoint")
+            host, port = settings.endpoint(named, 0, "--rdzv-endpoint")
             notes.append(
                 f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or "
                 "another) is known from etcd, and only the port counts"
@@ -306,7 +488,7 @@ def _stronger(asked: Asked) -> str:
 
 def _external(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
     named = _dlrover_master(asked)
-    host, port = values.endpoint(named, None, "DLROVER_MASTER_ADDR")
+    host, port = settings.endpoint(named, None, "DLROVER_MASTER_ADDR")
     notes.append(
         f"the job master is expected at {named} (DLROVER_MASTER_ADDR); with --rdzv-backend=c10d "
         f"--rdzv-endpoint={named} the node with that address would start it"

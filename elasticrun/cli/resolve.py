@@ -7,23 +7,32 @@ operator of Kubernetes uses these words for its nodes, `detection` knows.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from elasticrun import config
-from elasticrun.cli import bare, health, settings, table, trust, values
+from elasticrun import accelerators, config
+from elasticrun.cli import rendezvous, settings, table, trust
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN, nearest
 from elasticrun.cli.rendezvous import Around, Meeting, find_meeting
-from elasticrun.cli.settings import Asked
-from elasticrun.cli.values import NotHere, NothingToDo, UsageError
+from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.words import some
 from elasticrun.wire import env
-from elasticrun.wire.messages import JobSpec, SaveSpec
+from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind
+
+HEALTH_TIMES: Final = {
+    "probe_timeout": config.PROBE_LIMIT,
+    "straggler_time": config.SLOW_FOR,
+}
+"""Keys of --rdzv-conf that are times of node health, with their defaults."""
+
+AUTO_CHECK_NODES: Final = 4
+"""From so many nodes on, --auto-config checks the network, as dlrover-run does."""
 
 __all__ = ["Machine", "UsageError", "resolve"]
 
@@ -84,12 +93,12 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     spec = job_spec(asked, conf, meeting, shutdown)
     set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
     notes += [_ONE_THREAD] if set_omp else []
-    preload, learn = values.modules(asked.text("preload"))
+    preload, learn = settings.modules(asked.text("preload"))
     _choices(asked)
-    notes += [*health.notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
+    notes += [*health_notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
     token, tls = trust.token(asked), trust.tls(asked)
     if not meeting.delegate:
-        values.name(meeting.job_id, "--rdzv-id")
+        settings.name(meeting.job_id, "--rdzv-id")
         notes += trust.notes(meeting.rendezvous, meeting.max_nodes, token, tls)
     return AgentConfig(
         spec=spec,
@@ -98,10 +107,10 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         logs=_log_plan(asked, machine),
         nproc_per_node=nproc,
         node_rank=meeting.node_rank,
-        node_id=values.name(asked.text("node_id"), "--node-id")
+        node_id=settings.name(asked.text("node_id"), "--node-id")
         or _static_id(meeting.rendezvous.kind, meeting.node_rank),
         local_addr=asked.value("local_addr") or None,
-        role=values.name(asked.text("role"), "--role"),
+        role=settings.name(asked.text("role"), "--role"),
         launch=asked.text("launch"),
         start_method=asked.text("start_method"),
         preload=preload,
@@ -115,14 +124,14 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         virtual_local_rank=asked.switch("virtual_local_rank"),
         **_stopping(asked, shutdown),
         event_log_handler=asked.text("event_log_handler"),
-        status_port=values.port(asked.number("status_port"), "--status-port"),
+        status_port=settings.port(asked.number("status_port"), "--status-port"),
         notes=tuple(notes),
         delegate=meeting.delegate,
         token=token,
         tls=tls,
         master_store=meeting.store,
-        precheck=health.precheck(asked),
-        accelerator=health.accelerator(asked),
+        precheck=precheck(asked),
+        accelerator=accelerator(asked),
     )
 
 
@@ -144,7 +153,7 @@ def _static_id(kind: str, node_rank: int) -> str:
 
 def conf_keys(asked: Asked) -> dict[str, str]:
     """--rdzv-conf, with dlrover-run's and the documentation's spellings of keys made ours."""
-    found = values.pairs(asked.text("rdzv_conf"))
+    found = settings.pairs(asked.text("rdzv_conf"))
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
 
@@ -162,13 +171,13 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
             f"--node-unit={unit}: rounds of a multiple of it cannot be made of at most "
             f"{some(meeting.max_nodes, 'node')}"
         )
-    times = {key: values.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}",
+    times = {key: settings.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}",
                                  zero=key in ("last_call_timeout", "grow_cooldown"))
              for key, default in _TIMES.items()}  # fmt: skip
     if meeting.rendezvous.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
-        times["join_timeout"] = values.seconds(conf["timeout"], "--rdzv-conf: timeout")
+        times["join_timeout"] = settings.seconds(conf["timeout"], "--rdzv-conf: timeout")
     grace = _optional_time(asked, "restart_grace")
-    implied = not asked.explicitly("grow") and bare.by_hand(meeting.rendezvous)
+    implied = not asked.explicitly("grow") and rendezvous.by_hand(meeting.rendezvous)
     return JobSpec(
         job_id=meeting.job_id,
         min_nodes=meeting.min_nodes,
@@ -184,7 +193,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         grow_cooldown=times["grow_cooldown"],
         restart_grace=shutdown if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
-        checks=health.checks(asked, conf, meeting.min_nodes),
+        checks=checks(asked, conf, meeting.min_nodes),
         saves=_saves(asked),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
     )
@@ -192,7 +201,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
 
 def _saves(asked: Asked) -> SaveSpec:
     """What the job does with its snapshots; raises `UsageError`."""
-    limit = values.seconds(str(asked.value("save_limit")), "--save-limit")
+    limit = settings.seconds(str(asked.value("save_limit")), "--save-limit")
     step = asked.value("restore_step")
     if step is not None and not 0 <= step < 2**53:
         raise UsageError(f"--restore-step={step} is no step: give a number from 0 on")
@@ -254,8 +263,8 @@ def _entry(asked: Asked) -> Entry:
 
 
 def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
-    redirects_all, redirects = values.streams(asked.text("redirects"), "--redirects")
-    tee_all, tee = values.streams(asked.text("tee"), "--tee")
+    redirects_all, redirects = settings.streams(asked.text("redirects"), "--redirects")
+    tee_all, tee = settings.streams(asked.text("tee"), "--tee")
     name = asked.value("logs_specs")
     if name is not None and name not in set(machine.entry_points(LOGS_GROUP)):
         raise UsageError(
@@ -268,7 +277,7 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
         redirects_all=redirects_all,
         tee=tee,
         tee_all=tee_all,
-        local_ranks_filter=values.ranks(asked.text("local_ranks_filter"), "--local-ranks-filter"),
+        local_ranks_filter=settings.ranks(asked.text("local_ranks_filter"), "--local-ranks-filter"),
         stdout_filters=tuple(asked.value("duplicate_stdout_filters") or ()),
         stderr_filters=tuple(asked.value("duplicate_stderr_filters") or ()),
         prefix_template=template or asked.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
@@ -286,7 +295,7 @@ def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
     """What ends a node, and how long it may take."""
     barrier = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
     return {
-        "signals_to_handle": values.signals(asked.text("signals_to_handle")),
+        "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
         "shutdown_timeout": shutdown,
         "exit_barrier_timeout": _optional_time(asked, "exit_barrier_timeout", barrier),
         "departure_grace": _time(asked, "departure_grace"),
@@ -298,11 +307,11 @@ def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:
     if asked.value(dest) is not None:
         return _time(asked, dest)
     text = asked.environ.get(variable, "") if variable else ""
-    return values.seconds(text, variable, zero=True) if text else None
+    return settings.seconds(text, variable, zero=True) if text else None
 
 
 def _time(asked: Asked, dest: str) -> float:
-    return values.seconds(str(asked.value(dest)), "--" + dest.replace("_", "-"), zero=True)
+    return settings.seconds(str(asked.value(dest)), "--" + dest.replace("_", "-"), zero=True)
 
 
 def _choices(asked: Asked) -> None:
@@ -320,7 +329,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
     if idle:
         notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
-    times = (*_TIMES, *health.TIMES)
+    times = (*_TIMES, *HEALTH_TIMES)
     unknown = [key for key in conf if key not in {*times, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
     if unknown:
         known = ", ".join([*times, "is_host", "node_unit"])
@@ -368,3 +377,85 @@ def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
                 "this job: leave it out",
                 config.EXIT_USAGE,
             )
+
+
+# ---------------------------------------------------------------- node health
+
+
+def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
+    """How the job looks after the health of its nodes; raises `UsageError`."""
+    level = precheck(asked)
+    auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
+    times = {
+        key: settings.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}")
+        for key, default in HEALTH_TIMES.items()
+    }
+    return CheckSpec(
+        network=asked.switch("network_check") or level >= 1 or auto,
+        perf=asked.switch("comm_perf_test") or level >= 2,
+        perf_floor=_number(asked, "comm_perf_threshold", "0 GB/s or more", lambda x: x >= 0),
+        exclude_stragglers=asked.switch("exclude_straggler"),
+        slow_ratio=_number(asked, "straggler_ratio", "a ratio above 1", lambda x: x > 1),
+        slow_for=times["straggler_time"],
+        probe_limit=times["probe_timeout"],
+        exclude_for=settings.seconds(str(asked.value("exclude_for")), "--exclude-for"),
+        quarantine=_quarantine(asked),
+    )
+
+
+def _quarantine(asked: Asked) -> int:
+    most = asked.number("quarantine")
+    if not 0 <= most <= MAX_NODES:
+        raise UsageError(f"--quarantine={most} is not a number of nodes", config.EXIT_USAGE)
+    return most
+
+
+def precheck(asked: Asked) -> int:
+    """The level of --precheck; raises `UsageError` where there is no such level."""
+    level = asked.number("precheck")
+    if level not in (0, 1, 2):
+        raise UsageError(f"--precheck={level}: use 0, 1 or 2", config.EXIT_USAGE)
+    return level
+
+
+def accelerator(asked: Asked) -> str:
+    """The name of --accelerator as `accelerators.of` knows it; "" where it is found by itself."""
+    word = asked.text("accelerator")
+    if not word or word in accelerators.UNSUPPORTED:
+        return ""
+    name = accelerators.ALIASES.get(word, word)
+    if name not in accelerators.NAMES:
+        known = ", ".join(accelerators.NAMES)
+        raise UsageError(f"--accelerator={word} is not known: use {known}", config.EXIT_USAGE)
+    return name
+
+
+def health_notes(asked: Asked, found: CheckSpec) -> list[str]:
+    """What was asked for and has no effect, and what --auto-config has switched on."""
+    told = []
+    word = asked.text("accelerator")
+    if word in accelerators.UNSUPPORTED:
+        told.append(
+            f"--accelerator={word} is not supported: probes use what is found by itself "
+            f"({', '.join(accelerators.NAMES)})"
+        )
+    if found.perf_floor and not found.perf:
+        told.append("--comm-perf-threshold has no effect without --comm-perf-test")
+    if found.quarantine and not (found.network or found.exclude_stragglers):
+        told.append(
+            "--quarantine has no effect without --network-check or --exclude-straggler: nothing "
+            "excludes a node"
+        )
+    if found.network and not asked.switch("network_check") and not asked.number("precheck"):
+        told.append(
+            f"--auto-config: the network is checked before training, as there are at least "
+            f"{AUTO_CHECK_NODES} nodes"
+        )
+    return told
+
+
+def _number(asked: Asked, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
+    value = float(asked.value(dest))
+    if not (math.isfinite(value) and fits(value)):
+        raise UsageError(f"--{dest.replace('_', '-')}={value:g} is not {wants}", config.EXIT_USAGE)
+    return value

@@ -1,5 +1,6 @@
-"""What the user asked for, what a scheduler says in the place of flags that nobody gave, and which
-of them a value came from.
+"""What the user asked for: texts with a grammar of their own (pure functions that raise `UsageError`
+with one sentence), what a scheduler says in the place of flags that nobody gave, and which of them
+a value came from.
 
 What follows from a scheduler is `cli.place`'s. Most commands run where none is, and must not wait
 until detection is imported.
@@ -8,16 +9,219 @@ until detection is imported.
 from __future__ import annotations
 
 import argparse
+import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from elasticrun import config
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
+from elasticrun.wire.messages import MAX_NAME, MAX_NODES, MAX_SECONDS
 
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine
     from elasticrun.detection.found import Found
+
+
+C10D_PORT: Final = 29400
+"""Port of an endpoint that names none (torchrun's, for c10d)."""
+
+STATIC_PORT: Final = 29500
+"""--master-port where none is given (torchrun's)."""
+
+_HOST = re.compile(r"(?!:\Z)[\w.:%-]+\Z")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
+
+
+class UsageError(Exception):
+    """One sentence for the user: what was asked for that cannot be, and what to do instead.
+
+    `exit_code` is 1 where torchrun, too, finds out only after parsing (a ValueError there), and 2
+    for what no torchrun has. `for_scheduler` is what takes the place of 1 with
+    --exit-codes=scheduler: the same words are wrong on every try.
+    """
+
+    for_scheduler = config.EXIT_USAGE
+
+    def __init__(self, sentence: str, exit_code: int = config.EXIT_FAILED) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+class NotHere(UsageError):
+    """What was asked for is not here: another machine, or another try, may have it."""
+
+    for_scheduler = config.EXIT_FAILED
+
+
+class NoProgram(UsageError):
+    """There is no script that could be run."""
+
+    for_scheduler = config.EXIT_FINAL
+
+
+class NothingToDo(Exception):
+    """This process has no part in the job, which is no failure; the text is one sentence."""
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX`: the smallest and the largest number of nodes."""
+    parts = text.split(":")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise UsageError(f"--nnodes={text} is neither a number of nodes nor MIN:MAX")
+    low, high = numbers[0], numbers[-1]
+    if not 0 < low <= high:
+        raise UsageError(f"--nnodes={text}: the smallest number of nodes must be at least 1, and "
+                         "not above the largest")  # fmt: skip
+    if high > MAX_NODES:
+        raise UsageError(f"--nnodes={text}: more than {MAX_NODES} nodes are not supported")
+    return low, high
+
+
+def name(text: str, flag: str) -> str:
+    """A name that goes over the wire: printable, and of MAX_NAME characters at most."""
+    if len(text) > MAX_NAME:
+        raise UsageError(f"{flag}: a name has at most {MAX_NAME} characters, not {len(text)}")
+    if not text.isprintable():
+        raise UsageError(f"{flag}={text!r} holds a character that cannot be printed")
+    return text
+
+
+def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT` or `[IPv6]:PORT`: host without brackets, and port.
+
+    Of an IPv6 address without brackets the last group is the port, as under torchrun. Raises where
+    there is no port and no default for it.
+    """
+    text = text.strip()
+    before, colon, after = text.rpartition(":")
+    if not colon or text.endswith("]") or before.endswith(":"):
+        named, port_text = text, None
+    else:
+        named, port_text = before, after
+    host = host_name(named, flag)
+    if port_text is None:
+        if default_port is None:
+            raise UsageError(f"{flag}={text} names no port: write HOST:PORT")
+        return host, default_port
+    if not re.fullmatch(r"[0-9]{1,5}", port_text) or int(port_text) > 65535:
+        raise UsageError(f"{flag}={text}: the port must be a number from 0 to 65535")
+    return host, int(port_text)
+
+
+def host_name(text: str, flag: str) -> str:
+    """A host name or an address; an IPv6 address may stand in brackets."""
+    text = text.strip()
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if not _HOST.match(bare):
+        raise UsageError(f"{flag}: {text!r} is neither a host name nor an address")
+    return bare
+
+
+def port(number: int, flag: str) -> int:
+    """A TCP port."""
+    if not 0 <= number <= 65535:
+        raise UsageError(f"{flag}={number}: a port is a number from 0 to 65535")
+    return number
+
+
+def pairs(text: str) -> dict[str, str]:
+    """`key=value,key=value` of --rdzv-conf."""
+    found: dict[str, str] = {}
+    if not text.strip():
+        return found
+    for item in text.split(","):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if not key or not value:
+            raise UsageError(f"--rdzv-conf={text}: {item!r} is not KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def seconds(text: str, name: str, *, zero: bool = False) -> float:
+    """A time in seconds, above 0 (or 0 where `zero` allows it); fractions are welcome."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value > 0 or (zero and value == 0)) or value == float("inf"):
+        wanted = "neither 0 nor" if zero else "not"
+        raise UsageError(f"{name}={text} is {wanted} a positive number of seconds")
+    if value > MAX_SECONDS:
+        raise UsageError(f"{name}={text}: the longest time there is here is {MAX_SECONDS:g} s")
+    return value
+
+
+def boolean(text: str, name: str) -> bool:
+    """1/0, true/false, yes/no, t/f, y/n."""
+    word = text.lower()
+    if word in ("1", "true", "t", "yes", "y"):
+        return True
+    if word in ("0", "false", "f", "no", "n"):
+        return False
+    raise UsageError(f"{name}={text} is neither 1 nor 0")
+
+
+def streams(text: str, flag: str) -> tuple[int, dict[int, int]]:
+    """The grammar of -r and -t: one digit for all ranks, or `LOCAL_RANK:DIGIT,...`.
+
+    0 none, 1 stdout, 2 stderr, 3 both. Returns the value for ranks that are not named, and those
+    that are.
+    """
+    if re.fullmatch(r"[0-3]", text):
+        return int(text), {}
+    if re.fullmatch(r"[0-9]+:[0-3](,[0-9]+:[0-3])*", text):
+        items = (item.split(":") for item in text.split(","))
+        return 0, {int(rank): int(value) for rank, value in items}
+    raise UsageError(
+        f"{flag}={text} is neither 0, 1, 2 or 3 nor a list like 0:3,1:1 of local ranks and streams"
+    )
+
+
+def ranks(text: str, flag: str) -> tuple[int, ...] | None:
+    """Comma-separated local ranks, sorted; None for an empty text (all of them)."""
+    if not text:
+        return None
+    try:
+        return tuple(sorted({int(item) for item in text.split(",")}))
+    except ValueError:
+        raise UsageError(
+            f"{flag}={text} is not a list of local ranks with commas between, like 0,1,2"
+        ) from None
+
+
+def signals(text: str) -> tuple[str, ...]:
+    """Names of signals that a process can handle."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in signal.Signals.__members__:
+            raise UsageError(f"--signals-to-handle: {name} is not the name of a signal here")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process")
+    return names
+
+
+def modules(text: str) -> tuple[tuple[str, ...], config.Learning]:
+    """--preload: names of modules, and when what ranks import is made ready: `learn` means at once,
+    `off` never."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if not _MODULE.match(word):
+            raise UsageError(f"--preload: {word!r} is not the name of a module", config.EXIT_USAGE)
+    if "off" in words:
+        if len(words) > 1:
+            raise UsageError("--preload: off stands alone", config.EXIT_USAGE)
+        return (), config.Learning.NEVER
+    names = dict.fromkeys(word for word in words if word != "learn")
+    learning = config.Learning.AT_ONCE if "learn" in words else config.Learning.ASIDE
+    return tuple(names), learning
+
 
 MARKS: Final = (
     "SLURM_JOB",

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from elasticrun.cli.settings import Asked
-from elasticrun.cli.values import NotHere, UsageError
+from elasticrun.cli.settings import Asked, NotHere, UsageError
 from elasticrun.config import Rendezvous, Tls
 from elasticrun.system.network import names_this_host_only
 

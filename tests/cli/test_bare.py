@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.cli.bare import SLOT, for_others
 from elasticrun.cli.devices import Machine, shared_folder
-from elasticrun.cli.dryrun import describe
 from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.rendezvous import SLOT, for_others
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.settings import Asked
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import AgentConfig, Rendezvous
 from elasticrun.detection.found import Facts
 

@@ -11,7 +11,7 @@ import torch
 from elasticrun.accelerators.base import Build
 from elasticrun.cli import devices
 from elasticrun.cli.devices import count_accelerators
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from tests.accelerators.standins import gpu, nvml
 
 pytestmark = pytest.mark.slow  # it imports torch

@@ -19,7 +19,7 @@ MOMENTS = (
     "elasticrun.config",
     "argparse",
     "elasticrun.cli.table",
-    "elasticrun.cli.values",
+    "elasticrun.cli.settings",
     "elasticrun.cli.devices",
     "elasticrun.cli.resolve",
     "elasticrun.agent.main",

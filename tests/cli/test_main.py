@@ -14,8 +14,8 @@ import pytest
 
 from elasticrun import __version__
 from elasticrun.cli.main import UNREAD, VERBS, check_program, say, verb_of
+from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.values import UsageError
 from elasticrun.cli.verbs.master import configure
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.cli.main import main
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
 from elasticrun.wire import run_folder as record_folder

@@ -12,7 +12,7 @@ import pytest
 from elasticrun.cli import trust
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.master import configure
 from elasticrun.config import AgentConfig, Tls
 from tests.cli.test_resolve import machine, notes

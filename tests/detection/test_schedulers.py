@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from elasticrun.cli.values import NothingToDo
+from elasticrun.cli.settings import NothingToDo
 from elasticrun.config import Rendezvous
 from elasticrun.detection.detect import detect
 from elasticrun.detection.found import Facts, port_of_name

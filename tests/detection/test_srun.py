@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import srun_command
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from tests.detection.environments import BATCH, INTERACTIVE, PTY, SALLOC, SRUN
 from tests.harness import clean_environment
 

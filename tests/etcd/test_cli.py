@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.cli.dryrun import describe
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
+from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import Rendezvous
 from tests.cli.test_resolve import machine, made, notes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from tests.render.rendered import render
 
 RUN = ("--", "train.py")

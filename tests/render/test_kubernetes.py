@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
 from elasticrun.render.pods import BLAMELESS, HOPELESS
 from elasticrun.render.wanted import GRACE_MARGIN

@@ -15,12 +15,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.cli import health, trust, values
+from elasticrun.cli import resolve, settings as values, trust
 from elasticrun.cli.flags import Parser, add_flags
 from elasticrun.cli.place import PLACE_FLAGS, explain
-from elasticrun.cli.settings import Asked, Setting, Whereabouts, look, setting
+from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, look, setting
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.values import UsageError
 from elasticrun.cli.verbs.status import (
     ANSWER_LIMIT,
     NoStatus,
@@ -130,7 +129,7 @@ def _subject(
         ranks=min(MAX_RANKS, nodes * max(1, nproc)),
         several=nodes > 1 or not alone,
         folders=tuple(folders),
-        accelerator=health.accelerator(asked),
+        accelerator=resolve.accelerator(asked),
         # Tools that are asked need not know the job's secret.
         environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
     )

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.cli import trust, values
+from elasticrun.cli import settings, trust
 from elasticrun.cli.flags import PROG, Parser, add_flags, help_formatter
 from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
-from elasticrun.cli.settings import Asked
+from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.values import UsageError
 from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
 from elasticrun.wire import env, run_folder as record_folder
 from elasticrun.wire.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
@@ -96,8 +95,8 @@ def parser(environ: dict[str, str]) -> Parser:
         "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"
     )
     made.add_argument(
-        "--port", type=int, default=values.C10D_PORT, metavar="PORT",
-        help=f"Port to bind; 0: one that is free. [default {values.C10D_PORT}]",
+        "--port", type=int, default=settings.C10D_PORT, metavar="PORT",
+        help=f"Port to bind; 0: one that is free. [default {settings.C10D_PORT}]",
     )  # fmt: skip
     made.add_argument(
         "--status-host", "--status_host", default="127.0.0.1", metavar="HOST",
@@ -124,17 +123,17 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     asked = Asked(ns, environ)
     spec = None
     if any(asked.explicitly(dest) for dest in JOB_FLAGS):
-        low, high = values.nodes(asked.text("nnodes"))
+        low, high = settings.nodes(asked.text("nnodes"))
         conf = conf_keys(asked)
         meeting = Meeting(Rendezvous("elastic"), asked.text("rdzv_id"), low, high, -1)
         spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
     return MasterConfig(
-        job_id=values.name(asked.text("rdzv_id"), "--rdzv-id"),
-        host=values.host_name(ns.host, "--host"),
-        port=values.port(ns.port, "--port"),
+        job_id=settings.name(asked.text("rdzv_id"), "--rdzv-id"),
+        host=settings.host_name(ns.host, "--host"),
+        port=settings.port(ns.port, "--port"),
         spec=spec,
-        status_host=values.host_name(ns.status_host, "--status-host"),
-        status_port=values.port(asked.number("status_port"), "--status-port"),
+        status_host=settings.host_name(ns.status_host, "--status-host"),
+        status_port=settings.port(asked.number("status_port"), "--status-port"),
         token=trust.token(asked),
         tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),

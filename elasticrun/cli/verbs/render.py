@@ -1,13 +1,9 @@
-"""What the user of `elasticrun render` should know of what was printed: a line each, on stderr.
-
-The command of every node, as `elasticrun render` puts it down: read as a node will read it.
-
-Files of the nodes (token, certificates) and their plug-ins are not here, and are not looked at.
-
-`elasticrun render k8s | jobset | slurm`: print what a scheduler is to be told; nothing is sent.
+"""`elasticrun render k8s | jobset | slurm`: print what a scheduler is to be told; nothing is sent.
 
 The launcher's own flags may stand among those of the verb and are handed on; what is printed is
-checked as far as it can be here: by the launcher's own reading of the command, too.
+checked as far as it can be here: by the launcher's own reading of the command, too, as a node will
+read it. Files of the nodes (token, certificates) and their plug-ins are not here, and are not
+looked at. What the user should know of it is said on stderr, a line each.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from elasticrun.cli import trust, values
+from elasticrun.cli import settings, trust
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve, shutdown_timeout
-from elasticrun.cli.settings import Asked
+from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.values import UsageError
 from elasticrun.cli.verbs import render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.render import checks, grammar, slurm, text
@@ -121,7 +116,7 @@ class Read(NamedTuple):
 def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str) -> Read:
     """What flags and program come to. `gpus`: GPUs that each node is asked for, 0 for none said;
     `signal`: the one by which the scheduler has nodes leave, "" for none. UsageError, Invalid."""
-    low, high = values.nodes(ns.nnodes)
+    low, high = settings.nodes(ns.nnodes)
     given = render_flags.handed_on(ns)
     asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
@@ -131,7 +126,7 @@ def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: s
         min_nodes=low,
         max_nodes=high,
         nproc_per_node=ranks,
-        job_id=values.name(ns.rdzv_id, "--rdzv-id"),
+        job_id=settings.name(ns.rdzv_id, "--rdzv-id"),
         by_etcd=bool(asked.text("master_store")),
         flags=(*given, *_heard(asked, signal), *_codes(asked)),
         leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
@@ -162,7 +157,7 @@ def _heard(asked: Asked, signal: str) -> list[str]:
     """The flag without which agents would hand this signal on to the ranks, and not leave."""
     name = f"SIG{signal}"
     handled = asked.text("signals_to_handle")
-    if signal not in SIGNALS or name in values.signals(handled):
+    if signal not in SIGNALS or name in settings.signals(handled):
         return []
     if asked.explicitly("signals_to_handle"):
         raise Invalid(

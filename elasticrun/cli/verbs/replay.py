@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elasticrun.cli.flags import Parser
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
 
 

@@ -409,9 +409,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
     from elasticrun.cli import trust
     from elasticrun.cli.flags import Parser, add_flags
-    from elasticrun.cli.settings import Asked
+    from elasticrun.cli.settings import Asked, UsageError
     from elasticrun.cli.table import FLAGS
-    from elasticrun.cli.values import UsageError
 
     parser = Parser(
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."

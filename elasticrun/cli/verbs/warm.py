@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.warm import IDLE, hear, start
-from elasticrun.cli import values
+from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, Parser, help_formatter
-from elasticrun.cli.values import UsageError
+from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
 from elasticrun.wire import frames, warm
 from elasticrun.wire.run_folder import run_folder
@@ -33,7 +33,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return _list(folder)
     if asked.stop:
         return _stop(folder, say)
-    modules, learning = values.modules(asked.preload)
+    modules, learning = settings.modules(asked.preload)
     if learning is not Learning.ASIDE:
         raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
     if not 0 < asked.idle <= 7 * 24 * 60:
