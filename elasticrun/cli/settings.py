@@ -1,6 +1,6 @@
-"""What the user asked for: texts with a grammar of their own (pure functions that raise `UsageError`
-with one sentence), what a scheduler says in the place of flags that nobody gave, and which of them
-a value came from.
+"""What the user asked for: texts with a grammar of their own (pure functions that raise
+`UsageError` with one sentence), what a scheduler says in the place of flags that nobody gave, and
+which of them a value came from.
 
 What follows from a scheduler is `cli.place`'s. Most commands run where none is, and must not wait
 until detection is imported.
