@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
+from elasticrun.core.snapshots.checkpoints import divide, in_size
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
-from elasticrun.core.snapshots.writing import divide, in_size
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName
 

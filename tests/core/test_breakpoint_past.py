@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.test_breakpoint_save import fails_soon, step_of
@@ -23,7 +23,7 @@ def holdings(
     return m.Holdings(Endpoint(node, 7000), held, last=last)
 
 
-class Blind(BreakpointSave):
+class Blind(Snapshots):
     """Of a master that was started anew, of term 2."""
 
     def __init__(self, *, at_breakpoint: bool = True) -> None:
@@ -41,16 +41,16 @@ def noted(name: RoundName, **more: int) -> m.LastRound:
 
 def test_the_newest_whole_step_of_the_last_round_is_gone_on_from() -> None:
     saves = Blind()
-    assert not saves.looks_back
+    assert not saves.points.looks_back
     saves.hears("a", noted(R1), (R1, 100), (R1, 110))
     assert step_of(saves) is None, "b has the other half"
-    assert saves.looks_back
+    assert saves.points.looks_back
     saves.hears("b", noted(R1), (R1, 90), (R1, 100))
-    choice = saves.choose()
+    choice = saves.points.choose()
     assert (choice.restore, choice.why) == (m.Restore(R1, 100, 2), "")
-    assert saves.orders == [], "nobody is told a watermark of a round that is over"
+    assert saves.outbox.orders == [], "nobody is told a watermark of a round that is over"
     saves.begin_round(NEW, 2, choice.restore)
-    assert not saves.looks_back
+    assert not saves.points.looks_back
     assert step_of(saves) == 100, "as before any other restart"
 
 
@@ -79,7 +79,7 @@ def test_a_step_that_nobody_can_make_whole_is_told() -> None:
     saves = Blind()
     saves.hears("a", noted(R1), (R1, 100))
     why = "step 100 cannot be restored from memory: rank 1 never had a snapshot"
-    assert saves.choose() == type(saves.choose())(None, why)
+    assert saves.points.choose() == type(saves.points.choose())(None, why)
 
 
 def test_another_number_of_ranks_is_read_as_it_was() -> None:
@@ -88,7 +88,7 @@ def test_another_number_of_ranks_is_read_as_it_was() -> None:
     rows = [(90, (1, 2, 3, 4)), (100, (1, 2, 0, 0))]
     held = tuple(m.Holding(R1, step, 0, 4, row, wanted=False) for step, row in rows)
     saves.heard("a", m.Holdings(None, held, last=m.LastRound(R1, 4)), 0.0)
-    assert saves.choose().restore == m.Restore(R1, 90, 4)
+    assert saves.points.choose().restore == m.Restore(R1, 90, 4)
 
 
 @pytest.mark.parametrize("term", [2, 3])
@@ -100,8 +100,8 @@ def test_rounds_of_a_later_clock_are_not_believed(term: int) -> None:
         for node in "ab":
             saves.hears(node, noted(name, rewound_from=50), (name, 100))
     assert step_of(saves) is None
-    assert saves.rewound_from == -1
-    ((text, level),) = saves.news
+    assert saves.points.rewound_from == -1
+    ((text, level),) = saves.outbox.news
     assert level == "warning"
     assert "was a clock set back?" in text
 
@@ -111,7 +111,7 @@ def test_a_master_that_knows_a_round_believes_nothing_else() -> None:
     saves.begin_round(RoundName(2, 1, "z"), 2, None)
     for node in "ab":
         saves.hears(node, noted(R1, rewound_from=90), (R1, 100))
-    assert (step_of(saves), saves.rewound_from) == (None, -1)
+    assert (step_of(saves), saves.points.rewound_from) == (None, -1)
     saves = Blind()
     saves.hears("a", noted(R2), (R2, 100), content=7)
     saves.begin_round(R1, 2, None)  # which living ranks have told of
@@ -121,11 +121,11 @@ def test_a_master_that_knows_a_round_believes_nothing_else() -> None:
 def test_training_that_was_taken_back_stays_so() -> None:
     saves = Blind()
     saves.hears("a", noted(R1, rewound_from=90), (R1, 80))
-    assert saves.rewound_from == 90
+    assert saves.points.rewound_from == 90
     saves.hears("b", noted(R1), (R1, 80))
-    assert saves.rewound_from == -1, "b has heard that storage says so by itself"
+    assert saves.points.rewound_from == -1, "b has heard that storage says so by itself"
     saves.hears("a", noted(R1, rewound_from=90), (R1, 80))
-    assert saves.rewound_from == -1
+    assert saves.points.rewound_from == -1
 
 
 def test_a_step_that_failed_in_the_life_before_may_be_poison_again() -> None:
@@ -135,7 +135,7 @@ def test_a_step_that_failed_in_the_life_before_may_be_poison_again() -> None:
         saves.hears(node, noted(R1), (R1, 90), (R1, 100))
     for number in (1, 2):
         fails_soon(saves, RoundName(2, number, "z"), m.Restore(R1, 100, 2))
-    assert (step_of(saves), saves.rewound_from) == (90, 100)
+    assert (step_of(saves), saves.points.rewound_from) == (90, 100)
 
 
 def test_it_is_written_out_before_its_only_holder_goes() -> None:
@@ -143,9 +143,9 @@ def test_it_is_written_out_before_its_only_holder_goes() -> None:
     for node in "ab":
         saves.hears(node, noted(R1), (R1, 100))
     saves.going(("a",), 1.0)
-    assert [type(order).__name__ for _, order in saves.orders] == ["Persist", "Persist"]
+    assert [type(order).__name__ for _, order in saves.outbox.orders] == ["Persist", "Persist"]
     saves = Blind(at_breakpoint=False)
     for node in "ab":
         saves.hears(node, noted(R1), (R1, 100))
     saves.going(("a",), 1.0)
-    assert saves.orders == []
+    assert saves.outbox.orders == []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 from elasticrun.config import REPLICA_LIMIT
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.checkpoints import divide
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import PATIENCE
-from elasticrun.core.snapshots.writing import divide
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.test_breakpoint_save import answer
@@ -17,7 +17,7 @@ R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
 SAVER = {node: Endpoint(node, 7000) for node in "abc"}
 
 
-class Saves(BreakpointSave):
+class Saves(Snapshots):
     """Three nodes of two ranks each."""
 
     def __init__(self, nodes: str = "abc") -> None:
@@ -63,11 +63,11 @@ class Saves(BreakpointSave):
 
     def told(self) -> dict[str, m.Replicate]:
         """Who was told to copy since the last call."""
-        orders, self.orders = self.orders, []
+        orders, self.outbox.orders = self.outbox.orders, []
         return {nodes[0]: one for nodes, one in orders if isinstance(one, m.Replicate)}
 
     def says(self) -> str:
-        news, self.news = self.news, []
+        news, self.outbox.news = self.outbox.news, []
         return "; ".join(text for text, _ in news)
 
 
@@ -100,23 +100,23 @@ def test_each_node_copies_from_the_one_before() -> None:
 def test_the_watermark_waits_for_the_last_copy() -> None:
     saves = Saves()
     saves.commit(10)
-    assert saves.watermark == -1
+    assert saves.points.watermark == -1
     saves.copies("b", "a", 10)
     saves.copies("c", "b", 10)
-    assert saves.watermark == -1
+    assert saves.points.watermark == -1
     saves.copies("a", "c", 10)
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     assert saves.says() == "every part of step 10 is in the memory of two nodes"
     assert "on two nodes" in saves.status()
     saves.commit(20)
-    assert saves.watermark == 10, "20 is whole, and would be lost with a node"
+    assert saves.points.watermark == 10, "20 is whole, and would be lost with a node"
 
 
 def test_what_two_nodes_hold_costs_nothing() -> None:
     saves = Ddp()
     saves.commit(10)
     assert not saves.told()
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
 
 
 def test_only_what_one_node_holds_alone_is_copied() -> None:
@@ -144,13 +144,13 @@ def test_without_replicas_nothing_is_copied() -> None:
     saves.replicas = False
     saves.commit(10)
     assert not saves.told()
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
 
 
 def test_one_node_has_nobody_to_copy_to() -> None:
     saves = Saves("a")
     saves.commit(10)
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     assert not saves.says()
 
 
@@ -161,7 +161,7 @@ def test_a_lost_node_loses_nothing() -> None:
         saves.copies(node, of, 10)
     saves.commit(20)
     saves.forget("b", 1.0, gone="is dead")
-    restore = saves.choose().restore
+    restore = saves.points.choose().restore
     assert restore == m.Restore(R1, 10, 6)
     asked = answer(saves, "d", m.WhereIs(R1, 10, 3))
     assert (asked.saver, asked.holds) == (SAVER["c"], 3)
@@ -204,18 +204,18 @@ def test_who_cannot_copy_says_why_and_the_step_counts() -> None:
     saves = Saves("ab")
     saves.commit(10)
     saves.not_replicated("b", m.NotReplicated(R1, 9, "an older one"), 1.0)
-    assert saves.watermark == -1
+    assert saves.points.watermark == -1
     saves.not_replicated("b", m.NotReplicated(R1, 10, "there is no room"), 1.0)
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     assert "step 10 is not in the memory of two nodes: there is no room (node b)" in saves.says()
     saves.commit(20)
     saves.not_replicated("b", m.NotReplicated(R1, 20, "there is no room"), 2.0)
-    assert saves.watermark == 20
+    assert saves.points.watermark == 20
     assert not saves.says(), "once is enough"
     saves.commit(30)
     for node, of in ("ba", "ab"):
         saves.copies(node, of, 30)
-    assert saves.watermark == 30
+    assert saves.points.watermark == 30
     assert "every part of step 30" in saves.says()
 
 
@@ -225,9 +225,9 @@ def test_a_copy_that_never_comes_is_given_up() -> None:
     assert saves.next_deadline() == 5.0 + REPLICA_LIMIT
     saves.overslept(3.0)
     saves.proceed(5.0 + REPLICA_LIMIT)
-    assert saves.watermark == -1
+    assert saves.points.watermark == -1
     saves.proceed(8.0 + REPLICA_LIMIT)
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     assert f"longer than {REPLICA_LIMIT:g} s" in saves.says()
 
 
@@ -248,13 +248,13 @@ def test_steps_are_not_given_up_while_one_is_paired() -> None:
     saves.say("a")
     saves.own["b"].append(30)
     saves.say("b")
-    assert saves.watermark == -1
-    assert not [one for _, one in saves.orders if isinstance(one, m.Watermark)]
-    assert saves.choose().restore == m.Restore(R1, 10, 4)
+    assert saves.points.watermark == -1
+    assert not [one for _, one in saves.outbox.orders if isinstance(one, m.Watermark)]
+    assert saves.points.choose().restore == m.Restore(R1, 10, 4)
     for node, of in ("ba", "ab"):
         saves.copies(node, of, 10)
-    assert saves.watermark == 10
-    (mark,) = (one for _, one in saves.orders if isinstance(one, m.Watermark))
+    assert saves.points.watermark == 10
+    (mark,) = (one for _, one in saves.outbox.orders if isinstance(one, m.Watermark))
     assert mark.step == 10
 
 
@@ -305,10 +305,10 @@ def test_who_has_not_spoken_yet_may_have_it_too() -> None:
     saves.own["a"].append(20)
     saves.say("a", 5.0)
     assert not saves.told()
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     saves.own["b"].append(20)
     saves.say("b", 5.1)
-    assert saves.watermark == 20
+    assert saves.points.watermark == 20
     assert saves.next_deadline() is None
     assert not saves.told()
 
@@ -331,13 +331,13 @@ def test_a_new_master_gives_up_nothing_before_all_have_spoken() -> None:
     for node, of in ("ba", "ab"):
         saves.copied[node] = [saves.holding(of, step, replica=True) for step in (10, 20)]
     saves.say("a")
-    assert not saves.orders
+    assert not saves.outbox.orders
     saves.say("b")
-    assert saves.choose().restore == m.Restore(R1, 30, 4)
-    marks = [one for _, one in saves.orders if isinstance(one, m.Watermark)]
+    assert saves.points.choose().restore == m.Restore(R1, 30, 4)
+    marks = [one for _, one in saves.outbox.orders if isinstance(one, m.Watermark)]
     assert marks == [m.Watermark(R1, 20)]
     saves.forget("b", 1.0, gone="is dead")
-    assert saves.choose().restore == m.Restore(R1, 20, 4)
+    assert saves.points.choose().restore == m.Restore(R1, 20, 4)
 
 
 def test_a_replica_that_is_lost_meanwhile_is_copied_again() -> None:
@@ -350,7 +350,7 @@ def test_a_replica_that_is_lost_meanwhile_is_copied_again() -> None:
     assert saves.told()["b"].ranks == (0, 1)
     for node, of in ("ba", "ab"):
         saves.copies(node, of, 10)
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
 
 
 def test_nothing_is_begun_while_a_node_is_away() -> None:
@@ -366,7 +366,7 @@ def test_nothing_is_begun_while_a_node_is_away() -> None:
     saves.forget("a", 1.0)
     saves.proceed(1.0)
     assert not saves.told()
-    assert saves.watermark == 10
+    assert saves.points.watermark == 10
     assert saves.next_deadline() is None
     assert not saves.says().count("not in the memory")
     saves.say("a", 2.0)

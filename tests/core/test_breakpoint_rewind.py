@@ -7,8 +7,8 @@ import pytest
 from elasticrun.config import dumps, loads
 from elasticrun.core import events as fx
 from elasticrun.core.persisted import Facts
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
 from elasticrun.core.snapshots.choice import Choice
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import Master, failure, hello
@@ -23,23 +23,23 @@ def poisoned(saves: Saves) -> None:
 
 
 def persists(saves: Saves) -> list[m.Persist]:
-    orders, saves.orders = saves.orders, []
+    orders, saves.outbox.orders = saves.outbox.orders, []
     return [order for _, order in orders if isinstance(order, m.Persist)]
 
 
 def test_poison_takes_training_back_until_a_newer_checkpoint_says_so() -> None:
     saves = Saves()
-    assert saves.rewound_from == -1
+    assert saves.points.rewound_from == -1
     poisoned(saves)
-    assert saves.rewound_from == 100, "a checkpoint of step 100 is the same state"
+    assert saves.points.rewound_from == 100, "a checkpoint of step 100 is the same state"
     saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
     for node in "ab":
         saves.holds(node, 95, name=R2, wanted=95)
     assert {order.rewound_from for order in persists(saves)} == {100}
-    assert saves.rewound_from == 100, "not before it is committed"
+    assert saves.points.rewound_from == 100, "not before it is committed"
     saves.does("try1")
-    assert saves.written == m.Restore(R2, 95, 2)
-    assert saves.rewound_from == -1
+    assert saves.checkpoints.written == m.Restore(R2, 95, 2)
+    assert saves.points.rewound_from == -1
 
 
 def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
@@ -47,11 +47,11 @@ def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
     poisoned(saves)
     for number in (4, 5):
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 90, 2))
-    assert saves.choose() == Choice(m.Restore(R1, 90, 2), suspect=True), "100 was withdrawn"
-    assert saves.rewound_from == 90
-    again = BreakpointSave(m.SaveSpec(), str)
-    again.restore(None, saves.rejected(), saves.rewound_from)
-    assert again.rewound_from == 90
+    assert saves.points.choose() == Choice(m.Restore(R1, 90, 2), suspect=True), "100 was withdrawn"
+    assert saves.points.rewound_from == 90
+    again = Snapshots(m.SaveSpec(), str)
+    again.restore(None, saves.points.rejected(), saves.points.rewound_from)
+    assert again.points.rewound_from == 90
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_suspect_is_what_ranks_trained_on_from_for_a_few_steps(
         name = RoundName(1, number, "y")
         if reached is None:  # they failed before they had put anything back
             saves.begin_round(name, 2, m.Restore(R1, 100, 2))
-            saves.failed_by_itself()
+            saves.points.failed_by_itself()
         else:
             fails_soon(saves, name, m.Restore(R1, 100, 2), reached)
         if suspect and number == 3:
             break
     assert step_of(saves) == (90 if suspect else 100)
-    assert saves.rewound_from == (100 if suspect else -1)
+    assert saves.points.rewound_from == (100 if suspect else -1)
 
 
 def test_what_an_earlier_round_did_says_nothing_of_this_one() -> None:
@@ -82,8 +82,8 @@ def test_what_an_earlier_round_did_says_nothing_of_this_one() -> None:
     fails_soon(saves, R2, m.Restore(R1, 100, 2))
     for number in (3, 4):
         saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
-        saves.heard("a", saves._raw["a"], 0.0)
-        saves.failed_by_itself()
+        saves.heard("a", saves.points.reports["a"], 0.0)
+        saves.points.failed_by_itself()
     assert step_of(saves) == 100
 
 
@@ -92,13 +92,13 @@ def test_a_suspect_step_is_better_than_none() -> None:
     saves.both(100)
     for number in (2, 3):
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
-    choice = saves.choose()
+    choice = saves.points.choose()
     assert (choice.restore, choice.suspect) == (m.Restore(R1, 100, 2), True)
     saves.begin_round(RoundName(1, 4, "y"), 2, choice.restore)
-    assert saves.choose().suspect, "while nothing else is whole"
+    assert saves.points.choose().suspect, "while nothing else is whole"
     for node in "ab":
         saves.holds(node, 101, name=RoundName(1, 4, "y"))
-    assert saves.choose() == Choice(m.Restore(RoundName(1, 4, "y"), 101, 2))
+    assert saves.points.choose() == Choice(m.Restore(RoundName(1, 4, "y"), 101, 2))
 
 
 # ---------------------------------------------------------------- a step that a person asks for
@@ -106,21 +106,21 @@ def test_a_suspect_step_is_better_than_none() -> None:
 
 def asks_for(step: int) -> Saves:
     saves = Saves()
-    BreakpointSave.__init__(saves, m.SaveSpec(restore_step=step), lambda: "try1")
+    Snapshots.__init__(saves, m.SaveSpec(restore_step=step), lambda: "try1")
     return saves
 
 
 def test_the_step_that_is_asked_for_and_no_other() -> None:
     saves = asks_for(90)
-    assert saves.choose() == Choice(None, restore_step=90), "storage may have it"
+    assert saves.points.choose() == Choice(None, restore_step=90), "storage may have it"
     for node, rank in (("a", 0), ("b", 1)):
         rows = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
         saves.heard(node, m.Holdings(SAVER[node], rows, last=m.LastRound(R1, 2)), 0.0)
-    assert saves.choose() == Choice(None, restore_step=90), "of a master of the same term"
+    assert saves.points.choose() == Choice(None, restore_step=90), "of a master of the same term"
     saves = asks_for(90)
     saves.begin_round(R1, 2, None)
     saves.both(90, 100)
-    assert saves.choose().restore == m.Restore(R1, 100, 2), "that is what came of it"
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2), "that is what came of it"
     again = asks_for(90)
     again.restore(None, (), 91, 90)
     again.begin_round(R2, 2, m.Restore(R1, 95, 2))
@@ -131,18 +131,18 @@ def test_the_step_that_is_asked_for_and_no_other() -> None:
 
 def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> None:
     saves = asks_for(90)
-    assert saves.rewound_from == 91
+    assert saves.points.rewound_from == 91
     saves.begin_round(R1, 2, None)
     for node in "ab":
         saves.holds(node, 95)
     assert step_of(saves) == 95
     for node in "ab":
         saves.forget(node, 1.0, gone="is dead")
-    assert saves.choose() == Choice(None, restore_step=90), "memory is lost"
+    assert saves.points.choose() == Choice(None, restore_step=90), "memory is lost"
     for node in "ab":
         saves.holds(node, 96, wanted=96)
     saves.does("try1")
-    assert (saves.restore_step, saves.rewound_from) == (-1, -1)
+    assert (saves.points.restore_step, saves.points.rewound_from) == (-1, -1)
 
 
 def test_a_shard_that_is_bad_takes_nothing_back() -> None:
@@ -150,8 +150,8 @@ def test_a_shard_that_is_bad_takes_nothing_back() -> None:
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
-    saves.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
-    assert (step_of(saves), saves.rewound_from) == (90, -1)
+    saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert (step_of(saves), saves.points.rewound_from) == (90, -1)
 
 
 def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
@@ -162,10 +162,10 @@ def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
     saves.both(100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
     saves.taken()
-    saves.save(m.Restore(R1, 100, 2), 5.0)
+    saves.checkpoints.save(m.Restore(R1, 100, 2), 5.0)
     assert persists(saves) == []
-    saves.rewound_from = 110
-    saves.save(m.Restore(R1, 100, 2), 5.0)
+    saves.points.rewound_from = 110
+    saves.checkpoints.save(m.Restore(R1, 100, 2), 5.0)
     assert [order.rewound_from for order in persists(saves)] == [110, 110], "110 was left"
 
 
@@ -183,11 +183,11 @@ def test_a_living_rank_is_given_back_what_it_had_alone() -> None:
     saves = Saves()
     held(saves, "a", 7, 8)
     held(saves, "b", 7)
-    choice = saves.choose()
+    choice = saves.points.choose()
     assert choice.restore == m.Restore(R1, 7, 2)
     assert choice.why == "step 8 is left for step 7: it lacks what rank 1 had alone"
     held(saves, "b", 7, 8)
-    assert saves.choose().restore == m.Restore(R1, 8, 2)
+    assert saves.points.choose().restore == m.Restore(R1, 8, 2)
 
 
 @pytest.mark.parametrize("case", ["nothing of its own", "the node is lost", "no step has all"])
@@ -198,7 +198,7 @@ def test_nothing_is_lost_for_what_cannot_be_had(case: str) -> None:
     held(saves, "b", 7, own=own)
     if case == "the node is lost":
         saves.forget("b", 1.0, gone="is dead")
-    assert saves.choose().restore == m.Restore(R1, 8, 2)
+    assert saves.points.choose().restore == m.Restore(R1, 8, 2)
 
 
 # ---------------------------------------------------------------- the whole master

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
-from elasticrun.core.snapshots.checkpoints import WAIT_FOR_ALL, BreakpointSave
-from elasticrun.core.snapshots.writing import MAX_TRIES
+from elasticrun.core.snapshots.checkpoints import MAX_TRIES, WAIT_FOR_ALL
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure
@@ -19,7 +19,7 @@ R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
 SAVER = {node: Endpoint(node, 7000) for node in "abc"}
 
 
-class Saves(BreakpointSave):
+class Saves(Snapshots):
     """Two nodes of one rank each, of which the test says who holds what."""
 
     def __init__(self, *, at_breakpoint: bool = True, limit: float = 60.0) -> None:
@@ -48,11 +48,11 @@ class Saves(BreakpointSave):
 
     def taken(self) -> list[tuple[str, str]]:
         """The orders since the last call, as (nodes, name of the order)."""
-        orders, self.orders = self.orders, []
+        orders, self.outbox.orders = self.outbox.orders, []
         return [("".join(nodes), type(order).__name__) for nodes, order in orders]
 
     def last(self) -> m.Order:
-        return self.orders[-1][1]
+        return self.outbox.orders[-1][1]
 
     def does(self, name: str, now: float = 1.0, *, ok: bool = True, marks: bool = True) -> None:
         """Both write their parts, and a the marker."""
@@ -63,37 +63,37 @@ class Saves(BreakpointSave):
             self.persisted("a", m.Persisted(name, ok, True, why, 0, 0.1), now)
 
     def says(self) -> str:
-        news, self.news = self.news, []
+        news, self.outbox.news = self.outbox.news, []
         return "; ".join(text for text, _ in news)
 
 
 def fails_soon(
-    saves: BreakpointSave, name: RoundName, restore: m.Restore, reached: int | None = None
+    saves: Snapshots, name: RoundName, restore: m.Restore, reached: int | None = None
 ) -> None:
     """A round that goes on from there, does a step (or comes to `reached`), and fails by itself."""
     saves.begin_round(name, 2, restore)
-    report = saves._raw["a"]
+    report = saves.points.reports["a"]
     went_on = m.WentOn(name, restore.step + 1 if reached is None else reached)
     saves.heard("a", replace(report, went_on=went_on), 0.0)
-    saves.failed_by_itself()
+    saves.points.failed_by_itself()
 
 
 def holding(name: RoundName, step: int, rank: int = 1) -> m.Holding:
     return m.Holding(name, step, rank, 2, (rank + 1,), wanted=False)
 
 
-def answer(saves: BreakpointSave, node: str, asked: m.WhereIs) -> m.Holder:
+def answer(saves: Snapshots, node: str, asked: m.WhereIs) -> m.Holder:
     """What a node that asks is told at once."""
-    saves.orders.clear()
-    saves.where(node, asked)
-    ((nodes, order),) = saves.orders
+    saves.outbox.orders.clear()
+    saves.points.where(node, asked)
+    ((nodes, order),) = saves.outbox.orders
     assert nodes == (node,)
     assert isinstance(order, m.Holder)
     return order
 
 
-def step_of(saves: BreakpointSave) -> int | None:
-    restore = saves.choose().restore
+def step_of(saves: Snapshots) -> int | None:
+    restore = saves.points.choose().restore
     return None if restore is None else restore.step
 
 
@@ -111,7 +111,7 @@ def test_the_watermark_is_told_once_when_it_rises() -> None:
     saves.both(100, 110)
     assert saves.taken() == [("ab", "Watermark")]
     saves.both(100)
-    assert saves.watermark == 110, "it never falls"
+    assert saves.points.watermark == 110, "it never falls"
     assert saves.taken() == []
 
 
@@ -124,7 +124,7 @@ def test_steps_that_can_never_be_whole_are_given_up() -> None:
     saves.holds("a", 100, 110)
     assert saves.taken() == [], "b may still be copying 110"
     saves.holds("b", 100, 111)
-    (nodes, order), saves.orders = saves.orders[-1], []
+    (nodes, order), saves.outbox.orders = saves.outbox.orders[-1], []
     assert nodes == ("a", "b")
     assert order == m.Watermark(R1, 100, 111)
     assert step_of(saves) == 100
@@ -145,8 +145,8 @@ def test_equal_state_is_never_given_up() -> None:
     saves.both(100, content=5)
     saves.holds("a", 100, 110, content=5)
     saves.holds("b", 100, 111, content=5)
-    assert saves.watermark == 111
-    assert all(getattr(order, "given_up", -1) == -1 for _, order in saves.orders)
+    assert saves.points.watermark == 111
+    assert all(getattr(order, "given_up", -1) == -1 for _, order in saves.outbox.orders)
 
 
 def test_steps_of_two_rounds_are_not_combined() -> None:
@@ -158,9 +158,9 @@ def test_steps_of_two_rounds_are_not_combined() -> None:
     assert step_of(saves) == 100, "what a holds of 101 is of a time that was given up"
     held = (holding(R1, 100), holding(R2, 101))
     saves.heard("b", m.Holdings(SAVER["b"], held), 0.0)
-    assert saves.choose().restore == m.Restore(R1, 100, 2)
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
     saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 100, 2))
-    assert saves.choose().restore == m.Restore(R1, 100, 2)
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
 
 
 def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
@@ -172,23 +172,23 @@ def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
     saves.heard("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
     old = m.Holding(R1, 100, 1, 2, (7,), wanted=False)
     saves.heard("b", m.Holdings(SAVER["b"], (old, rank_b)), 0.0)
-    assert saves.choose().restore == m.Restore(R2, 101, 2)
+    assert saves.points.choose().restore == m.Restore(R2, 101, 2)
     saves.forget("a", 1.0, gone="is dead")
-    choice = saves.choose()
+    choice = saves.points.choose()
     assert choice.restore == m.Restore(R2, 90, 2)
     assert choice.why == "step 101 cannot be restored from memory: no node holds it"
     saves.heard("b", m.Holdings(SAVER["b"], (old,)), 1.0)
-    assert saves.choose().restore == m.Restore(R1, 100, 2)
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
 
 
 def test_where_nothing_is_whole_there_is_a_reason() -> None:
     saves = Saves()
-    assert saves.choose() == saves.choose()
-    assert saves.choose().why == ""
+    assert saves.points.choose() == saves.points.choose()
+    assert saves.points.choose().why == ""
     saves.both(100)
     saves.forget("b", 1.0)
-    assert saves.choose().restore is None
-    assert "node b held the only copy of rank 1" in saves.choose().why
+    assert saves.points.choose().restore is None
+    assert "node b held the only copy of rank 1" in saves.points.choose().why
     saves.holds("b", 100)
     assert step_of(saves) == 100, "its stream stands again"
 
@@ -196,14 +196,14 @@ def test_where_nothing_is_whole_there_is_a_reason() -> None:
 def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     saves = Saves()
     saves.both(90, 100)
-    saves.failed_by_itself()
+    saves.points.failed_by_itself()
     assert step_of(saves) == 100, "the round was not restored from anything"
     for number in (2, 3):
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
     assert step_of(saves) == 90
     assert "step 100 is suspect" in saves.says()
-    again = BreakpointSave(m.SaveSpec(), str)
-    again.restore(None, saves.rejected())
+    again = Snapshots(m.SaveSpec(), str)
+    again.restore(None, saves.points.rejected())
     again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))
     for rank, node in enumerate("ab"):
         held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
@@ -219,7 +219,7 @@ def test_a_round_that_got_further_is_no_sign_of_poison() -> None:
         saves.begin_round(name, 2, m.Restore(R1, 100, 2))
         saves.holds("a", 100 + number, name=name)
         saves.holds("b", 100 + number, name=name)
-        saves.failed_by_itself()
+        saves.points.failed_by_itself()
     assert step_of(saves) == 104
 
 
@@ -228,16 +228,17 @@ def test_complaints_about_shards_come_to_an_end() -> None:
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
-    assert saves.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
     assert step_of(saves) == 90
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
-    assert saves.bad("a", m.ShardBad(R1, 100, 1, "its shape is another")), "a holds no rank 1"
+    other = m.ShardBad(R1, 100, 1, "its shape is another")
+    assert saves.points.bad("a", other), "a holds no rank 1"
     assert step_of(saves) == 90
     saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 90, 2))
-    assert not saves.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
-    assert not saves.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
+    assert not saves.points.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
+    assert not saves.points.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
 
 
 def test_a_node_that_serves_badly_is_not_named_again() -> None:
@@ -246,7 +247,7 @@ def test_a_node_that_serves_badly_is_not_named_again() -> None:
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
     asked = m.WhereIs(R1, 100, 1)
     assert answer(saves, "a", asked).saver == SAVER["b"]
-    saves.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
+    saves.points.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
     assert step_of(saves) == 100, "a has the same"
     holder = answer(saves, "c", asked)
     assert (holder.saver, holder.holds) == (SAVER["a"], 0)
@@ -264,20 +265,20 @@ def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
     asked = m.WhereIs(R1, 100, 1)
     saves.forget("b", 1.0)
     saves.taken()
-    saves.where("a", asked)
+    saves.points.where("a", asked)
     assert saves.taken() == [], "b has not gone"
     saves.holds("b", 100, saver=False)
     assert saves.taken() == [], "its saver is not ready"
     saves.holds("b", 100)
     assert saves.taken() == [("a", "Holder")]
     saves.forget("b", 2.0)
-    saves.where("a", asked)
+    saves.points.where("a", asked)
     saves.forget("b", 3.0, gone="is dead")
     order = saves.last()
     assert isinstance(order, m.Holder)
     assert (order.saver, order.reason) == (None, "no node holds it any more")
     saves.holds("b", 100, saver=False)
-    saves.where("a", asked)
+    saves.points.where("a", asked)
     saves.forget("a", 4.0, gone="is dead")
     saves.taken()
     saves.holds("b", 100)
@@ -290,11 +291,11 @@ def test_who_comes_back_without_it_is_not_waited_for() -> None:
     saves.both(100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
     saves.forget("b", 1.0)
-    saves.where("a", m.WhereIs(R1, 100, 1))
+    saves.points.where("a", m.WhereIs(R1, 100, 1))
     saves.taken()
-    saves.has_said_all("c")
+    saves.points.has_said_all("c")
     assert saves.taken() == [], "it is b that may have it"
-    saves.has_said_all("b")
+    saves.points.has_said_all("b")
     order = saves.last()
     assert isinstance(order, m.Holder)
     assert (order.saver, order.reason) == (None, "no node holds it any more")
@@ -307,25 +308,25 @@ def test_a_checkpoint_is_written_and_over() -> None:
     saves = Saves()
     saves.both(100, wanted=100)
     assert saves.taken() == [("ab", "Watermark"), ("a", "Persist"), ("b", "Persist")]
-    assert saves.busy == "step 100 is being saved"
+    assert saves.checkpoints.busy == "step 100 is being saved"
     saves.does("try1", marks=False)
     assert saves.taken() == [("a", "CommitCheckpoint")]
     saves.does("another")
     saves.persisted("b", m.Persisted("try1", True, True, "", 0, 0.1), 2.0)
-    assert saves.written is None, "only the coordinator writes the marker"
+    assert saves.checkpoints.written is None, "only the coordinator writes the marker"
     saves.does("try1", 3.1)
     assert saves.says() == "the checkpoint of step 100 is written: 2 parts, 20 B in 3.1 s"
-    assert saves.written == m.Restore(R1, 100, 2)
+    assert saves.checkpoints.written == m.Restore(R1, 100, 2)
     assert saves.taken() == [("ab", "PersistOver")]
     saves.both(100, now=4.0, wanted=100)
     assert saves.taken() == [("a", "PersistOver"), ("b", "PersistOver")], "it had not read it yet"
-    assert not saves.busy
+    assert not saves.checkpoints.busy
 
 
 def test_every_rank_writes_its_own_and_one_of_each_content_the_shared() -> None:
     saves = Saves()
     saves.both(100, wanted=100, content=7)
-    persists = [order for _, order in saves.orders if isinstance(order, m.Persist)]
+    persists = [order for _, order in saves.outbox.orders if isinstance(order, m.Persist)]
     assert [(one.ranks, one.shared) for one in persists] == [((0,), (0,)), ((1,), ())]
     assert [one.coordinator for one in persists] == [None, SAVER["a"]]
     assert [one.writers for one in persists] == [2, 2]
@@ -338,7 +339,7 @@ def test_a_step_that_some_lack_waits_for_them_a_while() -> None:
     saves.holds("a", 90, 100, wanted=100, content=7, now=1.0)
     saves.proceed(1.0)
     assert not any(name == "Persist" for _, name in saves.taken())
-    assert saves.busy
+    assert saves.checkpoints.busy
     assert saves.next_deadline() == 1.0 + WAIT_FOR_ALL
     saves.proceed(1.0 + WAIT_FOR_ALL)
     assert saves.taken() == [("a", "Persist")]
@@ -352,9 +353,9 @@ def test_the_newest_that_is_wanted_waits_and_older_ones_are_let_go() -> None:
     saves.taken()
     saves.does("try1", 5.0)
     saves.proceed(5.0)
-    orders = [order for _, order in saves.orders]
+    orders = [order for _, order in saves.outbox.orders]
     assert [one.step for one in orders if isinstance(one, m.Persist)] == [120, 120]
-    saves.orders.clear()
+    saves.outbox.orders.clear()
     saves.holds("a", 110, 120, wanted=110)
     over = saves.last()
     assert isinstance(over, m.PersistOver)
@@ -376,7 +377,7 @@ def test_failed_attempts_are_made_again_later_and_later_until_they_are_given_up(
             saves.proceed(now)
     assert waits == [1.0, 2.0, 4.0, 8.0]
     assert "5 attempts have failed in a row: this one is given up" in saves.says()
-    assert not saves.busy
+    assert not saves.checkpoints.busy
     assert saves.taken()[-2:] == [("a", "PersistOver"), ("b", "PersistOver")], "no longer wanted"
     saves.both(100, now=99.0, wanted=100)
     assert "Persist" not in dict(map(reversed, saves.taken())), "and not begun again"
@@ -412,7 +413,7 @@ def test_a_failure_is_not_made_to_wait_for_storage() -> None:
     saves.both(100, 110)
     saves.begin_round(R2, 2, m.Restore(R1, 110, 2))
     saves.taken()
-    saves.save(m.Restore(R1, 110, 2), 0.0)
+    saves.checkpoints.save(m.Restore(R1, 110, 2), 0.0)
     assert ("a", "Persist") in saves.taken()
 
 
@@ -422,7 +423,7 @@ def test_an_attempt_that_hangs_is_over_at_its_limit() -> None:
     assert saves.next_deadline() == 10.0
     saves.overslept(3.0)
     saves.proceed(10.0)
-    assert saves.busy, "nobody listened for three seconds of it"
+    assert saves.checkpoints.busy, "nobody listened for three seconds of it"
     saves.taken()
     saves.proceed(13.0)
     assert saves.taken() == [("ab", "PersistOver")]
@@ -443,7 +444,7 @@ def test_a_node_that_goes_ends_an_attempt_unless_its_part_is_in() -> None:
     saves.forget("b", 1.0, gone="is dead")
     saves.persisted("a", m.Persisted("try1", True, False, "", 10, 0.1), 1.0)
     saves.persisted("a", m.Persisted("try1", True, True, "", 0, 0.1), 1.0)
-    assert saves.written == m.Restore(R1, 100, 2)
+    assert saves.checkpoints.written == m.Restore(R1, 100, 2)
 
 
 def test_a_stream_that_breaks_does_not_end_an_attempt() -> None:
@@ -480,14 +481,14 @@ def test_the_end_of_an_attempt_is_told_again_on_a_new_stream() -> None:
     saves.forget("b", 2.0)
     saves.taken()
     saves.attached("b", 3.0, member=False)
-    told = [order.attempt for _, order in saves.orders if isinstance(order, m.PersistOver)]
+    told = [order.attempt for _, order in saves.outbox.orders if isinstance(order, m.PersistOver)]
     assert told == ["try1", "try2"]
-    saves.rewound_from = 110  # since then
+    saves.points.rewound_from = 110  # since then
     saves.taken()
     saves.attached("b", 4.0, member=False)
-    told = [order.attempt for _, order in saves.orders if isinstance(order, m.PersistOver)]
+    told = [order.attempt for _, order in saves.outbox.orders if isinstance(order, m.PersistOver)]
     assert told == ["try2"], "or b would think that storage tells of that"
-    saves.rewound_from = -1
+    saves.points.rewound_from = -1
     saves.forget("b", 5.0, gone="is dead")
     saves.taken()
     saves.attached("b", 6.0, member=False)
@@ -508,16 +509,16 @@ def test_without_a_saver_an_attempt_waits_for_one() -> None:
 def test_a_later_failure_takes_the_place_of_what_is_being_written() -> None:
     saves = Saves()
     saves.both(100)
-    saves.save(m.Restore(R1, 100, 2), 0.0)
+    saves.checkpoints.save(m.Restore(R1, 100, 2), 0.0)
     saves.both(100, 110)
     saves.taken()
-    saves.save(m.Restore(R1, 110, 2), 1.0)
+    saves.checkpoints.save(m.Restore(R1, 110, 2), 1.0)
     assert saves.taken() == [("ab", "PersistOver"), ("a", "Persist"), ("b", "Persist")]
-    saves.save(m.Restore(R1, 110, 2), 1.0)
+    saves.checkpoints.save(m.Restore(R1, 110, 2), 1.0)
     assert saves.taken() == [], "it is under way"
     saves.does("try2", 2.0)
     saves.taken()
-    saves.save(m.Restore(R1, 110, 2), 3.0)
+    saves.checkpoints.save(m.Restore(R1, 110, 2), 3.0)
     assert saves.taken() == [], "it was written"
 
 
@@ -546,12 +547,12 @@ def test_what_agents_withdraw_is_no_longer_written() -> None:
     saves.taken()
     saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
     assert ("ab", "PersistOver") in saves.taken()
-    assert not saves.busy
+    assert not saves.checkpoints.busy
     saves = Saves()
     saves.both(90, 100, wanted=90)
     saves.taken()
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
-    assert saves.busy == "step 90 is being saved", "an older one is as good as before"
+    assert saves.checkpoints.busy == "step 90 is being saved", "an older one is as good as before"
 
 
 def test_the_page_says_what_there_is() -> None:
@@ -569,7 +570,7 @@ def test_the_page_counts_the_snapshots_that_this_round_has_skipped() -> None:
     saves.both(100)
     saves.taken()
     for node, skipped in (("a", 3), ("b", 1)):
-        report = replace(saves._raw[node], last=m.LastRound(R1, 2), skipped=skipped)
+        report = replace(saves.points.reports[node], last=m.LastRound(R1, 2), skipped=skipped)
         saves.heard(node, report, 0.0)
     assert not saves.taken(), "it is for people: nothing follows from it"
     whole = "step 100 is whole in memory"

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.core.snapshots import checkpoints as breakpoint_save, ledger as breakpoint_held
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots import checkpoints
+from elasticrun.core.snapshots.checkpoints import Part, divide
+from elasticrun.core.snapshots.choice import RestorePoints
+from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import Replicas
-from elasticrun.core.snapshots.writing import Part, divide
 from elasticrun.core.worker.leaving import DepartingRules
 from elasticrun.wire.messages import Start
 from elasticrun.wire.types import Endpoint, RoundName
@@ -50,7 +51,7 @@ def test_invariants_hold_for_thousands(first: int) -> None:
 
 
 def test_a_step_that_was_never_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breakpoint_held.Ledger, "is_whole", lambda ledger, step: True)
+    monkeypatch.setattr(Ledger, "is_whole", lambda ledger, step: True)
     text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 a\n9 end\n"
     assert any("never was whole" in fault for fault in run(read(text)).worlds.faults)
 
@@ -101,17 +102,17 @@ def test_memory_that_a_blind_master_does_not_use_is_found(monkeypatch: pytest.Mo
     shelves = run(read(text)).shelves
     shelves.settle()
     assert (shelves.judged_blind, shelves.faults) == (1, [])
-    monkeypatch.setattr(BreakpointSave, "_look_back", lambda saves, last: None)
+    monkeypatch.setattr(RestorePoints, "_look_back", lambda saves, last: None)
     shelves = run(read(text)).shelves
     shelves.settle()
     assert any("restores None, and [] were lost of" in fault for fault in shelves.faults)
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(ledger: breakpoint_held.Ledger, step: int) -> dict[str, Part]:
+    def half(ledger: Ledger, step: int) -> dict[str, Part]:
         return {"a": divide(ledger, step)["a"]}
 
-    monkeypatch.setattr(breakpoint_save, "divide", half)
+    monkeypatch.setattr(checkpoints, "divide", half)
     text = "# why\njob 2:2\nworld state=sharded\n0 node a b\n5 snap 100 persist\n9 end\n"
     assert any("lacks parts" in fault for fault in run(read(text)).worlds.faults)
 

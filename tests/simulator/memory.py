@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from elasticrun.config import EXIT_SAVED
-from elasticrun.core.snapshots.writing import order_of
+from elasticrun.core.snapshots.types import order_of
 from elasticrun.wire.messages import (
     CommitCheckpoint,
     Holder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrun.core.snapshots.writing import order_of
+from elasticrun.core.snapshots.types import order_of
 from elasticrun.wire.messages import Holding, NotReplicated, Replicate
 from tests.simulator.shelves import Kept
 

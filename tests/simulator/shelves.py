@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elasticrun.core.snapshots.choice import FEW_STEPS, MAX_REJECTED
-from elasticrun.core.snapshots.writing import order_of
+from elasticrun.core.snapshots.types import order_of
 from elasticrun.wire.types import RoundName
 
 if TYPE_CHECKING:

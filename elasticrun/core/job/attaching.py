@@ -160,7 +160,8 @@ class Attaching(Checking):
         self._settlement.budget.adopt(report.restart_count)
         self._settlement.new_round(adopted=True)
         self._bad_snapshot = ""
-        self._saves.rewound_from, self._saves.restore_step = report.rewound_from, -1
+        points = self._saves.points
+        points.rewound_from, points.restore_step = report.rewound_from, -1
         seats = self._round.seats
         self._saves.begin_round(report.round, report.world_size, report.restore, seats)
         self._rdzv.adopt(report.world_size, now)

@@ -23,9 +23,8 @@ from elasticrun.core.rounds.budget import Settlement
 from elasticrun.core.rounds.crew import Phase
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
-from elasticrun.core.snapshots.departures import Departures
-from elasticrun.core.snapshots.writing import Key
+from elasticrun.core.snapshots.snapshots import Snapshots
+from elasticrun.core.snapshots.types import Key
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
@@ -86,7 +85,6 @@ class JobBase:
         self._is_checking = False  # a check was begun whose end was not told of
         self._is_perf_told = False
         self._newest_step = -1  # that ranks of the present round have told of
-        self._departures = Departures()
         self._bad_snapshot = ""  # why the present round cannot go on from its snapshot
         self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
         self._sentenced_at: float | None = None
@@ -97,7 +95,7 @@ class JobBase:
         self._membership: Membership
         self._rdzv: Rendezvous
         self._settlement: Settlement
-        self._saves: BreakpointSave
+        self._saves: Snapshots
 
     @property
     def term(self) -> int:
@@ -145,7 +143,7 @@ class JobBase:
             health=self._health,
             excluded=self._exclusions.page(self._now),
             check=self._netcheck.summary() if self._netcheck else "",
-            snapshot="; ".join(filter(None, (self._saves.status(), self._departures.status()))),
+            snapshot=self._saves.status(),
         )
 
     def _health(self, node: str) -> str:
@@ -165,7 +163,7 @@ class JobBase:
         self._membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
         self._rdzv = Rendezvous(spec, now)
         self._settlement = Settlement(spec)
-        self._saves = BreakpointSave(spec.saves, self._mint, self._term)
+        self._saves = Snapshots(spec.saves, self._mint, self._term)
         facts, self._facts = self._facts, None
         if facts is not None:
             self._number = facts.number

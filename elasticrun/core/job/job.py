@@ -85,7 +85,7 @@ class Job(Attaching):
     def _heard(self, node: str, report: m.Report, now: float) -> None:
         rdzv = self._rdzv
         if isinstance(report, m.Join | m.Running | m.Stopped | m.Finished):
-            self._saves.has_said_all(node)
+            self._saves.points.has_said_all(node)
         health = self._membership.member(node).health
         if health is Health.PARKED and isinstance(report, m.Leaving):
             return  # told when its stream ends
@@ -198,7 +198,7 @@ class Job(Attaching):
 
     def _code_of_loss(self) -> int:
         """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
-        saved = self._round is not None and self._departures.has_saved(self._round.name)
+        saved = self._round is not None and self._saves.departures.has_saved(self._round.name)
         if self._all_left and not self._left_a_round:
             saved = saved or self._is_left_in_storage()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
@@ -287,7 +287,7 @@ class Job(Attaching):
         """Settle what the last round costs, and give every member its place in the next."""
         trouble = self._trouble()
         failed = self._settlement.window.opened_at is not None or bool(trouble)
-        failed = failed or self._saves.looks_back  # nobody was there to hear of it
+        failed = failed or self._saves.points.looks_back  # nobody was there to hear of it
         choice = self._choose_snapshot(trouble)
         why = trouble or self._settlement.ended_by(now)
         note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
@@ -299,7 +299,7 @@ class Job(Attaching):
         ready = [self._roster.candidate(node) for node in self._rdzv.ready]
         count = self._settlement.budget.count
         round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, choice.restore)
-        round_.rewound_from = self._saves.rewound_from
+        round_.rewound_from = self._saves.points.rewound_from
         round_.suspect, round_.restore_step = choice.suspect, choice.restore_step
         round_.why = why or (self._round.why_stopped if self._round is not None else "")
         self._round = round_
@@ -333,7 +333,7 @@ class Job(Attaching):
         if held is not None:
             self._wait(held, None)
             return
-        if owed := self._saves.owed:
+        if owed := self._saves.checkpoints.owed:
             self._note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"

@@ -1,4 +1,4 @@
-"""Snapshots and checkpoints: what `breakpoint_save` decides is carried out, and it is told what
+"""Snapshots and checkpoints: what `core/snapshots` decides is carried out, and it is told what
 happens to nodes and rounds.
 
 It owns no rule but two. A round whose snapshot turns out to be unusable is reopened, and nobody is
@@ -18,7 +18,7 @@ from elasticrun.core.rounds.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.rendezvous import Decision, Verb
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
-from elasticrun.core.snapshots.writing import order_of
+from elasticrun.core.snapshots.types import key_of, order_of
 from elasticrun.wire import messages as m
 
 OF_SNAPSHOTS = m.Holdings | m.WhereIs | m.ShardBad | m.Persisted | m.NotReplicated
@@ -39,51 +39,36 @@ class Saving(JobBase):
         if isinstance(report, m.Holdings):
             saves.heard(node, report, now)
         elif isinstance(report, m.WhereIs):
-            saves.where(node, report)
+            saves.points.where(node, report)
         elif isinstance(report, m.Persisted):
-            before = saves.written
+            before = saves.checkpoints.written
             saves.persisted(node, report, now)
-            self._stale = self._stale or saves.written != before
+            self._stale = self._stale or saves.checkpoints.written != before
         elif isinstance(report, m.NotReplicated):
             saves.not_replicated(node, report, now)
-        elif saves.bad(node, report):
+        elif saves.points.bad(node, report):
             self._bad_snapshot = f"the snapshot of step {report.step} cannot be used"
         self._tell_saves()
 
     def _saves_again(self, node: str) -> None:
         """An agent has attached: what it may not have been told."""
-        member = self._rdzv.is_member(node)
-        self._saves.attached(node, self._now, member=member)
-        asked = self._departures.order
-        if member and asked is not None:
-            self._saves.orders.append(((node,), asked))
+        self._saves.attached(node, self._now, member=self._rdzv.is_member(node))
         self._tell_saves()
 
     def _are_going(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
         """These nodes say that they go (of a death signal), or are told so next. What the ranks of
         one that departs could not save, or have left in its memory, is written out as after a
         failure."""
-        nodes = tuple(nodes)
-        rescue = self._departures.gone(nodes)
-        self._saves.going(nodes, self._now, rescue=signalled or None if rescue is None else rescue)
+        self._saves.going(nodes, self._now, signalled=signalled)
         self._tell_saves()
 
     def _depart(self, node: str, report: m.Departing | m.Missed) -> None:
         """A node is to leave, or a rank cannot save the step that was named."""
-        departures, round_ = self._departures, self._round
+        round_ = self._round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return  # it is told to stop anyway
-        departures.begin_round(round_.name)
-        if not self._rdzv.is_member(node):
-            return
-        if isinstance(report, m.Departing):
-            departures.departing(node, report)
-        else:
-            departures.missed(node, report)
-        self._saves.asked = departures.asked
         members = tuple(one for one in self._rdzv.stages if self._rdzv.is_member(one))
-        orders, departures.orders = departures.orders, []
-        self._saves.orders += [(members, order) for order in orders]
+        self._saves.departing(node, report, round_.name, members)
         self._tell_saves()
 
     def _holds_no_more(self, node: str, reason: str) -> None:
@@ -97,8 +82,8 @@ class Saving(JobBase):
         """What the round that forms now goes on from. `trouble`: which member has gone."""
         saves = self._saves
         if self._settlement.window.failed_by_itself and not trouble:
-            saves.failed_by_itself()
-        choice = saves.choose()
+            saves.points.failed_by_itself()
+        choice = saves.points.choose()
         self._tell_saves()
         if choice.why:
             self._note(choice.why, "warning")
@@ -108,17 +93,16 @@ class Saving(JobBase):
         elif choice.suspect:
             assert choice.restore is not None
             step = choice.restore.step
-            else_ = f"unless storage has a checkpoint below step {saves.rewound_from}"
+            else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
             self._note(f"ranks try step {step} in memory again, {else_}", "warning")
         elif choice.restore is not None:
             step, newest = choice.restore.step, self._newest_step
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
-            left = ", as agents before these have left it" if saves.looks_back else ""
+            left = ", as agents before these have left it" if saves.points.looks_back else ""
             self._note(f"ranks go on from step {step} in memory{left}{told}")
-        elif self._round is not None and (saves.watermark >= 0 or self._round.restore is not None):
-            self._note(
-                "nothing in memory can be restored: ranks load the newest checkpoint", "warning"
-            )
+        elif (round_ := self._round) and (saves.points.watermark >= 0 or round_.restore):
+            nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
+            self._note(nothing, "warning")
         self._newest_step = -1
         return choice
 
@@ -131,7 +115,7 @@ class Saving(JobBase):
     def _save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the round before this one, whose nodes have been told."""
         if self.spec.saves.at_breakpoint and round_.restore is not None and not round_.suspect:
-            self._saves.save(round_.restore, self._now)
+            self._saves.checkpoints.save(round_.restore, self._now)
             self._tell_saves()
 
     def _pursue_saves(self) -> None:
@@ -145,24 +129,24 @@ class Saving(JobBase):
         """Whether the newest whole snapshot is to be written out because the job ends."""
         if exit_code == EXIT_OK or not self.spec.saves.at_breakpoint:
             return False
-        newest = self._saves.choose().restore
-        return newest is not None and newest != self._saves.written
+        newest = self._saves.points.choose().restore
+        return newest is not None and newest != self._saves.checkpoints.written
 
     def _look_what_is_left(self) -> None:
         """A node leaves: what the next round would go on from if it stayed."""
-        newest = self._saves.choose().restore
+        newest = self._saves.points.choose().restore
         if newest is not None:
-            key = (newest.round, newest.step)
+            key = key_of(newest)
             self._left_behind = max(self._left_behind or key, key, key=order_of)
 
     def _is_left_in_storage(self) -> bool:
         """Whether another run would go on from there, or from a later step."""
         left = self._left_behind
-        return left is not None and self._saves.is_in_storage(left)
+        return left is not None and self._saves.checkpoints.is_in_storage(left)
 
     def _hold_for_saves(self, exit_code: int, now: float) -> Decision | None:
         """The job is to end: what that waits for, None if for nothing (any more)."""
-        saves = self._saves
+        saves = self._saves.checkpoints
         if self._sentenced_at is None:
             self._sentenced_at = now
             saves.hurry(now)
@@ -174,7 +158,7 @@ class Saving(JobBase):
                 return Decision(Verb.WAIT, f"{reason} before the job ends", stopped)
             self._is_last_saved = True
             self._save_by = now + self.spec.saves.limit
-            newest = saves.choose().restore
+            newest = self._saves.points.choose().restore
             assert newest is not None
             saves.save(newest, now)
             self._tell_saves()
@@ -189,10 +173,9 @@ class Saving(JobBase):
 
     def _tell_saves(self) -> None:
         """Pass on what came of it."""
-        saves, departures = self._saves, self._departures
-        departures.saved(saves.written)
-        news, saves.news, departures.news = departures.news + saves.news, [], []
-        orders, saves.orders = saves.orders, []
+        outbox = self._saves.outbox
+        news, outbox.news = outbox.news, []
+        orders, outbox.orders = outbox.orders, []
         for text, level in news:
             self._note(text, level)
         for nodes, order in orders:

@@ -19,7 +19,7 @@ from elasticrun.core.rounds.crew import Phase
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round, restore
 from elasticrun.core.rounds.takeover import Standing
-from elasticrun.core.snapshots.checkpoints import BreakpointSave
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire.messages import End, ExcludedNode, JobSpec, JobStatus, NodeStatus
 
 MAX_LEFT_OUT = 1000
@@ -38,7 +38,7 @@ def facts_of(
     settlement: Settlement,
     stays: Stays,
     exclusions: Exclusions,
-    saves: BreakpointSave,
+    saves: Snapshots,
     outcome: End | None,
     now: float,
 ) -> Facts:
@@ -67,10 +67,10 @@ def facts_of(
         blamed=settlement.blame.record(now),
         excluded=exclusions.page(now),
         slow_ages=exclusions.slow_ages(now),
-        written=saves.written,
-        rejected=saves.rejected(),
-        rewound_from=saves.rewound_from,
-        restore_step=saves.restore_step,
+        written=saves.checkpoints.written,
+        rejected=saves.points.rejected(),
+        rewound_from=saves.points.rewound_from,
+        restore_step=saves.points.restore_step,
     )
 
 
@@ -108,7 +108,7 @@ def load(
     settlement: Settlement,
     stays: Stays,
     exclusions: Exclusions,
-    saves: BreakpointSave,
+    saves: Snapshots,
     now: float,
 ) -> Round | None:
     """Give every machine what it knew; the round of the record, None if none was formed."""
@@ -156,7 +156,7 @@ def load(
     rdzv.restore_wait(facts.starved, now)
     round_ = restore(was)
     saves.begin_round(was.name, was.world_size, was.restore, round_.seats)
-    saves.expect(node for node in round_.seats if node not in gone)
+    saves.points.expect(node for node in round_.seats if node not in gone)
     return round_
 
 

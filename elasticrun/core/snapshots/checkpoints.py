@@ -1,35 +1,26 @@
-"""Which snapshot every shard can still give, what is written out of it, and when that is over.
+"""Which snapshots are written out as checkpoints, by whom, and when one is given up.
 
-What is whole and what the next round goes on from stands in `breakpoint_choice`. Here a checkpoint
-is written of the newest whole step that the ranks want written, and with --save-at-breakpoint of
-the one that a failure left; one at a time. A failed attempt is made anew, later and later; a node
-that goes ends it, unless its part is in. The snapshot of a later failure takes the place of an
-older one, whose slot is needed. A node that is told to go, or says so, counts for nothing but the
-attempt that it takes part in: its agent stays until that is over, for it may hold the only copy of
-a shard.
+A checkpoint is written of the newest whole step that the ranks want written, and with
+--save-at-breakpoint of the one that a failure left; one at a time. A failed attempt is made anew,
+later and later; a node that goes ends it, unless its part is in. The snapshot of a later failure
+takes the place of an older one, whose slot is needed. What is whole is known by `RestorePoints`.
+
+In an attempt every rank that is held writes a part: its own items, and one rank of each content the
+shared items too. When all parts are in, the coordinator writes the marker, and that is the
+checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
-from elasticrun.core.persisted import Rejected
-from elasticrun.core.snapshots.choice import BreakpointChoice
+from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
-from elasticrun.core.snapshots.writing import (
-    MAX_TRIES,
-    Attempt,
-    Key,
-    Plan,
-    Storage,
-    divide,
-    in_size,
-    order_of,
-)
+from elasticrun.core.snapshots.types import Key, Outbox, key_of, order_of
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 
 MOST_ENDED = 3
 """Attempts whose ends a node is told again when it attaches; more do not end while it is away."""
@@ -38,15 +29,114 @@ WAIT_FOR_ALL = 5.0
 """Seconds for which a whole step that is to be written waits for ranks that may hold it soon: their
 own items would be missing."""
 
+BACK_OFF = 1.0
+"""Seconds between a failed attempt and the next; doubled with every one, up to ..."""
 
-class BreakpointSave(BreakpointChoice):
+MOST_BACK_OFF = 60.0
+
+MAX_TRIES = 5
+"""Failed attempts in a row, after which a snapshot is left alone: its slot is needed. From then on
+each one that is to be written has a single try, until one comes through."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A snapshot that is to be written out."""
+
+    key: Key
+    reason: str  # as in Persist
+    not_before: float = 0.0
+
+
+@dataclass(slots=True)
+class Storage:
+    """How writing goes: failed attempts in a row, over all snapshots."""
+
+    failures: int = 0
+    not_before: float = 0.0  # of the next attempt, but for one that cannot wait
+
+    def failed(self, now: float) -> float:
+        """An attempt has failed; seconds until the next one."""
+        wait = min(MOST_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
+        self.failures += 1
+        self.not_before = now + wait
+        return wait
+
+    def works(self) -> None:
+        """One has come through."""
+        self.failures, self.not_before = 0, 0.0
+
+
+@dataclass(slots=True)
+class Part:
+    """What one node writes."""
+
+    ranks: tuple[int, ...]
+    shared: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt to write a plan out, over all nodes that take part in it."""
+
+    name: str
+    plan: Plan
+    world_size: int
+    parts: dict[str, Part]  # by node
+    coordinator: str
+    endpoint: Endpoint | None  # of the coordinator's saver
+    began: float
+    deadline: float
+    rewound_from: int = -1  # as in Persist
+    written: dict[str, int] = field(default_factory=dict)  # node -> bytes
+    writers: int = 0  # parts, one a rank
+
+    def __post_init__(self) -> None:
+        self.writers = sum(len(part.ranks) for part in self.parts.values())
+
+    @property
+    def committing(self) -> bool:
+        """Whether every part is written, and the marker is not."""
+        return len(self.written) == len(self.parts)
+
+    def needs(self, node: str) -> bool:
+        """Whether this node has something to do for it still."""
+        if node == self.coordinator:
+            return True
+        return node in self.parts and node not in self.written
+
+    def order(self, node: str, now: float) -> m.Persist:
+        """What this node is to write."""
+        part = self.parts[node]
+        round_, step = self.plan.key
+        coordinates = node == self.coordinator
+        return m.Persist(
+            attempt=self.name,
+            round=round_,
+            step=step,
+            world_size=self.world_size,
+            ranks=part.ranks,
+            shared=part.shared,
+            writers=self.writers,
+            coordinates=coordinates,
+            coordinator=None if coordinates else self.endpoint,
+            reason=self.plan.reason,
+            limit=max(0.1, self.deadline - now),
+            rewound_from=self.rewound_from,
+        )
+
+
+class Checkpoints:
     """See the module's head."""
 
-    def __init__(self, saves: m.SaveSpec, mint: Callable[[], str], term: int = 1) -> None:
-        """`mint` gives a name for every attempt; `term`: of this master."""
-        super().__init__(term, saves.restore_step)
-        self._spec = saves
+    def __init__(
+        self, spec: m.SaveSpec, mint: Callable[[], str], points: RestorePoints, outbox: Outbox
+    ) -> None:
+        """`mint` gives a name for every attempt."""
+        self._spec = spec
         self._mint = mint
+        self._points = points
+        self._outbox = outbox
         self._attempt: Attempt | None = None  # at what is planned
         self._plan: Plan | None = None
         self._storage = Storage()
@@ -60,95 +150,56 @@ class BreakpointSave(BreakpointChoice):
 
     # ------------------------------------------------------------ nodes and rounds
 
-    def begin_round(
-        self,
-        name: RoundName,
-        world_size: int,
-        restore: m.Restore | None,
-        seats: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """A round was formed, adopted or read from the record. `restore`: what it goes on from;
-        agents withdraw whatever is newer. `seats`: group ranks by node, as they are learned."""
-        plan = self._plan
-        if plan is not None:
-            kept = restore and order_of(plan.key) <= order_of((restore.round, restore.step))
-            if not kept:
-                self.abandon("the job goes on from another step")
-        owed = self._owed
-        if owed and (not restore or order_of(owed[0]) > order_of((restore.round, restore.step))):
-            self._owed = None  # training has gone back behind it
-        self._began = True
-        if restore is not None and restore.step != self.restore_step:
-            self._has_obeyed = True  # under the master before this one
-        self._know(name, world_size, restore)
-        self._replicas.begin_round(seats)
+    def goes_on_from(self, restore: m.Restore | None) -> None:
+        """A round begins, whose agents withdraw whatever is newer than `restore`."""
         self._since.clear()
-        for ledger in self._ledgers[1:]:
+        upto = None if restore is None else order_of(key_of(restore))
+        if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
+            self.abandon("the job goes on from another step")
+        if self._owed and (upto is None or order_of(self._owed[0]) > upto):
+            self._owed = None  # training has gone back behind it
+
+    def release_incomplete(self) -> None:
+        """What is not whole of older rounds never will be."""
+        for ledger in self._points.ledgers[1:]:
             for step in ledger.steps():
                 if not ledger.is_whole(step):
                     self._release(ledger, step, ledger.why_not_whole(step))
 
-    def heard(self, node: str, report: m.Holdings, now: float) -> None:
-        """All that a living node holds."""
-        self._take_in(node, report)
-        self._replicas.heard(node, report)
+    def heard(self, node: str, report: m.Holdings) -> None:
+        """Tell a node of what it wants written and will not be, or was."""
         for one in report.held:
             if one.wanted and self._is_passed((one.round, one.step)):
                 self._tell_released(node, one.round, one.step, "")
-        self._answer()
-        self.proceed(now)
 
-    def forget(self, node: str, now: float, *, gone: str = "") -> None:
-        """Its stream broke: it will say again what it holds. `gone`: it will not, and why."""
-        self._lose_sight(node, for_good=bool(gone))
-        if gone:
-            self._going.pop(node, None)
-            self._ended.pop(node, None)
-            if self._attempt is not None and self._attempt.needs(node):
-                self._fail(f"node {node} {gone}", now, blameless=True)
+    def node_gone(self, node: str, how: str, now: float) -> None:
+        """It does not come back."""
+        self._ended.pop(node, None)
+        if self._attempt is not None and self._attempt.needs(node):
+            self._fail(f"node {node} {how}", now, blameless=True)
 
-    def going(self, nodes: Iterable[str], now: float, *, rescue: bool | None = None) -> None:
-        """These nodes are to be told to go, or have said that they do. If they have the only copy
-        of something, and what ranks lose is to be written out, that begins before they hear it.
-        `rescue`: whether it is to be; None: as after a failure."""
-        leaving = dict.fromkeys(node for node in nodes if node not in self._going)
-        rescue = self._spec.at_breakpoint if rescue is None else rescue
-        newest = self.choose().restore if leaving and rescue else None
-        ledger = self._ledger(newest.round) if newest is not None else None
-        if newest is not None and ledger is not None and ledger.needs(newest.step, leaving):
-            self.save(newest, now)
-        self._going.update(leaving)
-        self._replicas.going(leaving)
-        for node in leaving:
-            self._count(node)
+    def kept_by(self, node: str) -> Key | None:
+        """The snapshot for whose checkpoint this node stays, although it is to go."""
+        attempt = self._attempt
+        return attempt.plan.key if attempt is not None and node in attempt.parts else None
 
-    def attached(self, node: str, now: float, *, member: bool) -> None:
-        """A stream of a node stands: what it may not have been told. `member`: of the round."""
-        self._going.pop(node, None)
-        self._replicas.attached(node)
+    def attached(self, node: str, now: float) -> None:
+        """A stream of a node stands: what it may not have been told."""
         for ended in self._ended.get(node, ()):  # which may have gone with the last stream
-            if not ended.ok or ended.step >= self.rewound_from:
-                self.orders.append(((node,), ended))
+            if not ended.ok or ended.step >= self._points.rewound_from:
+                self._outbox.tell(ended, node)
         attempt = self._attempt
         if attempt is not None and attempt.needs(node):
             if node not in attempt.written:
-                self.orders.append(((node,), attempt.order(node, now)))
+                self._outbox.tell(attempt.order(node, now), node)
             elif attempt.committing:
-                self.orders.append(((node,), m.CommitCheckpoint(attempt.name)))
-        if member and self._ledgers and self._mark() != m.Watermark(self._ledgers[0].name, -1):
-            self.orders.append(((node,), self._mark()))
-
-    def _kept(self, node: str, ledger: Ledger) -> int | None:
-        attempt = self._attempt
-        if attempt is None or node not in attempt.parts or attempt.plan.key[0] != ledger.name:
-            return None
-        return attempt.plan.key[1]
+                self._outbox.tell(m.CommitCheckpoint(attempt.name), node)
 
     # ------------------------------------------------------------ what is written
 
     def save(self, restore: m.Restore, now: float) -> None:
         """This snapshot, which a failure left, is to be written out, unless it was or is."""
-        key = (restore.round, restore.step)
+        key = key_of(restore)
         if self.is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
         self.abandon(f"step {restore.step} is written instead")
@@ -157,15 +208,13 @@ class BreakpointSave(BreakpointChoice):
 
     def is_in_storage(self, key: Key) -> bool:
         """Whether it was written, or a later one that ranks would rather go on from."""
-        written = None if self.written is None else self._name_of(self.written)
-        if written is None or self.rewound_from >= 0:
+        written = None if self.written is None else key_of(self.written)
+        if written is None or self._points.rewound_from >= 0:
             return written == key
         return order_of(key) <= order_of(written)
 
     def proceed(self, now: float) -> None:
-        """Raise the watermark, end what is late, begin what is due."""
-        self._replicas.proceed(self._ledgers, self._raw, self._going, now)
-        self._raise_watermark()
+        """End what is late, begin what is due."""
         if self._attempt is not None and now >= self._attempt.deadline:
             self._fail(f"it was not finished within {self._spec.limit:g} s", now)
         wanted = self._wanted(now) if self._attempt is None else None
@@ -188,13 +237,7 @@ class BreakpointSave(BreakpointChoice):
         elif not report.committed and node not in attempt.written:
             attempt.written[node] = report.nbytes
             if attempt.committing:
-                order = m.CommitCheckpoint(attempt.name)
-                self.orders.append(((attempt.coordinator,), order))
-
-    def not_replicated(self, node: str, report: m.NotReplicated, now: float) -> None:
-        """A node could not copy what it was told to."""
-        self._replicas.failed(node, report)
-        self.proceed(now)
+                self._outbox.tell(m.CommitCheckpoint(attempt.name), attempt.coordinator)
 
     def hurry(self, now: float) -> None:
         """The job is to end: what waits after a failed attempt is tried once more without, and so
@@ -202,7 +245,7 @@ class BreakpointSave(BreakpointChoice):
         self._storage.not_before = now
         if self._plan is None and self._owed is not None:
             key, _ = self._owed
-            ledger = self._ledger(key[0])
+            ledger = self._points.ledger(key[0])
             if ledger is not None and ledger.is_whole(key[1]):
                 self._storage.failures = 0
                 self._intend(Plan(key, "periodic"))
@@ -243,46 +286,26 @@ class BreakpointSave(BreakpointChoice):
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
-        pairing = self._replicas.next_deadline()
-        dues = [] if pairing is None else [pairing]
         if self._attempt is not None:
-            return min([*dues, self._attempt.deadline])
-        dues += [since + WAIT_FOR_ALL for since in self._since.values()]
+            return self._attempt.deadline
+        dues = [since + WAIT_FOR_ALL for since in self._since.values()]
         if self._plan is not None and not self._no_saver:
             dues.append(self._plan.not_before)
         return min(dues, default=None)
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: no answer is late by that."""
-        self._replicas.overslept(by)
+        """The master did not listen for `by` seconds."""
         if self._attempt is not None:
             self._attempt.deadline += by
 
-    # ------------------------------------------------------------ the record, the page
-
-    def restore(
-        self,
-        written: m.Restore | None,
-        rejected: Iterable[Rejected],
-        rewound_from: int = -1,
-        restore_step: int = -1,
-    ) -> None:
-        """What the master before this one knew."""
+    def restore(self, written: m.Restore | None) -> None:
+        """What the master before this one wrote last."""
         self.written = written
-        self.rewound_from = rewound_from
-        self.restore_step = restore_step
-        self._begun = (written.round, written.step) if written is not None else None
-        self._restore_rejected(rejected)
+        self._begun = key_of(written) if written is not None else None
 
-    def status(self) -> str:
-        """One sentence for the status page; empty of a job without snapshots."""
+    def status(self) -> list[str]:
+        """Clauses for the status page."""
         parts = []
-        newest = self.choose().restore
-        if newest is not None:
-            ledger = self._ledger(newest.round)
-            paired = ledger is not None and self._replicas.is_on_two(ledger, newest.step)
-            where = ", on two nodes" if paired else ""
-            parts.append(f"step {newest.step} is whole in memory{where}")
         if self.written is not None:
             parts.append(f"step {self.written.step} is the newest checkpoint")
         if self._attempt is not None:
@@ -291,9 +314,7 @@ class BreakpointSave(BreakpointChoice):
         elif self._plan is not None:
             why = "no saver is ready" if self._no_saver else "the last attempt failed"
             parts.append(f"step {self._plan.key[1]} waits to be saved: {why}")
-        if skipped := self._skipped():
-            parts.append(f"{some(skipped, 'snapshot')} skipped in this round: no slot was free")
-        return "; ".join(parts)
+        return parts
 
     # ------------------------------------------------------------ what is wanted
 
@@ -301,7 +322,7 @@ class BreakpointSave(BreakpointChoice):
         """The newest snapshot that ranks want written, and that is as whole as it will get."""
         whole = {
             (ledger.name, step)
-            for ledger in self._ledgers
+            for ledger in self._points.ledgers
             for step, snap in ledger.snaps.items()
             if snap.wanted and ledger.is_whole(step) and not self._is_passed((ledger.name, step))
         }
@@ -309,7 +330,7 @@ class BreakpointSave(BreakpointChoice):
             whole.discard(self._plan.key)
         self._since = {key: self._since.get(key, now) for key in whole}
         for key in sorted(whole, key=order_of, reverse=True):
-            ledger = self._ledger(key[0])
+            ledger = self._points.ledger(key[0])
             running = ledger is not None and ledger.upto is None and not ledger.is_full(key[1])
             if not running or now >= self._since[key] + WAIT_FOR_ALL:
                 del self._since[key]
@@ -326,7 +347,7 @@ class BreakpointSave(BreakpointChoice):
         self._plan = plan
         if self._begun is None or order_of(plan.key) > order_of(self._begun):
             self._begun = plan.key
-        for ledger in self._ledgers:
+        for ledger in self._points.ledgers:
             for step in ledger.steps():
                 if order_of((ledger.name, step)) < order_of(plan.key):
                     self._release(ledger, step, f"step {plan.key[1]} is written instead")
@@ -339,10 +360,9 @@ class BreakpointSave(BreakpointChoice):
             self._tell_released(node, ledger.name, step, reason)
 
     def _tell_released(self, node: str, round_: RoundName, step: int, reason: str) -> None:
-        written = self.written is not None and (round_, step) == self._name_of(self.written)
+        written = self.written is not None and (round_, step) == key_of(self.written)
         ok_reason = "" if written else reason or "a newer one was taken"
-        order = m.PersistOver("", round_, step, ok=written, reason=ok_reason)
-        self.orders.append(((node,), order))
+        self._outbox.tell(m.PersistOver("", round_, step, ok=written, reason=ok_reason), node)
 
     # ------------------------------------------------------------ attempts
 
@@ -350,16 +370,16 @@ class BreakpointSave(BreakpointChoice):
         plan = self._plan
         if plan is None or self._attempt is not None or now < plan.not_before:
             return
-        ledger = self._ledger(plan.key[0])
+        ledger = self._points.ledger(plan.key[0])
         step = plan.key[1]
         if ledger is None or not ledger.is_whole(step):
             why = ledger.why_not_whole(step) if ledger is not None else "no node holds it any more"
-            self._say(f"step {step} cannot be saved: {why}", "warning")
+            self._outbox.say(f"step {step} cannot be saved: {why}", "warning")
             self._owe(plan.key, why)
             self._drop_plan(why)
             return
         parts = divide(ledger, step)
-        savers = {node: self._raw[node].saver for node in parts}
+        savers = {node: self._points.reports[node].saver for node in parts}
         coordinator = next((n for n in parts if savers[n] is not None or len(parts) == 1), None)
         self._no_saver = coordinator is None
         if coordinator is None:
@@ -373,28 +393,25 @@ class BreakpointSave(BreakpointChoice):
             endpoint=savers[coordinator],
             began=now,
             deadline=now + self._spec.limit,
-            rewound_from=self.rewound_from,
+            rewound_from=self._points.rewound_from,
         )
         for node in parts:
-            self.orders.append(((node,), self._attempt.order(node, now)))
+            self._outbox.tell(self._attempt.order(node, now), node)
 
     def _committed(self, attempt: Attempt, now: float) -> None:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
-        if attempt.rewound_from == self.rewound_from and (
-            self.restore_step < 0 or self._has_obeyed
-        ):
-            self.rewound_from = self.restore_step = -1  # storage tells by itself from now on
+        self._points.committed(attempt.rewound_from)
         self._storage.works()
         if self._owed is not None and order_of(self._owed[0]) <= order_of(attempt.plan.key):
             self._owed = None
         parts = some(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
-        self._say(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")
+        self._outbox.say(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")
         self._plan = None
         self._over(attempt, ok=True, reason="")
-        ledger = self._ledger(round_)
+        ledger = self._points.ledger(round_)
         if ledger is not None:
             self._release(ledger, step, "", told=attempt.parts)
 
@@ -407,36 +424,58 @@ class BreakpointSave(BreakpointChoice):
         self._over(attempt, ok=False, reason=reason)
         self._owe(plan.key, reason)
         if blameless:
-            self._say(what, "warning")
+            self._outbox.say(what, "warning")
             return
         wait = self._storage.failed(now)
         plan.not_before = self._storage.not_before
         if self._storage.failures < MAX_TRIES:
-            self._say(f"{what}; it is tried again in {wait:g} s", "warning")
+            self._outbox.say(f"{what}; it is tried again in {wait:g} s", "warning")
             return
         times = f"{self._storage.failures} attempts have failed in a row"
         later = f"the next checkpoint is tried in {wait:g} s at the earliest"
-        self._say(f"{what}; {times}: this one is given up, {later}", "error")
+        self._outbox.say(f"{what}; {times}: this one is given up, {later}", "error")
         self._drop_plan(reason)
 
     def _drop_plan(self, reason: str) -> None:
         plan, self._plan = self._plan, None
-        ledger = self._ledger(plan.key[0]) if plan is not None else None
+        ledger = self._points.ledger(plan.key[0]) if plan is not None else None
         if plan is not None and ledger is not None:
             self._release(ledger, plan.key[1], reason)
 
     def _over(self, attempt: Attempt, *, ok: bool, reason: str) -> None:
         order = m.PersistOver(attempt.name, *attempt.plan.key, ok=ok, reason=reason)
         self._attempt = None
-        here = tuple(node for node in attempt.parts if node in self._raw)
+        here = tuple(node for node in attempt.parts if node in self._points.reports)
         for node in attempt.parts:
             self._ended[node] = [*self._ended.get(node, ()), order][-MOST_ENDED:]
         if here:
-            self.orders.append((here, order))
-        for node in here:
-            if node in self._going:
-                self._count(node)
+            self._outbox.tell(order, *here)
+        self._points.stay_no_longer(attempt.parts)
 
-    @staticmethod
-    def _name_of(restore: m.Restore) -> Key:
-        return (restore.round, restore.step)
+
+def divide(ledger: Ledger, step: int) -> dict[str, Part]:
+    """Who writes what of a whole step, by node in the order of ranks: a rank that two nodes hold is
+    written by one of them, its own before one with a replica."""
+    of: dict[int, tuple[str, int]] = {}
+    snap = ledger.snaps[step]
+    for node, contents in [*snap.without_copies(), *snap.held.items()]:
+        for rank, content in contents.items():
+            of.setdefault(rank, (node, content))
+    ranks: dict[str, list[int]] = {}
+    shared: dict[str, list[int]] = {}
+    seen: set[int] = set()
+    for rank in sorted(of):
+        node, content = of[rank]
+        ranks.setdefault(node, []).append(rank)
+        if content not in seen:
+            seen.add(content)
+            shared.setdefault(node, []).append(rank)
+    return {node: Part(tuple(own), tuple(shared.get(node, ()))) for node, own in ranks.items()}
+
+
+def in_size(nbytes: int) -> str:
+    """`1.2 GiB`, `300 MiB`, `12 KiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"

@@ -7,9 +7,9 @@ What a node holds counts while its stream stands: it says all of it again on eve
 says that its ranks have stopped.
 
 *The watermark* is the newest whole step of the present round; older ones are needed no more. With
-replicas it is the newest of which every part is on two nodes (`breakpoint_replicas`). Where
-ranks have come to hold different steps above it, none of which can become whole, their slots would
-be full for ever: those steps are *given up*, and do not count from then on.
+replicas it is the newest of which every part is on two nodes (`replication`). Where ranks have come
+to hold different steps above it, none of which can become whole, their slots would be full for
+ever: those steps are *given up*, and do not count from then on.
 *The choice* is the newest whole step of the present round, else of the one before, without those
 that are bad: a shard did not have its hash. Those that are suspect come last.
 *Suspect* is a step from which MAX_REJECTED rounds trained on, and failed by themselves within
@@ -30,20 +30,17 @@ the whole steps, the newest at which every such rank is held comes before a newe
 *Training is taken back* when a snapshot is suspect: a checkpoint of that step or a later one is no
 better, so it comes last too (`rewound_from`), until a newer one was committed, which says by itself
 that those were left.
-
-What comes of it is left in `orders` and `news`, for the caller to take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from elasticrun.config import REPLICA_LIMIT
 from elasticrun.core.persisted import Rejected
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
-from elasticrun.core.snapshots.writing import Key
+from elasticrun.core.snapshots.types import Key, Outbox, key_of
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -68,32 +65,30 @@ class Choice:
     restore_step: int = -1
 
 
-class BreakpointChoice:
+class RestorePoints:
     """See the module's head."""
 
-    def __init__(self, term: int, restore_step: int = -1) -> None:
-        """`term`: of this master; `restore_step`: that a person asks for."""
+    def __init__(self, term: int, restore_step: int, outbox: Outbox) -> None:
+        """`term`: of this master; `restore_step`: that a person asks for, -1: none."""
         self._term = term
+        self._outbox = outbox
         self.restore_step = restore_step  # as in Start; -1 too once a checkpoint followed
+        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as in Start
+        self.watermark = -1  # of the present round; -1: none yet
+        self.ledgers: list[Ledger] = []  # of the present round, and of the one before
+        self.reports: dict[str, m.Holdings] = {}  # what each living node said last
+        self.going: dict[str, Key | None] = {}  # nodes that are to go, and what each stays for
+        self._away: dict[str, None] = {}  # nodes that may come back with what they hold
         self._has_obeyed = False  # a round that went on from it has a whole step of its own
         self._began = False  # a round of this master, or one that it was told of as such
         self._last: m.LastRound | None = None  # of another master, as agents have noted it
         self._is_clock_told = False
-        self._ledgers: list[Ledger] = []  # of the present round, and of the one before
-        self._raw: dict[str, m.Holdings] = {}  # what each living node said last
-        self._going: dict[str, None] = {}  # nodes that are to go
-        self._away: dict[str, None] = {}  # nodes that may come back with what they hold
         self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions and who asks
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # who was named to whom
         self._dropped: dict[Key, None] = {}  # not to be restored again: they are spoilt
         self._rejected: dict[Key, int] = {}  # rounds that trained on from it and failed soon
         self._restored: m.Restore | None = None  # by the present round
         self._reached = -1  # newest step of those that ranks did after they had put that back
-        self._replicas = Replicas(REPLICA_LIMIT, self._tell, self._say)
-        self.watermark = -1  # of the present round; -1: none yet
-        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as in Start
-        self.orders: list[tuple[tuple[str, ...], m.Order]] = []
-        self.news: list[tuple[str, str]] = []  # a sentence, and its level
 
     # ------------------------------------------------------------ what is known
 
@@ -109,11 +104,12 @@ class BreakpointChoice:
         if last.round.term >= self._term:
             if not self._is_clock_told:
                 self._is_clock_told = True
-                why = f"it is of round {last.round}, and this master of term {self._term}"
-                self._say(f"what is in memory is not used: {why}; was a clock set back?", "warning")
+                what = f"it is of round {last.round}, and this master of term {self._term}"
+                why = f"{what}; was a clock set back?"
+                self._outbox.say(f"what is in memory is not used: {why}", "warning")
             return
         known = self._last
-        if known is None or _order(known.round) < _order(last.round):
+        if known is None or _age(known) < _age(last):
             self._last = last
             if self.restore_step < 0:
                 self.rewound_from = last.rewound_from
@@ -121,22 +117,29 @@ class BreakpointChoice:
         elif known.round == last.round and last.rewound_from < 0 and self.restore_step < 0:
             self.rewound_from = -1  # a checkpoint that was committed since says so
 
+    def begin_round(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
+        """A round was formed, adopted or read from the record, which goes on from `restore`."""
+        self._began = True
+        if restore is not None and restore.step != self.restore_step:
+            self._has_obeyed = True  # under the master before this one
+        self._know(name, world_size, restore)
+
     def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
         """These are the rounds from here on."""
-        old = next((one for one in self._ledgers if restore and one.name == restore.round), None)
-        self._ledgers = [Ledger(name, world_size)]
+        old = next((one for one in self.ledgers if restore and one.name == restore.round), None)
+        self.ledgers = [Ledger(name, world_size)]
         if restore is not None:
             origin = old or Ledger(restore.round, restore.world_size)
             origin.end_at(restore.step)
-            self._ledgers.append(origin)
+            self.ledgers.append(origin)
         self._restored = restore
         self._reached = self.watermark = -1
-        known = {one.name for one in self._ledgers}
+        known = {one.name for one in self.ledgers}
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self._rejected = {key: n for key, n in self._rejected.items() if key[0] in known}
         self._named.clear()
         self._waiting.clear()
-        for node in self._raw:
+        for node in self.reports:
             self._count(node)
 
     def expect(self, nodes: Iterable[str]) -> None:
@@ -147,72 +150,90 @@ class BreakpointChoice:
         """It has told of other things by now: what it holds, if anything, was said before."""
         if node in self._away:
             del self._away[node]
-            self._answer()
+            self.answer()
 
-    def _take_in(self, node: str, report: m.Holdings) -> None:
+    def heard(self, node: str, report: m.Holdings) -> None:
         """This is what a living node holds."""
-        self._raw[node] = report
+        self.reports[node] = report
         self._away.pop(node, None)
         self._look_back(report.last)
         went_on = report.went_on
-        if went_on is not None and self._ledgers and went_on.round == self._ledgers[0].name:
+        if went_on is not None and self.ledgers and went_on.round == self.ledgers[0].name:
             self._reached = max(self._reached, went_on.step)
         self._count(node)
 
-    def _lose_sight(self, node: str, *, for_good: bool) -> None:
+    def forget(self, node: str, *, for_good: bool) -> None:
         """What this node holds cannot be had, for a moment or `for_good`."""
-        self._raw.pop(node, None)
+        self.reports.pop(node, None)
         self._away[node] = None
         self._count(node)
         if for_good:
             del self._away[node]
+            self.going.pop(node, None)
             self._waiting = {one: None for one in self._waiting if one[0] != node}
-            self._answer()
+            self.answer()
+
+    def leave(self, stays: Mapping[str, Key | None]) -> None:
+        """These nodes are to go: each counts for nothing but the snapshot that it stays for."""
+        self.going.update(stays)
+        for node in stays:
+            self._count(node)
+
+    def stay_no_longer(self, nodes: Iterable[str]) -> None:
+        """What these nodes may have stayed for is over."""
+        for node in nodes:
+            if node in self.going:
+                self.going[node] = None
+                self._count(node)
 
     def _count(self, node: str) -> None:
         """Enter what a node said into the books."""
-        report = self._raw.get(node)
+        report = self.reports.get(node)
         held = report.held if report is not None else ()
-        for ledger in self._ledgers:
+        for ledger in self.ledgers:
             ledger.hear(node, [one for one in held if one.round == ledger.name])
-            if node in self._going:
-                ledger.keep_only(node, self._kept(node, ledger))
+            if node in self.going:
+                kept = self.going[node]
+                ledger.keep_only(node, kept[1] if kept and kept[0] == ledger.name else None)
 
-    def _kept(self, node: str, ledger: Ledger) -> int | None:
-        """The step for which a node that is to go stays; None: for none of this round."""
-        return None
-
-    def _skipped(self) -> int:
+    def skipped(self) -> int:
         """Snapshots that a rank of the present round has skipped, of the rank with the most."""
-        name = self._ledgers[0].name if self._ledgers else None
-        reports = (one for one in self._raw.values() if one.last and one.last.round == name)
+        name = self.ledgers[0].name if self.ledgers else None
+        reports = (one for one in self.reports.values() if one.last and one.last.round == name)
         return max((one.skipped for one in reports), default=0)
 
-    def _ledger(self, name: RoundName) -> Ledger | None:
-        return next((one for one in self._ledgers if one.name == name), None)
+    def ledger(self, name: RoundName) -> Ledger | None:
+        """The books of this round, if it is believed."""
+        return next((one for one in self.ledgers if one.name == name), None)
 
-    def _raise_watermark(self) -> None:
-        for ledger in self._ledgers[:1]:
+    def raise_watermark(self, replicas: Replicas) -> None:
+        """Tell all nodes of a newer step that is whole, or of steps that are given up."""
+        for ledger in self.ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
             if self.looks_back:  # nobody has to be told
                 self.watermark = max([self.watermark, *whole])
                 continue
-            newest = next((step for step in whole if self._replicas.counts(ledger, step)), -1)
+            newest = next((step for step in whole if replicas.counts(ledger, step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
                 self._has_obeyed = True
-                self.orders.append((tuple(self._raw), self._mark()))
+                self._outbox.tell(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
                 continue  # to be given up with what is above it, were it not for a moment
             elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
-                self._raw
+                self.reports
             ):
                 ledger.give_up(self.watermark)
-                self.orders.append((tuple(self._raw), self._mark()))
+                self._outbox.tell(self._mark(), *self.reports)
+
+    def tell_watermark(self, node: str) -> None:
+        """A member of the present round may not have been told."""
+        if self.ledgers and self._mark() != m.Watermark(self.ledgers[0].name, -1):
+            self._outbox.tell(self._mark(), node)
 
     def _mark(self) -> m.Watermark:
         """What all nodes of the present round are to know."""
-        ledger = self._ledgers[0]
+        ledger = self.ledgers[0]
         above, upto = ledger.given_up
         return m.Watermark(ledger.name, self.watermark, upto if above == self.watermark else -1)
 
@@ -232,7 +253,7 @@ class BreakpointChoice:
 
     def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
         """This step, of the newest round of which it is whole in memory."""
-        for ledger in self._ledgers:
+        for ledger in self.ledgers:
             if ledger.is_whole(step) and (ledger.name, step) not in without:
                 return m.Restore(ledger.name, step, ledger.world_size)
         return None
@@ -243,7 +264,7 @@ class BreakpointChoice:
     def _newest(self) -> Choice:
         """The newest whole step that nothing speaks against."""
         why = ""
-        for ledger in self._ledgers:
+        for ledger in self.ledgers:
             known = self.watermark if ledger.upto is None else ledger.upto
             steps = [step for step in sorted({*ledger.steps(), known}, reverse=True) if step >= 0]
             usable = [
@@ -272,7 +293,7 @@ class BreakpointChoice:
         living ranks have state of their own at it that they do not have there."""
         own = {
             rank
-            for report in self._raw.values()
+            for report in self.reports.values()
             for one in report.held
             if one.own and one.round == ledger.name
             for rank, content in enumerate(one.contents, one.first_rank)
@@ -300,21 +321,21 @@ class BreakpointChoice:
             return
         if not on.step < self._reached <= on.step + FEW_STEPS:
             return
-        key = (on.round, on.step)
+        key = key_of(on)
         self._rejected[key] = self._rejected.get(key, 0) + 1
         if self._rejected[key] == MAX_REJECTED:
             low = self.rewound_from
             self.rewound_from = on.step if low < 0 else min(low, on.step)
             times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
             then = f"it is tried again if nothing else is left, or with --restore-step={on.step}"
-            self._say(f"step {on.step} is suspect: {times}; {then}", "warning")
+            self._outbox.say(f"step {on.step} is suspect: {times}; {then}", "warning")
 
     def bad(self, node: str, report: m.ShardBad) -> bool:
         """A shard does not count any more: the node's own, or the one that was named to it. Whether
         the present round was to go on from that snapshot."""
         key = (report.round, report.step)
         named = self._named.pop((node, key, report.rank), None)
-        ledger = self._ledger(report.round)
+        ledger = self.ledger(report.round)
         if ledger is None:
             return False
         spoilt = ledger.spoil(node, report.step, report.rank)
@@ -323,35 +344,34 @@ class BreakpointChoice:
         if not spoilt:
             self._dropped[key] = None  # else the same would be chosen for ever
         what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
-        self._say(f"{what}: {report.reason} (node {node})", "warning")
-        mine = self._restored
-        return mine is not None and (mine.round, mine.step) == key
+        self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
+        return self._restored is not None and key_of(self._restored) == key
 
     def where(self, node: str, asked: m.WhereIs) -> None:
         """Tell `node` who has a shard that it does not: at once, or when it is known that no node
         comes back with it, or has its saver ready (who asks does not wait for ever)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, asked] = None
-            self._answer()
+            self.answer()
         else:
-            self._tell(node, self._look_for(node, asked)[0])
+            self._outbox.tell(self._look_for(node, asked)[0], node)
 
-    def _answer(self) -> None:
+    def answer(self) -> None:
         """Those who asked for a shard, as far as that is known now."""
         for node, asked in tuple(self._waiting):
             answer, may_come = self._look_for(node, asked)
             if answer.saver is not None or not may_come:
                 del self._waiting[node, asked]
-                self._tell(node, answer)
+                self._outbox.tell(answer, node)
 
     def _look_for(self, node: str, asked: m.WhereIs) -> tuple[m.Holder, bool]:
         """The answer as it is now, and whether a better one may come."""
         key = (asked.round, asked.step)
-        ledger = self._ledger(asked.round)
+        ledger = self.ledger(asked.round)
         places = ledger.find(asked.step, asked.rank) if ledger is not None else []
         others = [place for place in places if place[0] != node]
         for holder, rank in others:
-            report = self._raw.get(holder)
+            report = self.reports.get(holder)
             if report is not None and report.saver is not None:
                 self._named[node, key, asked.rank] = (holder, rank)
                 return m.Holder(*key, asked.rank, rank, report.saver, ""), True
@@ -361,21 +381,21 @@ class BreakpointChoice:
 
     # ------------------------------------------------------------ the record
 
+    def committed(self, rewound_from: int) -> None:
+        """A checkpoint is written whose attempt began when training was taken back to there."""
+        if rewound_from == self.rewound_from and (self.restore_step < 0 or self._has_obeyed):
+            self.rewound_from = self.restore_step = -1  # storage tells by itself from now on
+
     def rejected(self) -> tuple[Rejected, ...]:
         """Snapshots soon after which rounds failed by themselves, and how many did."""
         return tuple(Rejected(*key, times) for key, times in self._rejected.items())
 
-    def _restore_rejected(self, rejected: Iterable[Rejected]) -> None:
-        for one in rejected:
-            self._rejected[one.round, one.step] = one.times
-
-    def _tell(self, node: str, order: m.Order) -> None:
-        self.orders.append(((node,), order))
-
-    def _say(self, text: str, level: str = "info") -> None:
-        self.news.append((text, level))
+    def restore(self, rejected: Iterable[Rejected], rewound_from: int, restore_step: int) -> None:
+        """What the master before this one knew."""
+        self.rewound_from, self.restore_step = rewound_from, restore_step
+        self._rejected.update({(one.round, one.step): one.times for one in rejected})
 
 
-def _order(name: RoundName) -> tuple[int, int]:
+def _age(last: m.LastRound) -> tuple[int, int]:
     """Rounds in the order of time."""
-    return (name.term, name.number)
+    return (last.round.term, last.round.number)

@@ -17,17 +17,16 @@ was restored is paired too: until the new round has a whole step, it is all ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from elasticrun.core.snapshots.ledger import Ledger
+from elasticrun.core.snapshots.types import Key, Outbox
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 PATIENCE = 1.0
 """Seconds for which a whole step is not copied while some ranks may have it themselves soon."""
-
-Key = tuple[RoundName, int]
 
 
 @dataclass(slots=True)
@@ -52,15 +51,12 @@ class Pairing:
 
 
 class Replicas:
-    """See the module's head. `limit`: seconds that one step may take; `tell` gives a node an order,
-    `say` a sentence to the operator, with its level."""
+    """See the module's head."""
 
-    def __init__(
-        self, limit: float, tell: Callable[[str, m.Order], None], say: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, limit: float, outbox: Outbox) -> None:
+        """`limit`: seconds that one step may take."""
         self._limit = limit
-        self._tell = tell
-        self._say = say
+        self._outbox = outbox
         self._seats: Mapping[str, int] = {}
         self._wanting: dict[str, None] = {}  # nodes whose ranks want it
         self._pairing: Pairing | None = None
@@ -177,7 +173,7 @@ class Replicas:
             self._pairing = None
             if self._trouble or not self._worked:
                 self._trouble, self._worked = False, True
-                self._say(f"every part of step {step} is in the memory of two nodes", "info")
+                self._outbox.say(f"every part of step {step} is in the memory of two nodes")
         elif now >= pairing.deadline:
             self._give_up(pairing, f"it took longer than {self._limit:g} s")
         else:
@@ -227,7 +223,7 @@ class Replicas:
             rows = sorted((rank, content) for content, rank in one.ranks.items())
             ranks, contents = zip(*rows, strict=True)
             order = m.Replicate(*pairing.key, pairing.world_size, ranks, contents, report.saver)
-            self._tell(one.node, order)
+            self._outbox.tell(order, one.node)
 
     def _give_up(self, pairing: Pairing, reason: str) -> None:
         name, step = pairing.key
@@ -236,7 +232,7 @@ class Replicas:
         if not self._trouble:
             self._trouble = True
             what = f"step {step} is not in the memory of two nodes: {reason}"
-            self._say(f"{what}; the next one is tried again", "warning")
+            self._outbox.say(f"{what}; the next one is tried again", "warning")
 
 
 def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:

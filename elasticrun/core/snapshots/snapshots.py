@@ -1,0 +1,272 @@
+"""All snapshots of a job: reports in, orders out.
+
+`RestorePoints` knows what is whole and chooses, `Replicas` has copies made, `Checkpoints` has
+snapshots written out, `Departures` names the step that is saved before a node leaves. What comes of
+it is left in `outbox`, for the caller to take. A node that is told to go, or says so, counts for
+nothing but the attempt that it takes part in: its agent stays until that is over, for it may hold
+the only copy of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from elasticrun.config import REPLICA_LIMIT
+from elasticrun.core.persisted import Rejected
+from elasticrun.core.snapshots.checkpoints import Checkpoints
+from elasticrun.core.snapshots.choice import RestorePoints
+from elasticrun.core.snapshots.replication import Replicas
+from elasticrun.core.snapshots.types import Key, Outbox
+from elasticrun.core.words import some
+from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+
+MAX_TRIES = 5
+"""Steps that are named one after the other until every rank saves one."""
+
+
+class Snapshots:
+    """See the module's head."""
+
+    def __init__(self, saves: m.SaveSpec, mint: Callable[[], str], term: int = 1) -> None:
+        """`mint` gives a name for every attempt to write; `term`: of this master."""
+        self._at_breakpoint = saves.at_breakpoint
+        self.outbox = Outbox()
+        self.points = RestorePoints(term, saves.restore_step, self.outbox)
+        self.checkpoints = Checkpoints(saves, mint, self.points, self.outbox)
+        self.departures = Departures(self.outbox)
+        self._replicas = Replicas(REPLICA_LIMIT, self.outbox)
+
+    def begin_round(
+        self,
+        name: RoundName,
+        world_size: int,
+        restore: m.Restore | None,
+        seats: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """A round was formed, adopted or read from the record. `restore`: what it goes on from;
+        agents withdraw whatever is newer. `seats`: group ranks by node, as they are learned."""
+        self.checkpoints.goes_on_from(restore)
+        self.points.begin_round(name, world_size, restore)
+        self._replicas.begin_round(seats)
+        if restore is not None:
+            self.checkpoints.release_incomplete()
+
+    # ------------------------------------------------------------ nodes
+
+    def heard(self, node: str, report: m.Holdings, now: float) -> None:
+        """All that a living node holds."""
+        self.points.heard(node, report)
+        self._replicas.heard(node, report)
+        self.checkpoints.heard(node, report)
+        self.points.answer()
+        self.proceed(now)
+
+    def not_replicated(self, node: str, report: m.NotReplicated, now: float) -> None:
+        """A node could not copy what it was told to."""
+        self._replicas.failed(node, report)
+        self.proceed(now)
+
+    def persisted(self, node: str, report: m.Persisted, now: float) -> None:
+        """A node has written its share of a checkpoint, or could not."""
+        self.checkpoints.persisted(node, report, now)
+        self.departures.saved(self.checkpoints.written)
+
+    def departing(
+        self, node: str, report: m.Departing | m.Missed, name: RoundName, members: tuple[str, ...]
+    ) -> None:
+        """A member of the present round is to leave, or cannot save the step that was named."""
+        self.departures.begin_round(name)
+        if node not in members:
+            return
+        if isinstance(report, m.Departing):
+            self.departures.departing(node, report, members)
+        else:
+            self.departures.missed(node, report, members)
+        self.checkpoints.asked = self.departures.asked
+        self.departures.saved(self.checkpoints.written)
+
+    def forget(self, node: str, now: float, *, gone: str = "") -> None:
+        """Its stream broke: it will say again what it holds. `gone`: it will not, and why."""
+        self.points.forget(node, for_good=bool(gone))
+        if gone:
+            self.checkpoints.node_gone(node, gone, now)
+
+    def going(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
+        """These nodes are to be told to go, or have said that they do (`signalled`: for a death
+        signal). If they have the only copy of something, and what ranks lose is to be written out,
+        that begins before they hear it: of nodes that depart what was not saved yet, of others as
+        after a failure."""
+        nodes = tuple(nodes)
+        unsaved = self.departures.gone(nodes)
+        rescue = (signalled or self._at_breakpoint) if unsaved is None else unsaved
+        leaving = [node for node in dict.fromkeys(nodes) if node not in self.points.going]
+        newest = self.points.choose().restore if leaving and rescue else None
+        ledger = self.points.ledger(newest.round) if newest is not None else None
+        if newest is not None and ledger is not None and ledger.needs(newest.step, leaving):
+            self.checkpoints.save(newest, now)
+        self._replicas.going(leaving)
+        self.points.leave({node: self.checkpoints.kept_by(node) for node in leaving})
+
+    def attached(self, node: str, now: float, *, member: bool) -> None:
+        """A stream of a node stands: what it may not have been told. `member`: of the round."""
+        self.points.going.pop(node, None)
+        self._replicas.attached(node)
+        self.checkpoints.attached(node, now)
+        if member:
+            self.points.tell_watermark(node)
+            if (asked := self.departures.order) is not None:
+                self.outbox.tell(asked, node)
+
+    # ------------------------------------------------------------ time
+
+    def proceed(self, now: float) -> None:
+        """Raise the watermark, end what is late, begin what is due."""
+        points = self.points
+        self._replicas.proceed(points.ledgers, points.reports, points.going, now)
+        points.raise_watermark(self._replicas)
+        self.checkpoints.proceed(now)
+
+    def next_deadline(self) -> float | None:
+        """When `proceed` is due at the latest."""
+        dues = (self._replicas.next_deadline(), self.checkpoints.next_deadline())
+        return min((due for due in dues if due is not None), default=None)
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds: no answer is late by that."""
+        self._replicas.overslept(by)
+        self.checkpoints.overslept(by)
+
+    # ------------------------------------------------------------ the record, the page
+
+    def restore(
+        self,
+        written: m.Restore | None,
+        rejected: Iterable[Rejected],
+        rewound_from: int = -1,
+        restore_step: int = -1,
+    ) -> None:
+        """What the master before this one knew."""
+        self.checkpoints.restore(written)
+        self.points.restore(rejected, rewound_from, restore_step)
+
+    def status(self) -> str:
+        """One sentence for the status page; empty of a job without snapshots."""
+        parts = []
+        newest = self.points.choose().restore
+        if newest is not None:
+            ledger = self.points.ledger(newest.round)
+            paired = ledger is not None and self._replicas.is_on_two(ledger, newest.step)
+            where = ", on two nodes" if paired else ""
+            parts.append(f"step {newest.step} is whole in memory{where}")
+        parts += self.checkpoints.status()
+        if skipped := self.points.skipped():
+            parts.append(f"{some(skipped, 'snapshot')} skipped in this round: no slot was free")
+        parts.append(self.departures.status())
+        return "; ".join(filter(None, parts))
+
+
+class Departures:
+    """Nodes that are to leave the present round, and the step that all ranks save before.
+
+    A node that departs says which step it is at, and in how many steps word comes to every rank.
+    The step that is asked for lies so far beyond the newest that is known; nodes that depart at the
+    same time are given the same one. Where a rank was past it already, or had no room, another is
+    named, twice as far beyond; after MAX_TRIES the nodes leave without."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._round: RoundName | None = None
+        self._nodes: dict[str, m.Departing] = {}
+        self._step = -1  # that is asked for; -1: none
+        self._margin = 0
+        self._tries = 0
+        self._is_saved = False
+        self._is_written = False
+
+    def begin_round(self, name: RoundName) -> None:
+        """A round was formed or adopted."""
+        if name != self._round:
+            self._round = name
+            self._nodes.clear()
+            self._step = -1
+            self._tries = 0
+            self._is_saved = self._is_written = False
+
+    def departing(self, node: str, report: m.Departing, members: Sequence[str]) -> None:
+        """A node is to leave; said again to a new master, or when its stream broke. `members`: who
+        is told."""
+        if report.round != self._round:
+            return
+        if node not in self._nodes:
+            self._outbox.say(f"node {node} is to leave: {report.reason}")
+        self._nodes[node] = report
+        self._margin = max(self._margin, report.margin)
+        if self._step < 0 or self._is_saved:
+            self._is_saved = False
+            asked = max(report.asked, -1)
+            fresh = asked > self._step  # the master before this one has named it
+            step = asked if fresh else max(report.step, self._step) + self._margin
+            self._name(step, self._reason(), members)
+
+    def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
+        """A rank cannot save the step that was named."""
+        if report.round != self._round or report.asked != self._step or self._is_saved:
+            return
+        why = f"node {node} was past step {self._step}, or had no room for it"
+        self._tries += 1
+        old = self._step
+        if self._tries < MAX_TRIES:
+            self._margin = min(2 * self._margin, m.MAX_MARGIN)
+            self._name(max(report.step, self._step) + self._margin, why, members)
+        else:
+            self._is_saved = True  # nothing more is asked for
+            tries = f"{MAX_TRIES} steps were named"
+            self._outbox.say(f"{tries}, and none could be saved by all: {why}", "warning")
+        # none may keep a slot for it; told after the new one, since it lets nodes go
+        over = m.PersistOver("", report.round, old, ok=False, reason=why)
+        self._outbox.tell(over, *members)
+
+    def saved(self, restore: m.Restore | None) -> None:
+        """This is the newest checkpoint."""
+        if restore is not None and restore.round == self._round and 0 <= self._step <= restore.step:
+            self._is_saved = self._is_written = True
+
+    def has_saved(self, name: RoundName) -> bool:
+        """Whether the step that nodes asked for before they left this round is in storage."""
+        return self._is_written and name == self._round
+
+    def gone(self, nodes: Iterable[str]) -> bool | None:
+        """These nodes go; whether what their ranks have is still to be saved. None: they were not
+        departing."""
+        found = [node for node in nodes if self._nodes.pop(node, None) is not None]
+        return not self._is_saved if found else None
+
+    @property
+    def order(self) -> m.SaveAt | None:
+        """What a node of the round is to know that may not have been told."""
+        if self._round is None or self._step < 0 or self._is_saved or not self._nodes:
+            return None
+        return m.SaveAt(self._round, self._step, self._reason())
+
+    @property
+    def asked(self) -> Key | None:
+        """The round and the step that are asked for, or were last."""
+        return None if self._round is None or self._step < 0 else (self._round, self._step)
+
+    def status(self) -> str:
+        """For the status page; empty if no node is to leave."""
+        return f"{self._reason()}: all ranks save step {self._step}" if self.order else ""
+
+    def _name(self, step: int, why: str, members: Sequence[str]) -> None:
+        self._step = step
+        self._is_written = False
+        assert self._round is not None
+        self._outbox.say(f"every rank is asked to save step {step}: {why}")
+        self._outbox.tell(m.SaveAt(self._round, step, self._reason()), *members)
+
+    def _reason(self) -> str:
+        nodes = list(self._nodes)
+        more = f" and {some(len(nodes) - 1, 'node')} more" if len(nodes) > 1 else ""
+        return f"node {nodes[0]}{more} is to leave" if nodes else "a node is to leave"
