@@ -298,7 +298,7 @@ class Node:
             most=config.spec.max_restarts,
             several=config.spec.max_nodes > 1,
             say=_notice,
-            newest=lambda: max(self._progress.newest, self._snapshots.departing.newest()),
+            newest=lambda: max(self._progress.newest, self._snapshots.drain.newest()),
             clock=time.monotonic,
         )
         self._checkup = Checkup(config)
@@ -422,7 +422,7 @@ class Node:
             fatal=self._fatal,
             progress=self._progress.place,
             snapshots=self._snapshots.place,
-            is_put_off=self._snapshots.departing.is_put_off,
+            is_put_off=self._snapshots.drain.is_put_off,
         )
         self._probing = Probing(config, self._spawners, self._loop.deliver)
         self._helpers = (self._stores, self._probing, self._snapshots.savers)
@@ -491,7 +491,7 @@ class Node:
             if death:
                 self._clearing.hurry.set()
             return
-        self._loop.deliver(self._snapshots.departing.signalled(signum, death=death))
+        self._loop.deliver(self._snapshots.drain.signalled(signum, death=death))
 
     def _from_master(self, event: AgentEvent) -> None:
         if isinstance(event, LinkBack) and not self._brain.is_parked:  # held comes before said

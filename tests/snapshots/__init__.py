@@ -23,7 +23,8 @@ containers/test_first_process.py::test_it_is_killed_and_started_again |
 | the agent is killed, its memory goes too | test_a_node_with_the_only_copy_is_lost |
 | the fork server is killed | test_the_fork_server_dies |
 | fork server, saver, agent or master in mid-persist | test_each_process_is_killed_in_mid_persist, \
-agent/snapshots/test_snapshots.py::test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
+agent/snapshots/test_snapshots.py::\
+test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
 | ranks in mid-persist | test_ranks_are_killed_in_mid_persist |
 | at any call that writes a checkpoint | \
 forkserver/test_persist.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \

@@ -8,28 +8,24 @@ an attempt is over it is given up here, whatever the master says, or never says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from elasticrun.agent.rendezvous.claims import NotOurs
-from elasticrun.agent.runtime import tell_failure
-from elasticrun.agent.snapshots.inventory import Inventory
-from elasticrun.agent.snapshots.saver import SaverGone, Savers
-from elasticrun.agent.snapshots.segments import Held, Segments
+from msgspec import structs
+
+from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
+from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.snapshots.fetching import Shards
+from elasticrun.agent.snapshots.inventory import Local
+from elasticrun.agent.snapshots.saver import SaverGone, named
+from elasticrun.agent.snapshots.segments import Held
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import Snapshot
-from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver, Report
-from elasticrun.wire.snapshots import Named, PartOf, PersistParts
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver
+from elasticrun.wire.snapshots import PartOf, PersistParts
 
 MAX_REASON: Final = 1000
 """Characters of a reason that the master is told."""
-
-
-def named(name: RoundName) -> Named:
-    """A round's name as ranks and savers are told it."""
-    return Named(name.term, name.number, name.nonce)
 
 
 class CannotPersist(Exception):
@@ -40,47 +36,32 @@ class CannotPersist(Exception):
 class _Attempt:
     order: Persist
     timer: asyncio.TimerHandle | None = None
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: Tasks = field(default_factory=lambda: Tasks(logger.error))
     said: list[Persisted] = field(default_factory=list)
     committing: bool = False
 
     @property
-    def pin(self) -> str:
+    def name(self) -> str:
+        """What slots are pinned for."""
         return f"attempt {self.order.attempt}"
+
+    def failed(self, reason: str) -> Persisted:
+        """What is said of it, or of its marker, when it came to nothing."""
+        return Persisted(self.order.attempt, False, self.committing, reason, 0, 0.0)
 
 
 class Persisting:
-    """All attempts under way. `say` reports; `bad(round, step, rank, reason)` tells of a snapshot
-    that is not what was written; `freed` is called when pins were taken away; `sure` returns when
-    a marker may be written, and raises NotOurs."""
+    """All attempts under way."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        inventory: Inventory,
-        savers: Savers,
-        *,
-        say: Callable[[Report], None],
-        bad: Callable[[RoundName, int, int, str], None],
-        freed: Callable[[], None],
-        sure: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._segments = segments
-        self._inventory = inventory
-        self._savers = savers
-        self._say = say
-        self._bad = bad
-        self._freed = freed
-        self._sure = sure
+    def __init__(self, local: Local, shards: Shards, claim: FolderClaim) -> None:
+        self._local = local
+        self._shards = shards
+        self._claim = claim
         self._attempts: dict[str, _Attempt] = {}
-
-    def concerns(self, name: RoundName, step: int) -> bool:
-        """Whether this snapshot is being written."""
-        return any((a.order.round, a.order.step) == (name, step) for a in self._attempts.values())
 
     def pins(self) -> set[str]:
         """What slots are pinned for by attempts under way."""
-        return {attempt.pin for attempt in self._attempts.values()}
+        return {attempt.name for attempt in self._attempts.values()}
 
     # ------------------------------------------------------------ orders
 
@@ -88,27 +69,24 @@ class Persisting:
         """Write this node's share; the same order again is answered again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
-            for report in known.said:
-                self._say(report)
+            self._say_again(known)
             return
         attempt = self._attempts[order.attempt] = _Attempt(order)
         loop = asyncio.get_running_loop()
         attempt.timer = loop.call_later(order.limit, self._late, attempt)
-        self._run(attempt, self._write(attempt))
+        attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
         """Every part of it is written: have the marker written."""
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
             why = "this node does not know that attempt any more"
-            self._say(Persisted(order.attempt, False, True, why, 0, 0.0))
+            self._local.say(Persisted(order.attempt, False, True, why, 0, 0.0))
         elif not attempt.committing:
             attempt.committing = True
-            self._run(attempt, self._commit(attempt))
+            attempt.tasks.start(self._commit(attempt), attempt.name)
         else:
-            for report in attempt.said:
-                if report.committed:
-                    self._say(report)
+            self._say_again(attempt, committed=True)
 
     def over(self, order: PersistOver) -> None:
         """It was committed or given up."""
@@ -121,8 +99,7 @@ class Persisting:
     def say_again(self) -> None:
         """To a master that may not have heard it."""
         for attempt in self._attempts.values():
-            for report in attempt.said:
-                self._say(report)
+            self._say_again(attempt)
 
     def close(self) -> None:
         """The agent ends."""
@@ -136,9 +113,10 @@ class Persisting:
         try:
             found = self._find(order)
             for held, snapshot, _ in found:
-                held.pin(snapshot.slot, attempt.pin)
+                held.pin(snapshot.slot, attempt.name)
             await self._compare(order, found)
-            done = await self._savers.persist(self._parts(order, found), [h for h, _, _ in found])
+            parts = self._parts(order, found)
+            done = await self._local.savers.persist(parts, [held for held, _, _ in found])
         except (CannotPersist, SaverGone) as error:
             self._tell(attempt, Persisted(order.attempt, False, False, str(error), 0, 0.0))
             return
@@ -148,17 +126,19 @@ class Persisting:
     async def _commit(self, attempt: _Attempt) -> None:
         order = attempt.order
         try:
-            await self._sure()
-            done = await self._savers.commit(order.attempt, order.writers)
+            present = self._local.inventory.present
+            if present is not None and present.folder:
+                await self._claim.sure(present.folder)
+            done = await self._local.savers.commit(order.attempt, order.writers)
         except (SaverGone, NotOurs) as error:
-            self._tell(attempt, Persisted(order.attempt, False, True, str(error), 0, 0.0))
+            self._tell(attempt, attempt.failed(str(error)))
             return
         self._tell(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))
 
     def _find(self, order: Persist) -> list[tuple[Held, Snapshot, int]]:
         found = []
         for rank in order.ranks:
-            mine = self._inventory.find(self._segments.held, order.round, order.step, rank)
+            mine = self._local.inventory.find(order.round, order.step, rank)
             if mine is None:
                 raise CannotPersist(f"step {order.step} of rank {rank} is not held here any more")
             found.append((*mine, rank))
@@ -166,14 +146,14 @@ class Persisting:
 
     async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
         """With the hashes that were made when they were committed."""
-        answers = await asyncio.gather(*(self._savers.check(h, s) for h, s, _ in found))
+        answers = await asyncio.gather(*(self._local.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:
-                self._bad(order.round, order.step, rank, answer.reason)
+                self._shards.bad(order.round, order.step, rank, answer.reason)
                 raise CannotPersist(f"step {order.step} of rank {rank}: {answer.reason}")
 
     def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:
-        life = self._inventory.life(order.round)
+        life = self._local.inventory.life(order.round)
         if life is None or not life.folder:
             raise CannotPersist("no rank has said where checkpoints go")
         where = order.coordinator
@@ -201,7 +181,7 @@ class Persisting:
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
         """How many checkpoints are kept (0: all), and which besides: a rank may still be reading
         the one that it goes on from, unless each has taken a snapshot since."""
-        present, reading = self._inventory.present, self._inventory.reading
+        present, reading = self._local.inventory.present, self._local.inventory.reading
         is_present = present is not None and present.name == order.round
         if is_present and order.writers >= order.world_size:
             return last, ()
@@ -211,35 +191,31 @@ class Persisting:
 
     # ------------------------------------------------------------ small change
 
-    def _run(self, attempt: _Attempt, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        attempt.tasks.append(task)
-        tell_failure(task, logger.error, f"attempt {attempt.order.attempt}")
+    def _say_again(self, attempt: _Attempt, *, committed: bool = False) -> None:
+        """`committed`: only what came of its marker."""
+        for report in attempt.said:
+            if report.committed or not committed:
+                self._local.say(report)
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
         if not report.ok:
             logger.warning("step %d is not written: %s", attempt.order.step, report.reason)
-        reason = report.reason[:MAX_REASON]
-        report = Persisted(
-            report.attempt, report.ok, report.committed, reason, report.nbytes, report.seconds
-        )
+        report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
-        self._say(report)
+        self._local.say(report)
 
     def _late(self, attempt: _Attempt) -> None:
-        order = attempt.order
-        why = f"it was not written within {order.limit:g} s"
         self._close(attempt, ok=False)
-        self._tell(attempt, Persisted(order.attempt, False, attempt.committing, why, 0, 0.0))
+        why = f"it was not written within {attempt.order.limit:g} s"
+        self._tell(attempt, attempt.failed(why))
 
     def _close(self, attempt: _Attempt, *, ok: bool) -> None:
         self._attempts.pop(attempt.order.attempt, None)
         if attempt.timer is not None:
             attempt.timer.cancel()
-        for task in attempt.tasks:
-            task.cancel()
+        attempt.tasks.close()
         if not ok:
-            self._savers.give_up(attempt.order.attempt)
-        for held in self._segments.held:
-            held.unpin(attempt.pin)
-        self._freed()
+            self._local.savers.give_up(attempt.order.attempt)
+        for held in self._local.segments.held:
+            held.unpin(attempt.name)
+        self._local.freed()

@@ -1,32 +1,29 @@
-"""What the ranks of a life go on from: shards of the snapshot that the master has chosen, from this
-node's segments or fetched from another node, and whether they are what was written.
+"""Snapshots of other nodes: shards that ranks go on from, and replicas that are kept.
 
-Comparing begins with the life itself, while its ranks are still being born; they ask for the answer
-when they have copied the shard.
+Shards: of the snapshot that the master has chosen, from this node's segments or fetched from
+another node, and whether they are what was written. Comparing begins with the life itself, while
+its ranks are still being born; they ask for the answer when they have copied the shard.
 
-What another node's ranks hold, copied into this node's memory, so that either may be lost.
-
-The master says what to copy and from whom; the saver copies it, a process of its own, so that
+Replicas: what another node's ranks hold, copied into this node's memory, so that either may be
+lost. The master says what to copy and from whom; the saver copies it, a process of its own, so that
 nothing of it passes through this loop. A replica lies in a segment like a rank's own: two slots,
 one that is whole and one that is written, a commit word, hashes; and it is told to the master,
-served, restored from, persisted and taken over by a later agent like one.
-
-One order is carried out at a time, and of several the newest. There is no limit to the traffic but
-what two connections can carry.
+served, restored from, persisted and taken over by a later agent like one. One order is carried out
+at a time, and of several the newest. There is no limit to the traffic but what two connections can
+carry.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final
 
-from elasticrun.agent.runtime import tell_failure
-from elasticrun.agent.snapshots.checkpoints import named
-from elasticrun.agent.snapshots.inventory import Inventory
+from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer, one_line
-from elasticrun.agent.snapshots.saver import SaverGone, Savers
-from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
+from elasticrun.agent.snapshots.saver import SaverGone, named
+from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
 from elasticrun.shm.segment import MIN_SLOTS, Snapshot
@@ -34,7 +31,6 @@ from elasticrun.wire.messages import (
     Holder,
     NotReplicated,
     Replicate,
-    Report,
     Restore,
     ShardBad,
     Start,
@@ -57,6 +53,12 @@ MAX_ASKED: Final = 16384
 """Shards that one life asks for; each local rank needs those of a few others at most."""
 
 MAX_REASON: Final = 1000
+"""Characters of a reason that the master is told."""
+
+MAX_ORDERS: Final = 64
+"""To replicate, that wait; each names another node, and of another step than theirs none waits."""
+
+_NOTHING: Final = (-1, -1, -1)
 
 
 class Absent(Exception):
@@ -64,20 +66,12 @@ class Absent(Exception):
 
 
 class Shards:
-    """Of the present life. `say` reports to the master."""
+    """Of the present life."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        inventory: Inventory,
-        savers: Savers,
-        say: Callable[[Report], None],
-    ) -> None:
-        self._segments = segments
-        self._inventory = inventory
-        self._savers = savers
-        self._say = say
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._tasks = Tasks(logger.error)
+        self._open = 0  # questions of ranks
         self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
         self._holders: dict[int, asyncio.Future[Holder]] = {}
         self._copies: dict[int, asyncio.Task[Held]] = {}
@@ -91,12 +85,13 @@ class Shards:
         self.restore = start.restore
         self._bad.clear()
         self._given.clear()
-        if self._savers.here:
+        if self._local.savers.here:
             self.compare()
 
     def end(self) -> None:
         """Nobody asks any more."""
-        for task in (*self._tasks, *self._checks.values()):
+        self._tasks.close()
+        for task in self._checks.values():
             task.cancel()
         self._checks.clear()
         self._holders.clear()
@@ -107,15 +102,14 @@ class Shards:
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
-        for held in [one for one in self._segments.held if one.passing]:
-            self._savers.forget(held)
-            self._segments.drop(held)
+        for held in [one for one in self._local.segments.held if one.passing]:
+            self._local.drop(held)
 
     def compare(self) -> None:
         """Have all that lies here of the chosen snapshot compared with its hashes."""
         if self.restore is not None:
             name, step = self.restore.round, self.restore.step
-            for held, snapshot, _ in self._inventory.all_of(self._segments.held, name, step):
+            for held, snapshot, _ in self._local.inventory.all_of(name, step):
                 if held.replica < 0:  # of those only what is asked for
                     self._check(held, snapshot)
 
@@ -129,7 +123,7 @@ class Shards:
 
     def is_here(self, rank: int) -> bool:
         """Whether this rank's own shard lies on this node."""
-        return self._local(rank) is not None
+        return self._find_here(rank) is not None
 
     def want(self, peer: Peer, rank: int) -> None:
         """WantShard; answered with ShardHere."""
@@ -150,16 +144,18 @@ class Shards:
     def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
         """A shard is not what was written, or cannot be had."""
         logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
-        mine = self._inventory.find(self._segments.held, round, step, rank)
+        mine = self._local.inventory.find(round, step, rank)
         if mine is not None:
             held, snapshot = mine
             held.segment.withdraw(snapshot.slot)
-        self._say(ShardBad(round, step, rank, reason[:MAX_REASON]))
+        self._local.say(ShardBad(round, step, rank, reason[:MAX_REASON]))
 
     def holder(self, order: Holder) -> None:
         """The master's answer to WhereIs."""
-        answer = self._holders.get(order.rank)
-        if answer is not None and not answer.done() and self._is_chosen(order.round, order.step):
+        answer, restore = self._holders.get(order.rank), self.restore
+        if answer is None or answer.done() or restore is None:
+            return
+        if (restore.round, restore.step) == (order.round, order.step):
             answer.set_result(order)
 
     # ------------------------------------------------------------ bringing one
@@ -180,10 +176,10 @@ class Shards:
             raise Absent("there is no snapshot to go on from")
         if not 0 <= rank < self.restore.world_size:
             raise Absent(f"there was no rank {rank} among {self.restore.world_size}")
-        if (mine := self._local(rank)) is not None:
+        if (mine := self._find_here(rank)) is not None:
             return (*mine, rank)
         order = await self._ask(rank)
-        if (mine := self._local(order.holds)) is not None:
+        if (mine := self._find_here(order.holds)) is not None:
             return (*mine, order.holds)
         if order.saver is None:
             raise Absent(order.reason or f"nobody holds what rank {rank} had")
@@ -216,26 +212,27 @@ class Shards:
 
     def _where(self, rank: int) -> None:
         if self.restore is not None:
-            self._say(WhereIs(self.restore.round, self.restore.step, rank))
+            self._local.say(WhereIs(self.restore.round, self.restore.step, rank))
 
     async def _fetch(self, order: Holder) -> Held:
         """A copy in memory of its own. Absent, NoRoom, SaverGone."""
         assert order.saver is not None
-        key = self._segments.new_key()
+        segments, savers = self._local.segments, self._local.savers
+        key = segments.new_key()
         where = (order.saver.host, order.saver.port)
         try:
             async with asyncio.timeout(FETCH_LIMIT):
-                size = await self._savers.fetch_size(
+                size = await savers.fetch_size(
                     Fetch(key, named(order.round), order.step, order.holds, *where)
                 )
                 if not size.ok:
                     raise Absent(size.reason)
-                held = await self._segments.copy_of(size.layout_length, size.slot_bytes)
-                done = await self._savers.fetch_into(key, held)
+                held = await segments.copy_of(size.layout_length, size.slot_bytes)
+                done = await savers.fetch_into(key, held)
         except TimeoutError:
             raise Absent(f"it could not be fetched within {FETCH_LIMIT:g} s") from None
         if not done.ok:
-            self._segments.drop(held)
+            segments.drop(held)
             raise Absent(done.reason)
         return held
 
@@ -260,7 +257,7 @@ class Shards:
     async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
         try:
             async with asyncio.timeout(CHECK_LIMIT):
-                answer = await self._savers.check(held, snapshot)
+                answer = await self._local.savers.check(held, snapshot)
         except (SaverGone, TimeoutError) as error:
             why = str(error) or f"the saver has not answered for {CHECK_LIMIT:g} s"
             text = f"nothing was compared: {why}"
@@ -272,25 +269,22 @@ class Shards:
 
     # ------------------------------------------------------------ small change
 
-    def _local(self, rank: int) -> tuple[Held, Snapshot] | None:
+    def _find_here(self, rank: int) -> tuple[Held, Snapshot] | None:
         if self.restore is None:
             return None
         name, step = self.restore.round, self.restore.step
-        return self._inventory.find(self._segments.held, name, step, rank)
-
-    def _is_chosen(self, round: RoundName, step: int) -> bool:
-        restore = self.restore
-        return restore is not None and (restore.round, restore.step) == (round, step)
+        return self._local.inventory.find(name, step, rank)
 
     def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._tasks) >= MAX_ASKED:
+        if self._open >= MAX_ASKED:
             work.close()
             peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
             return
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        tell_failure(task, logger.error, "bringing a shard")
+        self._open += 1
+        self._tasks.start(work, "bringing a shard").add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._open -= 1
 
 
 def _look_at(task: asyncio.Task[Held]) -> None:
@@ -299,33 +293,12 @@ def _look_at(task: asyncio.Task[Held]) -> None:
         task.exception()
 
 
-MAX_REPLICA_REASON: Final = 1000
-
-MAX_ORDERS: Final = 64
-"""That wait; each names another node, and of another step than theirs none waits."""
-
-
-_NOTHING: Final = (-1, -1, -1)
-
-
 class Replicas:
-    """Those of this node. `say` reports to the master, `changed` is called when what is held has
-    changed."""
+    """Those of this node."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        inventory: Inventory,
-        savers: Savers,
-        *,
-        say: Callable[[Report], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self._segments = segments
-        self._inventory = inventory
-        self._savers = savers
-        self._say = say
-        self._changed = changed
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._tasks = Tasks(logger.error)
         self._known: set[tuple[RoundName, int | None]] = set()
         self._orders: list[Replicate] = []
         self._ranks: set[int] = set()  # that the newest orders name
@@ -348,14 +321,13 @@ class Replicas:
     def close(self) -> None:
         """The agent ends."""
         self._orders.clear()
-        if self._task is not None:
-            self._task.cancel()
+        self._tasks.close()
 
     def obey(self, order: Replicate) -> None:
         """Copy what is not here yet; the same order again is answered again."""
         name = (order.round, order.step)
         if not self._is_known(*name):
-            self._say(NotReplicated(*name, "its ranks are of another round"))
+            self._local.say(NotReplicated(*name, "its ranks are of another round"))
             return
         if name != self._newest:
             self._newest = name
@@ -366,8 +338,7 @@ class Replicas:
         if len(self._orders) < MAX_ORDERS and order not in self._orders:
             self._orders.append(order)
         if self._task is None:
-            self._task = asyncio.create_task(self._work())
-            tell_failure(self._task, logger.error, "copying from another node")
+            self._task = self._tasks.start(self._work(), "copying from another node")
 
     def tidy(self) -> None:
         """The present life has a whole step of its own: what no order names any more can go, and
@@ -376,7 +347,7 @@ class Replicas:
         self._untidy = self._task is not None
         if self._untidy:
             return
-        held = [one for one in self._segments.held if one.replica >= 0]
+        held = [one for one in self._local.segments.held if one.replica >= 0]
         newest: dict[int, tuple[int, int, int]] = {}  # by the rank that it is of
         for one in held:
             newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
@@ -387,10 +358,9 @@ class Replicas:
             and not one.pinned()
         ]
         for one in gone:
-            self._savers.forget(one)
-            self._segments.drop(one)
+            self._local.drop(one)
         if gone:
-            self._changed()
+            self._local.changed()
 
     # ------------------------------------------------------------ one order
 
@@ -405,34 +375,35 @@ class Replicas:
 
     async def _copy(self, order: Replicate) -> None:
         """All that it names."""
-        self._inventory.learn(order.round, order.world_size)
+        self._local.inventory.learn(order.round, order.world_size)
         rows = zip(order.ranks, order.contents, strict=True)
         reasons = await asyncio.gather(*(self._copy_one(order, *row) for row in rows))
-        await self._segments.note(self._inventory.lives())
+        await self._local.segments.note(self._local.inventory.lives())
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
-            self._say(NotReplicated(order.round, order.step, reason[:MAX_REPLICA_REASON]))
-        self._changed()
+            self._local.say(NotReplicated(order.round, order.step, reason[:MAX_REASON]))
+        self._local.changed()
 
     async def _copy_one(self, order: Replicate, rank: int, content: int) -> str:
         """What one rank has; why it could not be copied, "" if it was or is here already."""
-        if self._inventory.find(self._segments.held, order.round, order.step, rank) is not None:
+        segments, savers = self._local.segments, self._local.savers
+        if self._local.inventory.find(order.round, order.step, rank) is not None:
             return ""
-        key = self._segments.new_key()
+        key = segments.new_key()
         where = (order.saver.host, order.saver.port)
         try:
-            size = await self._savers.fetch_size(
+            size = await savers.fetch_size(
                 Fetch(key, named(order.round), order.step, rank, *where, replica=True)
             )
             if not size.ok:
                 return size.reason
             sizes = Sizes(size.layout, size.layout_length, size.slot_bytes, MIN_SLOTS)
-            held = await self._segments.replica_of(rank, sizes, content)
+            held = await segments.replica_of(rank, sizes, content)
             slot = _slot(held)
             if slot is None:
                 return f"both slots for rank {rank} are needed still"
             held.segment.withdraw(slot)
-            done = await self._savers.fetch_into(key, held, slot)
+            done = await savers.fetch_into(key, held, slot)
         except NoRoom as error:
             return f"there is no room for replicas: {error}"
         except SaverGone as error:
@@ -442,7 +413,7 @@ class Replicas:
         if done.ok and not self._is_known(order.round, order.step):
             held.segment.withdraw(slot)  # of a step that a later life has gone back behind
         held.written = held.written or done.ok
-        self._changed()
+        self._local.changed()
         return "" if done.ok else done.reason
 
     def _is_known(self, name: RoundName, step: int) -> bool:

@@ -1,31 +1,27 @@
-"""What this node holds, as the master is told it.
+"""What this node holds of snapshots, what of it may go, and what the master is told.
 
-Read from the segments themselves: a notice over a socket may be lost with its rank, what was
-committed may not.
+It is read from the segments themselves: a notice over a socket may be lost with its rank, what was
+committed may not. The master is told all of it each time, and not too often.
 
 While ranks live, a step counts once all of them have committed it. Of ranks that are gone a step
 counts that only some have committed, unless there is one of the same round that all of them have:
 what belongs to a rank alone (its random numbers, its data loader) is in nobody else's.
 
-What may stay in the segments when a new life of the ranks begins, and while it lasts.
-
-Snapshots that the ranks want written out: kept until the master says that this is over.
-
-A slot has one word that says that it is pinned, and several reasons for that; this is one of them.
-
-Telling the master what this node holds: always all of it, and not too often.
+A slot has one word that says that it is pinned, and several reasons for that: that the present
+ranks go on from it, that it is being written out, that the ranks want it written out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.snapshots.folder import Life
+from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import NONE, Snapshot, round_key
@@ -35,6 +31,7 @@ from elasticrun.wire.messages import (
     Holding,
     Holdings,
     LastRound,
+    Report,
     Restore,
     Start,
 )
@@ -44,15 +41,19 @@ from elasticrun.wire.types import RoundName
 MOST_GAP: Final = 64
 """Ranks between two of which a report lists replicas as one row: those between them have 0."""
 
+CHOSEN: Final = "restore"
+"""What a slot is pinned for that the present life goes on from."""
+
 
 class Inventory:
-    """The rounds whose snapshots may lie here, and which of them the ranks want written."""
+    """The rounds whose snapshots may lie here."""
 
-    def __init__(self, nproc: int) -> None:
+    def __init__(self, segments: Segments, wanted: Wanted, nproc: int) -> None:
+        self._segments = segments
+        self._wanted = wanted
         self._nproc = nproc
         self._lives: dict[bytes, Life] = {}
         self._adopted: set[bytes] = set()
-        self._wanted: set[tuple[bytes, int]] = set()
         self._folder_told = False
         self.reading: int | None = None
         """The checkpoint that ranks of the present life went on from; -1: none; None: they have not
@@ -65,14 +66,15 @@ class Inventory:
         self._lives = {life.key: life for life in lives}
         self._adopted = set(self._lives)
 
-    def begin(self, start: Start, held: Iterable[Held]) -> None:
+    def begin(self, start: Start) -> None:
         """A new life; older ones of which nothing lies here are forgotten."""
         life = Life.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
         self._folder_told = False
         self.reading = None
-        needed = {snapshot.round for one in held for snapshot in one.snapshots()} | {life.key}
+        here = {snapshot.round for one in self._segments.held for snapshot in one.snapshots()}
+        needed = here | {life.key}
         self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
 
     def told(self, here: RankHere) -> str:
@@ -103,10 +105,6 @@ class Inventory:
         if life is None or life.key not in self._adopted or life.folder == folder:
             return ""
         return life.folder
-
-    def is_beyond(self, local_rank: int) -> bool:
-        """Whether an agent before this one had more local ranks, this one among them."""
-        return local_rank >= self._nproc
 
     def committed(self, step: int) -> bool:
         """There is a checkpoint of this step. Whether that has changed what `last` says."""
@@ -142,32 +140,28 @@ class Inventory:
 
     # ------------------------------------------------------------ single snapshots
 
-    def find(
-        self, held: Iterable[Held], name: RoundName, step: int, rank: int
-    ) -> tuple[Held, Snapshot] | None:
+    def find(self, name: RoundName, step: int, rank: int) -> tuple[Held, Snapshot] | None:
         """The snapshot of this rank of (round, step), if it lies here."""
-        mine = [one for one in self.all_of(held, name, step) if one[2] == rank]
+        mine = [one for one in self.all_of(name, step) if one[2] == rank]
         return min(mine, key=lambda one: one[0].replica)[:2] if mine else None
 
-    def all_of(
-        self, held: Iterable[Held], name: RoundName, step: int
-    ) -> list[tuple[Held, Snapshot, int]]:
+    def all_of(self, name: RoundName, step: int) -> list[tuple[Held, Snapshot, int]]:
         """Every snapshot of (round, step) that lies here, with its rank."""
         life = self.life(name)
         found: list[tuple[Held, Snapshot, int]] = []
         if life is None:
             return found
-        for one in held:
+        for one in self._segments.held:
             rank = _rank(one, life)
             snapshot = one.find(life.key, step) if rank >= 0 else None
             if snapshot is not None:
                 found.append((one, snapshot, rank))
         return found
 
-    def everything(self, held: Iterable[Held]) -> list[tuple[Held, Snapshot, Life, int]]:
+    def everything(self) -> list[tuple[Held, Snapshot, Life, int]]:
         """Every snapshot of a known life that lies here, with its rank."""
         found: list[tuple[Held, Snapshot, Life, int]] = []
-        for one in held:
+        for one in self._segments.held:
             for snapshot in one.snapshots() if not one.passing else ():
                 life = self._lives.get(snapshot.round)
                 if life is not None and _rank(one, life) >= 0:
@@ -176,21 +170,11 @@ class Inventory:
 
     # ------------------------------------------------------------ all of them
 
-    def want(self, round: bytes, step: int) -> None:
-        """The ranks want this one written."""
-        self._wanted.add((round, step))
-
-    def unwant(self, round: bytes, step: int) -> None:
-        self._wanted.discard((round, step))
-
-    def wants(self, round: bytes, step: int) -> bool:
-        return (round, step) in self._wanted
-
-    def holdings(self, held: Iterable[Held], *, living: bool) -> tuple[Holding, ...]:
+    def holdings(self, *, living: bool) -> tuple[Holding, ...]:
         """All that is held, the newest first; `living`: ranks of the present life may still
         write."""
+        held = self._segments.held
         contents = self._contents(held)
-        self._wanted &= contents.keys()
         found: list[Holding] = []
         own = any(one.own for one in held if one.local_rank >= 0)
         order = {key: at for at, key in enumerate(self._lives)}
@@ -199,10 +183,10 @@ class Inventory:
             partly = 0 in row
             if partly and ((living and life is self.present) or self._better(contents, key, step)):
                 continue
-            wanted = (key, step) in self._wanted
+            wanted = self._wanted.has(key, step)
             place = (life.first_rank, life.world_size)
             found.append(Holding(life.name, step, *place, row, wanted, own=own))
-        return _fitting([*found, *self._replicas(held)])
+        return _fitting([*found, *self._replicas()])
 
     def whole_here(self, held: Iterable[Held]) -> int:
         """The newest step of the present life that all local ranks have committed; -1: none."""
@@ -235,6 +219,47 @@ class Inventory:
         common = set.intersection(*rows)
         return max((step for step in steps if not common or step < min(common)), default=-1)
 
+    # ------------------------------------------------------------ what may go
+
+    def prune(self, restore: Restore | None, going_on: set[str]) -> None:
+        """While no rank lives: withdraw what is newer than what the new life goes on from, pin
+        that, and set the words of the control pages. Pins that stay: `going_on`, and those of what
+        the ranks want written out."""
+        for one in self._segments.held:
+            segment = one.segment
+            for snapshot in one.snapshots():
+                if restore is None or _newer(snapshot, restore):
+                    segment.withdraw(snapshot.slot)
+            left = {snapshot.slot: snapshot for snapshot in one.snapshots()}
+            for slot in range(segment.slots):
+                reasons = one.pins.get(slot, set()) & going_on
+                if slot in left:
+                    reasons |= self._wanted.reason(left[slot])
+                one.pins[slot] = reasons
+                segment.pin(slot, bool(reasons))
+            segment.watermark = NONE if restore is None else restore.step
+            segment.save_at = segment.current = NONE
+            chosen = None if restore is None else one.find(round_key(restore.round), restore.step)
+            if chosen is not None:
+                one.pin(chosen.slot, CHOSEN)
+
+    def prunable(self, current: Sequence[Held | None], watermark: int) -> list[Held]:
+        """Segments of local ranks that nobody needs any more: of a layout that a rank has no more,
+        or of a local rank that is no more, since an agent before this one had more of them.
+        `current`: what each local rank was given in this life."""
+        found: list[Held] = []
+        for one in self._segments.held:
+            beyond = one.local_rank >= len(current)
+            now = current[one.local_rank] if one.local_rank >= 0 and not beyond else None
+            if now is None and not beyond:
+                continue  # its rank has yet to ask for one
+            if now is one or one.pinned():
+                continue
+            heirs = [heir for heir in current if heir is not None] if now is None else [now]
+            if not one.snapshots() or any(self.has_whole(heir, watermark) for heir in heirs):
+                found.append(one)
+        return found
+
     def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
         """By (round, step): what each local rank of that round holds."""
         found: dict[tuple[bytes, int], list[int]] = {}
@@ -247,10 +272,10 @@ class Inventory:
                 row[one.local_rank] = one.content
         return found
 
-    def _replicas(self, held: Iterable[Held]) -> list[Holding]:
+    def _replicas(self) -> list[Holding]:
         """What is held of other nodes' ranks."""
         rows: dict[tuple[bytes, int], dict[int, int]] = {}
-        for one in held:
+        for one in self._segments.held:
             for snapshot in one.snapshots() if one.replica >= 0 else ():
                 if snapshot.round in self._lives:
                     row = rows.setdefault((snapshot.round, snapshot.step), {})
@@ -299,56 +324,6 @@ def _fitting(held: list[Holding]) -> tuple[Holding, ...]:
     return tuple(found)
 
 
-CHOSEN = "restore"
-"""What a slot is pinned for that the present life goes on from."""
-
-
-def sift(
-    held: Iterable[Held],
-    restore: Restore | None,
-    going_on: set[str],
-    wanted: Callable[[Snapshot], set[str]],
-) -> None:
-    """While no rank lives: withdraw what is newer than what the new life goes on from, pin that,
-    and set the words of the control pages. Pins that stay: `going_on`, and those that `wanted`
-    gives for a snapshot."""
-    for one in held:
-        segment = one.segment
-        for snapshot in one.snapshots():
-            if restore is None or _newer(snapshot, restore):
-                segment.withdraw(snapshot.slot)
-        left = {snapshot.slot: snapshot for snapshot in one.snapshots()}
-        for slot in range(segment.slots):
-            reasons = one.pins.get(slot, set()) & going_on
-            if slot in left:
-                reasons |= wanted(left[slot])
-            one.pins[slot] = reasons
-            segment.pin(slot, bool(reasons))
-        segment.watermark = NONE if restore is None else restore.step
-        segment.save_at = segment.current = NONE
-        chosen = None if restore is None else one.find(round_key(restore.round), restore.step)
-        if chosen is not None:
-            one.pin(chosen.slot, CHOSEN)
-
-
-def needless(
-    held: Iterable[Held], current: Mapping[int, Held], inventory: Inventory, watermark: int
-) -> list[Held]:
-    """Segments of local ranks that nobody needs any more: of a layout that a rank has no more, or
-    of a local rank that is no more. `current`: those that were given in this life."""
-    found: list[Held] = []
-    for one in held:
-        now = current.get(one.local_rank)
-        if now is None and not inventory.is_beyond(one.local_rank):
-            continue  # its rank has yet to ask for one
-        if now is one or one.pinned():
-            continue
-        heirs = current.values() if now is None else [now]
-        if not one.snapshots() or any(inventory.has_whole(heir, watermark) for heir in heirs):
-            found.append(one)
-    return found
-
-
 def _newer(snapshot: Snapshot, restore: Restore) -> bool:
     """Whether it is of a later time than what is gone back to, or of one that never was."""
     name = restore.round
@@ -363,23 +338,23 @@ stop snapshots for good."""
 
 
 class Wanted:
-    """`limit`: seconds that one attempt to persist may take; `freed` is called when pins were taken
-    away for good."""
+    """Snapshots that the ranks want written out: kept until the master says that this is over.
+    `limit`: seconds that one attempt may take; `freed` is called when pins were taken away for
+    good."""
 
-    def __init__(
-        self, segments: Segments, inventory: Inventory, limit: float, freed: Callable[[], None]
-    ) -> None:
+    def __init__(self, segments: Segments, limit: float, freed: Callable[[], None]) -> None:
         self._segments = segments
-        self._inventory = inventory
         self._limit = TIMES * limit
         self._freed = freed
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
+
+    def has(self, round: bytes, step: int) -> bool:
+        return (round, step) in self._timers
 
     def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
         """Every local rank's share of it stays."""
         name = (round, step)
         if name not in self._timers:
-            self._inventory.want(*name)
             loop = asyncio.get_running_loop()
             self._timers[name] = loop.call_later(self._limit, self._forgotten, *name)
         for held in current:
@@ -396,14 +371,13 @@ class Wanted:
     def reason(self, snapshot: Snapshot) -> set[str]:
         """What a slot with this snapshot is pinned for, if it is wanted."""
         name = (snapshot.round, snapshot.step)
-        return {_pin(*name)} if self._inventory.wants(*name) else set()
+        return {_pin(*name)} if name in self._timers else set()
 
     def over(self, round: bytes, step: int) -> None:
         """It was written, or will not be."""
         timer = self._timers.pop((round, step), None)
         if timer is not None:
             timer.cancel()
-        self._inventory.unwant(round, step)
         for held in self._segments.held:
             held.unpin(_pin(round, step))
 
@@ -429,15 +403,22 @@ ALONE: Final = 1.0
 what matters is said at once (`now`)."""
 
 
-class HoldingsReport:
-    """`look` makes the report as it is now, `nodes` is how many the round has."""
+class HoldsSnapshots(Protocol):
+    """Who makes the report of what is held, as it is now."""
 
-    def __init__(
-        self, link: Callable[[], Link], look: Callable[[], Holdings], nodes: Callable[[], int]
-    ) -> None:
+    def holdings(self) -> Holdings:
+        """The report."""
+
+    def nodes(self) -> int:
+        """How many the round has."""
+
+
+class HoldingsReport:
+    """When it is sent."""
+
+    def __init__(self, link: Callable[[], Link], holder: HoldsSnapshots) -> None:
         self._link = link
-        self._look = look
-        self._nodes = nodes
+        self._holder = holder
         self._said: Holdings | None = None
         self._said_at = -math.inf
         self._due: asyncio.TimerHandle | None = None
@@ -446,7 +427,7 @@ class HoldingsReport:
     def changed(self) -> None:
         """Tell it soon; of what changes within a moment only the last."""
         loop = asyncio.get_running_loop()
-        nodes = self._nodes()
+        nodes = self._holder.nodes()
         due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
         if due <= loop.time():
             self._offer()
@@ -456,7 +437,7 @@ class HoldingsReport:
     def now(self, *, again: bool = False) -> None:
         """Tell it before anything that is said from now on; `again`: also where nothing is new."""
         self._cancel()
-        report = self._look()
+        report = self._holder.holdings()
         if self._nothing(report) or (report == self._said and not again):
             return
         self._link().say(report)
@@ -468,7 +449,7 @@ class HoldingsReport:
 
     def _offer(self) -> None:
         self._cancel()
-        report = self._look()
+        report = self._holder.holdings()
         if self._closed or self._nothing(report) or report == self._said:
             return
         link = self._link()
@@ -489,3 +470,21 @@ class HoldingsReport:
         if self._due is not None:
             self._due.cancel()
             self._due = None
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What lies on this node, who works on it, and who is told: `say` the master; `changed` that
+    something else is held than before; `freed` that pins were taken away."""
+
+    segments: Segments
+    inventory: Inventory
+    savers: Savers
+    say: Callable[[Report], None]
+    changed: Callable[[], None]
+    freed: Callable[[], None]
+
+    def drop(self, held: Held) -> None:
+        """Nobody needs this segment any more."""
+        self.savers.forget(held)
+        self.segments.drop(held)

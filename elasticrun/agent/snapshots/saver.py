@@ -1,9 +1,8 @@
 """The node's saver: started when a rank first speaks of snapshots, and again when it has died.
 
 Whoever wants something of it awaits the answer; SaverGone says in a sentence why none comes. It
-knows segments by their keys, and is given each one's descriptor once.
-
-When the saver hashes what ranks have committed: a moment later, and only the newest of it.
+knows segments by their keys, and is given each one's descriptor once. What ranks have committed it
+hashes a moment later, and only the newest of it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import hashlib
 import hmac
 import signal
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, Final, TypeVar
+from collections.abc import Hashable
+from typing import Any, Final, Protocol, TypeVar
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
@@ -45,6 +44,7 @@ from elasticrun.wire.snapshots import (
     Serve,
 )
 from elasticrun.wire.spawning import Exited, SendSignal, SpawnFailed, SpawnSaver
+from elasticrun.wire.types import RoundName
 
 T = TypeVar("T")
 
@@ -63,34 +63,49 @@ try is not counted above."""
 START_LIMIT: Final = 60.0
 """Seconds until a saver speaks; one that is executed imports torch first."""
 
+HASH_AFTER: Final = 0.1
+"""Seconds after a commit when it is hashed."""
+
+APART: Final = 1.0
+"""Seconds between two snapshots of one segment that are hashed; ranks that commit faster have only
+some hashed, and keep their cores to themselves."""
+
+
+def named(name: RoundName) -> Named:
+    """A round's name as ranks and savers are told it."""
+    return Named(name.term, name.number, name.nonce)
+
 
 class SaverGone(Exception):
     """There is no saver, or it died meanwhile; a sentence."""
 
 
-class Savers:
-    """At most one saver at a time. `ready` is called when one is there, with its segments still to
-    be opened; `place` is the name of the agent's socket, `host` where it serves others, "" for
-    nowhere."""
+class SaverOwner(Protocol):
+    """Whose saver it is."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        spawners: Spawners,
-        *,
-        place: Callable[[], str],
-        host: Callable[[], str],
-        ready: Callable[[], None],
-        lost: Callable[[], None],
-        remark: Callable[[str], None],
-    ) -> None:
+    def socket_name(self) -> str:
+        """The agent's socket, which it dials."""
+
+    def serving_host(self) -> str:
+        """Where it serves other nodes; "": nowhere."""
+
+    def saver_ready(self) -> None:
+        """One is there, with its segments still to be opened."""
+
+    def saver_lost(self) -> None:
+        """There is none any more."""
+
+    def remark(self, text: str) -> None:
+        """A sentence of its for the operator."""
+
+
+class Savers:
+    """At most one saver at a time."""
+
+    def __init__(self, config: AgentConfig, spawners: Spawners, owner: SaverOwner) -> None:
         self._config = config
         self._spawners = spawners
-        self._place = place
-        self._host = host
-        self._ready = ready
-        self._lost = lost
-        self._remark = remark
+        self._owner = owner
         self._key: int | None = None  # of the process, until it was reaped
         self._peer: Peer | None = None
         self._coming: asyncio.Future[None] | None = None
@@ -228,7 +243,8 @@ class Savers:
         elif isinstance(message, Checked):
             self._settle(("check", message.key, message.slot, message.sequence), message)
         elif isinstance(message, PartsDone):
-            self._worked(message.ok)
+            if message.ok:
+                self._starts.clear()
             self._settle(("parts", message.attempt), message)
         elif isinstance(message, CommitDone):
             self._settle(("commit", message.attempt), message)
@@ -237,7 +253,7 @@ class Savers:
         elif isinstance(message, Fetched):
             self._settle(("fetched", message.key), message)
         elif isinstance(message, Remark):
-            self._remark(message.text)
+            self._owner.remark(message.text)
 
     def hung_up(self, peer: Peer) -> None:
         """Its conversation is over, and it ends with that; how it ended is told by `gone`."""
@@ -300,8 +316,8 @@ class Savers:
         self._spawners.start(
             SpawnSaver(
                 key=self._key,
-                place=self._place(),
-                host=self._host(),
+                place=self._owner.socket_name(),
+                host=self._owner.serving_host(),
                 secret=_secret(self._config),
                 env={env.OMP_NUM_THREADS: "1", env.CUDA_VISIBLE_DEVICES: ""},
                 unset=(),
@@ -325,10 +341,6 @@ class Savers:
         self._again = None
         self._start()
 
-    def _worked(self, ok: bool) -> None:
-        if ok:
-            self._starts.clear()
-
     def _introduced(self, peer: Peer, here: SaverHere) -> None:
         if here.version != VERSION:
             peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
@@ -340,7 +352,7 @@ class Savers:
             coming, self._coming = self._coming, None
             if coming is not None and not coming.done():
                 coming.set_result(None)
-            self._ready()
+            self._owner.saver_ready()
 
     def _end(self, sentence: str) -> None:
         """It is of no use any more, for this reason; the first one told stands."""
@@ -354,7 +366,7 @@ class Savers:
         self._last_end = sentence
         self._fail(sentence)
         if not self._closed:
-            self._lost()
+            self._owner.saver_lost()
 
     def _fail(self, sentence: str) -> None:
         answers, self._answers = self._answers, {}
@@ -419,16 +431,8 @@ def _code_in_words(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
-HASH_AFTER: Final = 0.1
-"""Seconds after a commit when it is hashed."""
-
-APART: Final = 1.0
-"""Seconds between two snapshots of one segment that are hashed; ranks that commit faster have only
-some hashed, and keep their cores to themselves."""
-
-
 class Hashing:
-    """The timers, one a segment."""
+    """When snapshots are hashed: a timer a segment."""
 
     def __init__(self, savers: Savers) -> None:
         self._savers = savers

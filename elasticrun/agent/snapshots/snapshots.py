@@ -1,230 +1,53 @@
-"""Sentences of ranks and savers for the operator: each once in a life of the ranks.
+"""The node's part in snapshots: who of its ranks holds what, and what follows from that.
 
-What ranks read in their segments' control pages: which step is whole, which never will be.
-
-Ranks that wait for room: each is told when a slot of its segment is free, or a step is whole.
-
-What frees a slot is written into its segment's control page by this agent alone, so nobody needs to
-look there again and again.
-
-A rank that introduces itself: whether it is one of ours, and what it is told.
-
-The node's part in snapshots: who of its ranks holds what, and what follows from that.
-
-Ranks and the saver speak over one socket (`snapshot_peers`), state lies in segments (`segments`),
-the master is told what is held (`inventory`) and tells which step is whole, which one to go on from
-(`shards`), and what to write out (`persisting`). This room routes between them, and keeps the two
-rules on which the others rest: before a rank of a new life is born, everything newer than what that
-life goes on from is withdrawn; and what it goes on from is pinned until the life has a whole step
-of its own.
+Ranks and the saver speak over one socket (`peers`), state lies in segments (`segments`), the master
+is told what is held (`inventory`) and tells which step is whole, which one to go on from
+(`fetching`), and what to write out (`checkpoints`). This room routes between them, and keeps the
+two rules on which the others rest: before a rank of a new life is born, everything newer than what
+that life goes on from is withdrawn; and what it goes on from is pinned until the life has a whole
+step of its own.
 
 The end of a rank's connection means nothing: what it has committed counts when it was reaped.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import select
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from msgspec.structs import replace
 
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.rendezvous.claims import FolderClaim
-from elasticrun.agent.runtime import tell_failure
-from elasticrun.agent.snapshots.checkpoints import Persisting, named
-from elasticrun.agent.snapshots.drain import Departing
+from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.snapshots.checkpoints import Persisting
 from elasticrun.agent.snapshots.fetching import Replicas, Shards
+from elasticrun.agent.snapshots.generation import Drain, Generation
 from elasticrun.agent.snapshots.inventory import (
     CHOSEN,
     HoldingsReport,
     Inventory,
+    Local,
     Wanted,
-    needless,
-    sift,
 )
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
-from elasticrun.agent.snapshots.saver import Hashing, Savers
-from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
+from elasticrun.agent.snapshots.saver import Hashing, Savers, named
+from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.agent.spawner import Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
-from elasticrun.shm.segment import NONE, VERSION, round_key
-from elasticrun.wire import env, messages as m, snapshots as s
+from elasticrun.shm.segment import NONE, round_key
+from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.messages import Start
 from elasticrun.wire.progress import place
-from elasticrun.wire.snapshots import RoomThere
 from elasticrun.wire.types import Endpoint
 
 REMARKS_MOST: Final = 20
 """Sentences of ranks and savers that are shown in one life."""
 
 
-class Remarks:
-    """Call it with a sentence."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def __call__(self, text: str, level: str = "warning") -> None:
-        text = one_line(text)
-        if text not in self._told and len(self._told) < REMARKS_MOST:
-            self._told.add(text)
-            getattr(logger, level)("%s", text)
-
-    def clear(self) -> None:
-        """A new life of the ranks: all may be said again."""
-        self._told.clear()
-
-
-class Marks:
-    """Of the present life of the ranks."""
-
-    def __init__(self) -> None:
-        self.watermark = NONE
-        self.given_up = NONE
-        self.resumed = False
-        """Whether the watermark is a step of this very life."""
-
-    def begin(self, restored: int) -> None:
-        """A new life goes on from this step; NONE: from nothing in memory."""
-        self.watermark, self.given_up, self.resumed = restored, NONE, False
-
-    def show(self, held: Iterable[Held]) -> None:
-        """Write both into these segments."""
-        for one in held:
-            if not one.gone:
-                one.segment.watermark = self.watermark
-                one.segment.given_up = self.given_up
-
-    def rise(self, step: int) -> bool:
-        """This step of the present life is whole; whether that is news."""
-        if step < 0 or (step <= self.watermark and self.resumed):
-            return False
-        self.watermark, self.resumed = step, True
-        return True
-
-    def give_up(self, step: int) -> bool:
-        """Steps above the watermark up to this one will never be whole; whether that is news."""
-        if step <= max(self.watermark, self.given_up):
-            return False
-        self.given_up = step
-        return True
-
-
-class Awaiting:
-    """One question a local rank; the newest counts."""
-
-    def __init__(self) -> None:
-        self._asked: dict[int, tuple[Peer, Held, int]] = {}
-
-    def ask(self, peer: Peer, local_rank: int, held: Held | None, whole: int) -> None:
-        """AwaitRoom; answered with RoomThere, at once or later."""
-        if held is None:
-            peer.break_off("it waits for a slot, and has no segment")
-            return
-        self._asked[local_rank] = (peer, held, whole)
-        self.look()
-
-    def look(self) -> None:
-        """Something was written into control pages."""
-        for local_rank, (peer, held, whole) in list(self._asked.items()):
-            gone = peer.closed or held.gone
-            if gone or _has_come(held, whole):
-                del self._asked[local_rank]
-                if not gone:
-                    peer.send(RoomThere())
-
-    def clear(self) -> None:
-        """A new life of the ranks."""
-        self._asked.clear()
-
-
-def _has_come(held: Held, whole: int) -> bool:
-    if whole != NONE:  # or a later step is to be saved instead
-        return held.segment.watermark >= whole or held.segment.save_at > whole
-    return held.segment.free_slot() is not None
-
-
 MAX_KEY: Final = 2**63
-
-FOLDER_MOST: Final = 4096
-"""Characters of the path or URL of a folder of checkpoints."""
-
-
-def refusal(here: s.RankHere, start: Start | None, nproc: int) -> str:
-    """Why this rank is not heard, in a clause; "" if it is. `start`: of the ranks that live here;
-    None: none does."""
-    if here.version != VERSION:
-        return f"its segments are of version {here.version}, ours of {VERSION}"
-    if start is None or not 0 <= here.local_rank < nproc:
-        return "no such rank was started"
-    if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
-        return "it names a folder, or a number of checkpoints, that there cannot be"
-    if not 0 <= here.replicas <= 1:
-        return f"it wants {here.replicas} replicas; there may be 0 or 1"
-    place = (start.first_rank + here.local_rank, start.world_size)
-    if (here.rank, here.world_size) != place:
-        said = f"rank {here.rank} of {here.world_size}"
-        return f"it says that it is {said}, and is rank {place[0]} of {place[1]}"
-    return ""
-
-
-class Speakers:
-    """The process that speaks for each local rank in this life: the first that did so. It need not
-    be the one that was started, which may be a shell around it. Another one is a child, say an
-    evaluation, whose state is not the rank's."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[int, int]] = {}  # pid and pidfd, -1: nobody comes after it
-
-    def refusal(self, local_rank: int, pid: int) -> str:
-        """Why this process is not heard for that rank, in a clause; "" if it speaks for it."""
-        first, pidfd = self._first.get(local_rank, (pid, -1))
-        if first != pid:
-            if not _has_ended(pidfd):
-                return (
-                    f"process {first} speaks for that rank, and the state of another one is not "
-                    f"the rank's: start that without {env.SNAPSHOTS}"
-                )
-            os.close(pidfd)
-            del self._first[local_rank]
-        if local_rank not in self._first:
-            try:
-                self._first[local_rank] = (pid, _opened(pid))
-            except ProcessLookupError:
-                return "its process has ended"
-        return ""
-
-    def clear(self) -> None:
-        """A new life begins, or none will."""
-        for _, pidfd in self._first.values():
-            if pidfd >= 0:
-                os.close(pidfd)
-        self._first.clear()
-
-
-def _opened(pid: int) -> int:
-    """A pidfd; -1 where there is none to be had, and of a process with a session of its own, as
-    every one has that we start for a rank: that rank ends with it. ProcessLookupError."""
-    try:
-        return -1 if os.getsid(pid) == pid else os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return -1
-
-
-def _has_ended(pidfd: int) -> bool:
-    """Whether that process has; false where nobody can tell."""
-    if pidfd < 0:
-        return False
-    look = select.poll()
-    look.register(pidfd, select.POLLIN)
-    return bool(look.poll(0))
 
 
 def sizes_of(need: s.NeedSegment) -> Sizes:
@@ -253,7 +76,7 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
 
 class Snapshots:
     """Built with the node; `open` when its id is known. `link` leads to the master, `address` is
-    where this node is reached by others."""
+    where this node is reached by others, `resumed(step, source)` is called when ranks go on."""
 
     def __init__(
         self,
@@ -270,48 +93,23 @@ class Snapshots:
         self._link = link
         self._resumed = resumed
         self._address = address
-        self._segments = Segments(config.spec.job_id, self._nproc, environ)
-        self._inventory = Inventory(self._nproc)
+        self._remarks: set[str] = set()  # that were shown in this life
+        self._tasks = Tasks(logger.error)
+        self._generation = Generation(self._nproc)
         self._server = PeerServer(self._nproc, self)
-        self._remarks = Remarks()
-        self.savers = Savers(
-            config,
-            spawners,
-            place=lambda: self._server.name,
-            host=lambda: address() if self._several else "",
-            ready=self._saver_ready,
-            lost=self._saver_lost,
-            remark=self._remarks,
-        )
-        say = self._say
-        parts = (self._segments, self._inventory, self.savers)
-        self._shards = Shards(*parts, say)
-        self._claim = FolderClaim(
-            config.spec.job_id, lambda: self._start.round.term if self._start else 0
-        )
-        self._persisting = Persisting(
-            *parts, say=say, bad=self._shards.bad, freed=self._tidy, sure=self._sure
-        )
-        self._replicas = Replicas(*parts, say=say, changed=lambda: self._report.changed())
-        saves = config.spec.saves
-        self._wanted = Wanted(self._segments, self._inventory, saves.limit, self._tidy)
-        self._report = HoldingsReport(
-            link, self._holdings, lambda: self._start.group_world_size if self._start else 1
-        )
-        self._start: m.Start | None = None
-        self._living = False  # ranks of the present life may still write
-        self._put_back = False  # one of them has put back what their Start named
-        self._ranks: dict[int, Peer] = {}
-        self._current: dict[int, Held] = {}  # given in this life, by local rank
-        self._speakers = Speakers()
-        self._giving: set[Peer] = set()  # ranks that are being given a segment
-        self._steps: dict[int, int] = {}  # the last one that each local rank has committed
-        self._skipped: dict[int, int] = {}  # how many each has skipped in this life
-        self._marks = Marks()
-        self.departing = Departing(config, self._current, lambda: self._segments.held, self._say)
+        self.savers = Savers(config, spawners, self)
+        self._segments = Segments(config.spec.job_id, self._nproc, environ)
+        self._wanted = Wanted(self._segments, config.spec.saves.limit, self._tidy)
+        self._inventory = Inventory(self._segments, self._wanted, self._nproc)
+        self._report = HoldingsReport(link, self)
+        changed = self._report.changed
+        local = Local(self._segments, self._inventory, self.savers, self._say, changed, self._tidy)
+        self._claim = FolderClaim(config.spec.job_id, self._term)
+        self._shards = Shards(local)
+        self._replicas = Replicas(local)
+        self._persisting = Persisting(local, self._shards, self._claim)
+        self.drain = Drain(config, lambda: self._segments.held, self._say)
         self._hashing = Hashing(self.savers)
-        self._awaiting = Awaiting()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, node: str) -> None:
         """Begin to listen, and take over what a killed agent of this node has left."""
@@ -333,45 +131,39 @@ class Snapshots:
         await self._claim.close()
         self._server.close()
         self._hashing.close()
-        self._speakers.clear()
-        for task in self._tasks:
-            task.cancel()
+        self._generation.close()
+        self._tasks.close()
         await self._segments.close(job_over=job_over)
 
     # ------------------------------------------------------------ lives of the ranks
 
-    def begin(self, start: m.Start) -> None:
+    def begin(self, start: Start) -> None:
         """Ranks of this round are about to be started."""
-        self._start, self._living, self._put_back = start, True, False
+        self._generation.close()
+        self._generation = Generation(self._nproc, start)
         for peer in self._server.peers():
             if isinstance(peer.here, s.RankHere):
                 peer.close()
-        self._ranks.clear()
-        self._speakers.clear()
-        self._current.clear()
-        self._awaiting.clear()
-        self._steps.clear()
-        self._skipped.clear()
         self._remarks.clear()
-        self.departing.begin(start)
-        self._inventory.begin(start, self._segments.held)
+        self.drain.begin(self._generation)
+        self._inventory.begin(start)
         self.savers.replace_old()
         self._go_on_from(start)
         self._replicas.begin(start)
         self._note()
         self._serve()
 
-    def _go_on_from(self, start: m.Start) -> None:
-        sift(self._segments.held, start.restore, self._persisting.pins(), self._wanted.reason)
-        self._marks.begin(NONE if start.restore is None else start.restore.step)
+    def _go_on_from(self, start: Start) -> None:
+        self._inventory.prune(start.restore, self._persisting.pins())
+        self._generation.go_on_from(NONE if start.restore is None else start.restore.step)
         self._shards.begin(start)
         self._report.changed()
 
     def reaped(self) -> None:
         """No rank of the present life is left: what it has committed is what it has."""
-        if self._living:
-            self._living = False
-            self._wanted.look(list(self._current.values()))
+        if self._generation.living:
+            self._generation.living = False
+            self._wanted.look(self._generation.held())
             self._serve()
         self._report.now(again=True)
 
@@ -388,13 +180,14 @@ class Snapshots:
     def obey(self, order: m.Order) -> None:
         """What the brain has passed on."""
         if isinstance(order, m.Watermark):
-            if self._start is not None and order.round == self._start.round:
+            start = self._generation.start
+            if start is not None and order.round == start.round:
                 self._whole(order.step)
                 self._give_up(order.given_up)
         elif isinstance(order, m.Persist):
             self._persisting.begin(order)
         elif isinstance(order, m.SaveAt):
-            self.departing.ask(order)
+            self.drain.ask(order)
         elif isinstance(order, m.CommitCheckpoint):
             self._persisting.commit(order)
         elif isinstance(order, m.PersistOver):
@@ -406,9 +199,8 @@ class Snapshots:
 
     def _whole(self, step: int) -> None:
         """The present life has a whole step of its own: older ones are not needed for it."""
-        if not self._marks.rise(step):
+        if not self._generation.rise(step):
             return
-        self._marks.show(self._current.values())
         for held in self._segments.held:
             held.unpin(CHOSEN)
         self._shards.let_copies_go()
@@ -417,9 +209,8 @@ class Snapshots:
 
     def _give_up(self, step: int) -> None:
         """Steps above the watermark that are in nobody's way any more."""
-        if self._marks.give_up(step):
-            self._marks.show(self._current.values())
-            self._awaiting.look()
+        if self._generation.give_up(step):
+            self._generation.look()
 
     def _over(self, order: m.PersistOver) -> None:
         """A failed attempt may be followed by another; a snapshot that is wanted stays for it."""
@@ -429,12 +220,6 @@ class Snapshots:
         if order.ok and self._inventory.committed(order.step):
             self._note()
         self._tidy()
-
-    async def _sure(self) -> None:
-        """The folder of the present life is this job's to write into. NotOurs."""
-        life = self._inventory.present
-        if life is not None and life.folder:
-            await self._claim.sure(life.folder)
 
     # ------------------------------------------------------------ what peers say
 
@@ -449,54 +234,54 @@ class Snapshots:
             peer.break_off("it is a rank, and speaks as the saver does")
         elif isinstance(message, s.RankHere):
             self._rank_here(peer, message)
-        elif peer.here is not None and self._ranks.get(peer.here.local_rank) is peer:
-            self._rank_says(peer, peer.here.local_rank, message)
+        elif (local_rank := self._generation.of(peer)) is not None:
+            self._rank_says(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
         """Its connection is over."""
         if isinstance(peer.here, s.SaverHere):
             self.savers.hung_up(peer)
-        elif peer.here is not None and self._ranks.get(peer.here.local_rank) is peer:
-            del self._ranks[peer.here.local_rank]
-            self.departing.lost(peer.here.local_rank)
+        elif (local_rank := self._generation.of(peer)) is not None:
+            rank = self._generation.ranks[local_rank]
+            rank.peer, rank.silent = None, True
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
-        start = self._start
-        why = refusal(here, start if self._living else None, self._nproc)
-        why = why or self._speakers.refusal(here.local_rank, peer.pid)
+        generation = self._generation
+        why, start = generation.refusal(here, peer.pid), generation.start
         if start is None or why:
             peer.break_off(why)
             return
         on = start.restore
         if on and (other := self._inventory.elsewhere(on.round, here.folder)):
-            self._remarks(f"step {on.step} in memory is not used: its checkpoints are in {other}")
-            self._start = start = replace(start, restore=None)
+            self.remark(f"step {on.step} in memory is not used: its checkpoints are in {other}")
+            generation.start = start = replace(start, restore=None)
             self._go_on_from(start)
-        before, self._ranks[here.local_rank] = self._ranks.get(here.local_rank), peer
+        rank = generation.ranks[here.local_rank]
+        before, rank.peer = rank.peer, peer
         if before is not None:
             before.break_off("a newer Checkpointer of that rank has taken its place")
         if sentence := self._inventory.told(here):
-            self._remarks(sentence)
+            self.remark(sentence)
         if here.rank == 0:
             self._claim.want(here.folder)
         self._replicas.wanted = here.replicas > 0
         if here.replicas and start.group_world_size == 1:
-            self._remarks("no replicas: this node is the only one", level="info")
+            self.remark("no replicas: this node is the only one", level="info")
         self.savers.want()
         same = start.restore is not None and self._shards.is_here(here.rank)
-        peer.send(resume(start, same=same, put_off=self.departing.signals))
+        peer.send(resume(start, same=same, put_off=self.drain.signals))
 
     def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
-        if isinstance(message, s.NeedSegment) and peer in self._giving:
+        rank = self._generation.ranks[local_rank]
+        if isinstance(message, s.NeedSegment) and rank.giving is peer:
             peer.break_off("it asks for a second segment before it was given the first one")
         elif isinstance(message, s.NeedSegment):
-            self._giving.add(peer)
-            self._spawn(self._give(peer, local_rank, message))
+            rank.giving = peer
+            self._tasks.start(self._give(peer, local_rank, message), "giving a segment")
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
         elif isinstance(message, s.AwaitRoom):
-            held = self._current.get(local_rank)
-            self._awaiting.ask(peer, local_rank, held, message.whole)
+            self._generation.await_room(peer, local_rank, message.whole)
         elif isinstance(message, s.WantShard):
             self._shards.want(peer, message.rank)
         elif isinstance(message, s.IsWhole):
@@ -504,56 +289,61 @@ class Snapshots:
         elif isinstance(message, s.CannotRestore):
             self._shards.cannot(message.rank, message.reason)
         elif isinstance(message, s.PutsOff):
-            self.departing.puts_off(local_rank, message.signals)
+            rank.put_off = message.signals
         elif isinstance(message, s.Missed):
-            self.departing.missed(message)
+            self.drain.missed(message)
         elif isinstance(message, s.Skipped):
-            self._skipped[local_rank] = message.count
+            rank.skipped = message.count
             self._report.changed()
         elif isinstance(message, s.Remark):
-            self._remarks(f"local rank {local_rank}: {message.text}")
+            self.remark(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
-            self._inventory.restored(message)
-            self._put_back = self._put_back or message.source == "memory"
-            self.departing.began(message.step)
-            self._resumed(message.step, message.source)
-            if (source := message.source) != "nothing":
-                self._remarks(f"ranks go on from step {message.step} ({source})", level="info")
+            self._restored(message)
+
+    def _restored(self, said: s.Restored) -> None:
+        self._inventory.restored(said)
+        self._generation.put_back = self._generation.put_back or said.source == "memory"
+        self.drain.began(said.step)
+        self._resumed(said.step, said.source)
+        if said.source != "nothing":
+            self.remark(f"ranks go on from step {said.step} ({said.source})", level="info")
 
     # ------------------------------------------------------------ segments
 
     async def _give(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
         """NeedSegment; answered with SegmentHere, whatever comes in between."""
+        rank = self._generation.ranks[local_rank]
         try:
             await self._lend(peer, local_rank, need)
         except Exception as error:  # of ours, too: the rank would wait for an answer
             why = str(error) if isinstance(error, NoRoom) else repr(error)
             reason = f"training goes on without snapshots: {why}"
-            self._remarks(f"local rank {local_rank}: {reason}")
+            self.remark(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
         finally:
-            self._giving.discard(peer)
+            if rank.giving is peer:
+                rank.giving = None
         self._tidy()
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
         held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
-        if not peer.closed:
-            self._current[local_rank] = held  # at once: nobody takes it for needless meanwhile
+        if not peer.closed:  # at once: nobody prunes it meanwhile
+            self._generation.ranks[local_rank].held = held
         await self._segments.note(self._inventory.lives())
         if peer.closed or held.gone:
             return
         held.own = need.own
-        self._marks.show([held])
+        self._generation.show([held])
         held.segment.current = NONE
-        self.departing.show(held)
+        self.drain.show(local_rank, held)
         peer.send(s.SegmentHere(True, "", not held.written and not held.snapshots()), held.fd)
 
     def _tidy(self) -> None:
         """Something is not needed any more: tell who waits for room, and drop segments of other
         layouts that nobody needs."""
-        self._awaiting.look()
-        mark = self._marks.watermark
-        for held in needless(self._segments.held, self._current, self._inventory, mark):
+        self._generation.look()
+        current = [rank.held for rank in self._generation.ranks]
+        for held in self._inventory.prunable(current, self._generation.watermark):
             self.savers.forget(held)
             self._segments.drop(held)
         self._report.changed()
@@ -561,25 +351,23 @@ class Snapshots:
     # ------------------------------------------------------------ commits
 
     def _committed(self, local_rank: int, said: s.Committed) -> None:
-        held, start = self._current.get(local_rank), self._start
-        if held is None or held.gone or start is None or not 0 <= said.slot < held.segment.slots:
+        generation, start = self._generation, self._generation.start
+        found = generation.committed(local_rank, said)
+        if found is None or start is None:
             return
-        snapshot = held.segment.read(said.slot)
-        if snapshot is None or snapshot.sequence != said.sequence:
-            return
-        held.written = True
-        if said.persist or self._inventory.wants(snapshot.round, snapshot.step):
-            self._wanted.add(snapshot.round, snapshot.step, self._current.values())
-        self._steps[local_rank] = snapshot.step
-        self.departing.committed(snapshot.step)
-        alone = start.group_world_size == 1 and len(self._steps) == self._nproc
-        if alone and (not self._marks.resumed or min(self._steps.values()) > self._marks.watermark):
-            same = len(set(self._steps.values())) == 1
-            here = self._current.values()
-            self._whole(snapshot.step if same else self._inventory.whole_here(here))
-        mark = self._marks.watermark
-        if any(mark < step < snapshot.step for step in self._steps.values()):
-            self._give_up(self._inventory.passed_over(self._current.values(), mark))
+        held, snapshot = found
+        current = generation.held()
+        if said.persist or self._wanted.has(snapshot.round, snapshot.step):
+            self._wanted.add(snapshot.round, snapshot.step, current)
+        self.drain.committed(snapshot.step)
+        steps = generation.steps()
+        alone = start.group_world_size == 1 and len(steps) == self._nproc
+        if alone and (not generation.resumed or min(steps) > generation.watermark):
+            same = len(set(steps)) == 1
+            self._whole(snapshot.step if same else self._inventory.whole_here(current))
+        mark = generation.watermark
+        if any(mark < step < snapshot.step for step in steps):
+            self._give_up(self._inventory.passed_over(current, mark))
         self._hashing.soon(held)
         if self._replicas.wanted and self._several:
             rank = start.first_rank + local_rank
@@ -589,40 +377,57 @@ class Snapshots:
         else:
             self._report.changed()
 
-    # ------------------------------------------------------------ the saver
+    # ------------------------------------------------------------ for the saver's client
 
-    def _saver_ready(self) -> None:
+    def socket_name(self) -> str:
+        return self._server.name
+
+    def serving_host(self) -> str:
+        return self._address() if self._several else ""
+
+    def saver_ready(self) -> None:
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
             self._hashing.now(held)
         self._report.now()
 
-    def _saver_lost(self) -> None:
-        if self._ranks:
+    def saver_lost(self) -> None:
+        if any(rank.peer is not None for rank in self._generation.ranks):
             self.savers.want()
         self._report.changed()
 
-    def _holdings(self) -> m.Holdings:
-        held = self._inventory.holdings(self._segments.held, living=self._living)
+    def remark(self, text: str, level: str = "warning") -> None:
+        """A sentence of a rank or the saver for the operator: each once in a life of the ranks."""
+        text = one_line(text)
+        if text not in self._remarks and len(self._remarks) < REMARKS_MOST:
+            self._remarks.add(text)
+            getattr(logger, level)("%s", text)
+
+    # ------------------------------------------------------------ for the report
+
+    def holdings(self) -> m.Holdings:
+        """What this node holds."""
+        generation = self._generation
+        held = self._inventory.holdings(living=generation.living)
         saver = Endpoint(self._address(), self.savers.port) if self.savers.port else None
-        last, went_on = self._inventory.last(), self._went_on()
-        skipped = max(self._skipped.values(), default=0)
+        last, went_on = self._inventory.last(), generation.went_on()
+        skipped = max((rank.skipped for rank in generation.ranks), default=0)
         return m.Holdings(saver, held, self._replicas.wanted, last, went_on, skipped)
 
-    def _went_on(self) -> m.WentOn | None:
-        """How far ranks of a life that is over have trained on from memory; None: not at all."""
-        start = self._start
-        if start is None or start.restore is None or self._living or not self._put_back:
-            return None
-        done = (held.segment.current for held in self._current.values() if not held.gone)
-        step = max(done, default=NONE)
-        return m.WentOn(start.round, step) if step > start.restore.step else None
+    def nodes(self) -> int:
+        """How many the round has."""
+        start = self._generation.start
+        return 1 if start is None else start.group_world_size
+
+    def _term(self) -> int:
+        start = self._generation.start
+        return 0 if start is None else start.round.term
 
     def _serve(self) -> None:
         """Let other nodes have what is held here."""
         if self._several and self.savers.here:
-            for held, snapshot, life, rank in self._inventory.everything(self._segments.held):
+            for held, snapshot, life, rank in self._inventory.everything():
                 self.savers.serve(held, snapshot, named(life.name), rank)
 
     # ------------------------------------------------------------ small change
@@ -631,10 +436,4 @@ class Snapshots:
         self._link().say(report)
 
     def _note(self) -> None:
-        self._spawn(self._segments.note(self._inventory.lives()))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        tell_failure(task, logger.error, "giving a segment")
+        self._tasks.start(self._segments.note(self._inventory.lives()), "noting the rounds")

@@ -9,7 +9,12 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun.agent.snapshots.drain import LEAST_MARGIN, MOST_MISSED, Departing
+from elasticrun.agent.snapshots.generation import (
+    LEAST_MARGIN,
+    MOST_MISSED,
+    Drain,
+    Generation,
+)
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.config import AgentConfig
 from elasticrun.shm.layout import PAGE
@@ -31,128 +36,142 @@ def held(local_rank: int) -> Held:
     return Held(local_rank, local_rank, sizes, 1, "", -1, memory, Segment(memoryview(memory)))
 
 
-def made(config: AgentConfig | None = None) -> tuple[Departing, dict[int, Held], list[m.Report]]:
-    current = {0: held(0), 1: held(1)}
+def made(config: AgentConfig | None = None) -> tuple[Drain, Generation, list[m.Report]]:
+    """Two ranks of a generation with a segment each."""
     said: list[m.Report] = []
-    departing = Departing(config or made_config(), current, current.values, said.append)
-    departing.begin(START)
-    return departing, current, said
+    generation = begun()
+    drain = Drain(config or made_config(), generation.held, said.append)
+    drain.begin(generation)
+    return drain, generation, said
+
+
+def begun(start: m.Start = START) -> Generation:
+    generation = Generation(2, start)
+    for local_rank, rank in enumerate(generation.ranks):
+        rank.held = held(local_rank)
+    return generation
+
+
+def page(generation: Generation, local_rank: int) -> Segment:
+    """The control page of this rank's segment."""
+    held = generation.ranks[local_rank].held
+    assert held is not None
+    return held.segment
 
 
 def test_the_newest_step_of_its_ranks_counts() -> None:
-    departing, current, _ = made()
-    assert departing.step() == NONE
-    departing.committed(3)
-    assert departing.step() == 3
-    current[1].segment.current = 5
-    signalled = departing.signalled(15, death=True)
+    drain, generation, _ = made()
+    assert drain.step() == NONE
+    drain.committed(3)
+    assert drain.step() == 3
+    page(generation, 1).current = 5
+    signalled = drain.signalled(15, death=True)
     assert (signalled.name, signalled.step) == ("SIGTERM", 5)
-    assert departing.signalled(10, death=False).step == NONE
+    assert drain.signalled(10, death=False).step == NONE
 
 
 def test_snapshots_that_lie_here_are_told_of() -> None:
-    departing, current, _ = made()
-    assert departing.signalled(15, death=True).held == NONE
-    current[1].segment.commit(0, round=ROUND, sequence=1, step=3, layout=1, values=0)
-    assert departing.signalled(15, death=True).held == 3
+    drain, generation, _ = made()
+    assert drain.signalled(15, death=True).held == NONE
+    page(generation, 1).commit(0, round=ROUND, sequence=1, step=3, layout=1, values=0)
+    assert drain.signalled(15, death=True).held == 3
 
 
 def test_fast_steps_are_given_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    departing, current, _ = made()
+    drain, generation, _ = made()
     now = [100.0]
-    monkeypatch.setattr("elasticrun.agent.snapshots.drain.time.monotonic", lambda: now[0])
-    assert departing.margin() == LEAST_MARGIN
-    departing.committed(10)
+    monkeypatch.setattr("elasticrun.agent.snapshots.generation.time.monotonic", lambda: now[0])
+    assert drain.margin() == LEAST_MARGIN
+    drain.committed(10)
     now[0] += 2.0
-    assert departing.margin() == LEAST_MARGIN
-    current[0].segment.current = 410
-    assert departing.margin() == 100  # half a second of 200 steps each
+    assert drain.margin() == LEAST_MARGIN
+    page(generation, 0).current = 410
+    assert drain.margin() == 100  # half a second of 200 steps each
 
 
 def test_the_pace_is_known_before_the_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a life that goes on from an older one; of two steps more, ranks would be past them."""
-    departing, current, _ = made()
+    drain, generation, _ = made()
     now = [100.0]
-    monkeypatch.setattr("elasticrun.agent.snapshots.drain.time.monotonic", lambda: now[0])
-    departing.began(1000)
+    monkeypatch.setattr("elasticrun.agent.snapshots.generation.time.monotonic", lambda: now[0])
+    drain.began(1000)
     now[0] += 2.0
-    departing.began(1000)  # another rank, later
-    current[0].segment.current = 1400
-    assert departing.margin() == 100
+    drain.began(1000)  # another rank, later
+    page(generation, 0).current = 1400
+    assert drain.margin() == 100
     now[0] += 1.0
-    departing.committed(1500)
+    drain.committed(1500)
     now[0] += 1.0
-    current[0].segment.current = 1600
-    assert departing.margin() == 50  # warming up does not count any more
-    departing.begin(START)
-    assert departing.margin() == LEAST_MARGIN
+    page(generation, 0).current = 1600
+    assert drain.margin() == 50  # warming up does not count any more
+    drain.begin(begun())
+    assert drain.margin() == LEAST_MARGIN
 
 
 def test_every_segment_is_told_and_later_ones_too() -> None:
-    departing, current, _ = made()
-    departing.ask(m.SaveAt(OTHER, 9, "node a is to leave"))
-    assert current[0].segment.save_at == NONE
-    departing.ask(m.SaveAt(ROUND, 9, "node a is to leave"))
-    assert [one.segment.save_at for one in current.values()] == [9, 9]
+    drain, generation, _ = made()
+    drain.ask(m.SaveAt(OTHER, 9, "node a is to leave"))
+    assert page(generation, 0).save_at == NONE
+    drain.ask(m.SaveAt(ROUND, 9, "node a is to leave"))
+    assert [page(generation, rank).save_at for rank in (0, 1)] == [9, 9]
     late = held(1)
-    departing.show(late)
+    drain.show(1, late)
     assert late.segment.save_at == 9
-    departing.begin(structs.replace(START, round=OTHER))
-    departing.show(late)
+    drain.begin(begun(structs.replace(START, round=OTHER)))
+    drain.show(1, late)
     assert late.segment.save_at == NONE
 
 
 def test_that_a_step_was_missed_is_told_once() -> None:
-    departing, _, said = made()
+    drain, _, said = made()
     for at in (10, 11):
-        departing.missed(s.Missed(9, at))
-    departing.missed(s.Missed(13, 14))
-    departing.missed(s.Missed(NONE, 15))
+        drain.missed(s.Missed(9, at))
+    drain.missed(s.Missed(13, 14))
+    drain.missed(s.Missed(NONE, 15))
     assert said == [m.Missed(ROUND, 9, 10), m.Missed(ROUND, 13, 14)]
 
 
 def test_an_order_that_comes_again_is_answered_again() -> None:
     """The master has died meanwhile, or the word was lost with its stream."""
-    departing, _, said = made()
+    drain, _, said = made()
     order = m.SaveAt(ROUND, 9, "node a is to leave")
-    departing.ask(order)
-    departing.missed(s.Missed(9, 10))
-    departing.ask(m.SaveAt(ROUND, 12, "node a is to leave"))
-    departing.ask(order)
+    drain.ask(order)
+    drain.missed(s.Missed(9, 10))
+    drain.ask(m.SaveAt(ROUND, 12, "node a is to leave"))
+    drain.ask(order)
     assert said == [m.Missed(ROUND, 9, 10)] * 2
 
 
 def test_a_rank_may_not_miss_steps_for_ever() -> None:
-    departing, _, said = made()
+    drain, _, said = made()
     for step in range(1000):
-        departing.missed(s.Missed(step, 1000))
+        drain.missed(s.Missed(step, 1000))
     assert len(said) == MOST_MISSED
 
 
 def test_ranks_that_speak_no_more_are_not_waited_for() -> None:
     """Their training is over: no step comes."""
-    departing, current, _ = made()
-    departing.committed(3)
-    current[0].segment.current = 5
-    departing.lost(0)
-    assert departing.step() == 3
-    departing.lost(1)
-    assert departing.signalled(15, death=True).step == NONE
-    departing.show(current[0])
-    assert departing.step() == 5
-    departing.lost(0)
-    departing.begin(START)
-    assert departing.step() == 5
+    drain, generation, _ = made()
+    drain.committed(3)
+    page(generation, 0).current = 5
+    generation.ranks[0].silent = True
+    assert drain.step() == 3
+    generation.ranks[1].silent = True
+    assert drain.signalled(15, death=True).step == NONE
+    again = generation.ranks[0].held
+    assert again is not None
+    drain.show(0, again)
+    assert drain.step() == 5
 
 
 def test_who_puts_a_signal_off() -> None:
-    departing, _, _ = made()
-    departing.puts_off(1, (15,))
-    assert departing.is_put_off(1, 15)
-    assert not departing.is_put_off(1, 1)
-    assert not departing.is_put_off(0, 15)
-    departing.begin(START)
-    assert not departing.is_put_off(1, 15)
+    drain, generation, _ = made()
+    generation.ranks[1].put_off = (15,)
+    assert drain.is_put_off(1, 15)
+    assert not drain.is_put_off(1, 1)
+    assert not drain.is_put_off(0, 15)
+    drain.begin(begun())
+    assert not drain.is_put_off(1, 15)
 
 
 @pytest.mark.parametrize(

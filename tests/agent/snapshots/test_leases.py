@@ -80,14 +80,14 @@ def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
             ranks[1].say(s.Restored(1, source))
             await node.heard(ranks)
         if step is not None:
-            node.snapshots._current[1].segment.current = step
-        assert node.snapshots._holdings().went_on is None, "they live"
+            node.snapshots._generation.ranks[1].held.segment.current = step
+        assert node.snapshots.holdings().went_on is None, "they live"
         node.snapshots.reaped()
-        went_on = node.snapshots._holdings().went_on
+        went_on = node.snapshots.holdings().went_on
         assert went_on == (None if told is None else m.WentOn(start.round, told))
         node.begin(3, restore=m.Restore(ONE, 1, 2))
         node.snapshots.reaped()
-        assert node.snapshots._holdings().went_on is None
+        assert node.snapshots.holdings().went_on is None
 
     play(body)
 

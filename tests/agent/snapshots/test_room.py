@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm import memory, memory as large_pages
@@ -89,17 +90,16 @@ def test_one_that_is_closed_is_not_asked_for_its_state(monkeypatch: pytest.Monke
         node.begin(1)
         ranks = await node.ranks()
         await node.both(ranks, 2)
-        departing = node.snapshots.departing
-        assert departing.step() == 2
+        assert node.snapshots.drain.step() == 2
         gone = asyncio.Event()
-        lost = departing.lost
+        lost = node.snapshots.lost
 
-        def lose(local_rank: int) -> None:
-            lost(local_rank)
-            if departing.step() == NONE:
+        def lose(peer: Peer) -> None:
+            lost(peer)
+            if node.snapshots.drain.step() == NONE:
                 gone.set()
 
-        monkeypatch.setattr(departing, "lost", lose)
+        monkeypatch.setattr(node.snapshots, "lost", lose)
         for rank in ranks:
             rank.close()
         await asyncio.wait_for(gone.wait(), LIMIT)

@@ -77,7 +77,7 @@ def write(held: Held, step: int) -> None:
 
 def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> None:
     """An agent that had a snapshot of step 1 of local rank 0 and was killed."""
-    code = "import sys; from tests.agent.snapshots.test_segments import be_killed; be_killed(*sys.argv[1:])"
+    code = f"import sys; from {__name__} import be_killed; be_killed(*sys.argv[1:])"
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", code, str(shm), job, node]
     done = subprocess.run(command, cwd=root, timeout=240, check=False)
