@@ -42,6 +42,7 @@ from elasticrun.core.events import (
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import (
     Beat,
     CommitCheckpoint,
@@ -326,7 +327,7 @@ class Loop:
             self.figures.started(order.round, order.group_world_size)
         try:
             data = codec.order_to_wire(order)
-        except codec.WireError as wrong:
+        except WireError as wrong:
             logger.error("a defect: an order that cannot be sent: %s", wrong)
             return
         about = subject(order)

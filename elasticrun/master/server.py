@@ -30,6 +30,7 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.system.network import mtu_to
 from elasticrun.wire.auth import Denied, Doorkeeper, OutOfTurn
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -220,7 +221,7 @@ class Ear:
         if self._page is None or self._page[0] is not status:
             try:
                 self._page = (status, codec.answer_to_wire(status))
-            except codec.WireError as wrong:
+            except WireError as wrong:
                 raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
 
@@ -301,7 +302,7 @@ class Ear:
         while (data := await context.read()) is not grpc.aio.EOF:
             try:
                 report = codec.report_from_wire(data)
-            except codec.WireError as wrong:
+            except WireError as wrong:
                 raise Wrong(str(wrong)) from None
             if isinstance(report, Hello | Knock | Proof):
                 raise Wrong(f"a second {type(report).__name__} on one stream")
@@ -333,7 +334,7 @@ async def _first(context: Any, awaited: str) -> Report:
             f"{other.protocol}, the master is elasticrun {__version__} with protocol "
             f"{PROTOCOL_VERSION}: install one version on all nodes"
         ) from None
-    except codec.WireError as wrong:
+    except WireError as wrong:
         raise Wrong(str(wrong)) from None
 
 

@@ -49,7 +49,8 @@ from elasticrun.storage.timeline import (
     timeline_of,
 )
 from elasticrun.storage.writing import PIECE, Sink
-from elasticrun.wire.snapshots import MAX_ATTEMPT, Named
+from elasticrun.wire.bounds import MAX_ATTEMPT
+from elasticrun.wire.snapshots import Named
 
 _LENGTH: Final = struct.Struct("<I")
 

@@ -77,13 +77,6 @@ class Whole:
 ToRank = Resume | SegmentHere | RoomThere | ShardHere | Whole
 
 
-MAX_ATTEMPT = 64
-"""Characters of the name of an attempt to persist."""
-
-MAX_RANKS_HERE = 4096
-"""As messages.MAX_LOCAL_RANKS."""
-
-
 # ---------------------------------------------------------------- a rank to its agent
 
 

@@ -1,18 +1,14 @@
-"""The names by which processes of a job know each other.
-
-The user's program, as the command line, the agent and the spawner speak of it.
-
-A module of its own, so that the job master, which has the configuration but starts no rank, does
-not make the messages to a spawner, too.
-
-What a look at this machine found: one check, what was seen, what to do about it.
-"""
+"""Records that most processes of a job speak of: rounds and endpoints, the user's program, and what
+a check of a machine has found. Ranks and the fork server import this."""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from elasticrun.wire.bounds import INT64, Name, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +20,8 @@ class RoundName:
     """
 
     term: int
-    number: int  # from 1, grows by one with every round of the job
-    nonce: str
+    number: Annotated[int, whole(1, INT64)]  # grows by one with every round of the job
+    nonce: Name
 
     def __str__(self) -> str:
         return f"{self.number} ({self.term}/{self.nonce})"
@@ -35,8 +31,8 @@ class RoundName:
 class Endpoint:
     """A host (name or address, IPv6 without brackets) and a TCP port."""
 
-    host: str
-    port: int
+    host: Name
+    port: Annotated[int, whole(1, 65535)]
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

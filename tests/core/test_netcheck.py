@@ -29,7 +29,8 @@ from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.health.groups import HELD_UP_FOR, Trial, later_pass
 from elasticrun.core.health.netcheck import MAX_PASSES, Group, NetCheck, Standing, Verdict
 from elasticrun.core.health.speed import cut
-from elasticrun.wire.messages import MAX_TEXT, CheckSpec, Probed, ProbePhase, Transfer
+from elasticrun.wire.bounds import MAX_TEXT
+from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
 
 SPEC = CheckSpec(network=True)
 

@@ -7,14 +7,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elasticrun.wire import messages as m
+from elasticrun.wire.bounds import MAX_ATTEMPT, MAX_LOCAL_RANKS, MAX_SECONDS
 from elasticrun.wire.types import Endpoint, RoundName
 
 PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")) | st.just(" ")
 NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
 MAYBE = st.text(PRINTABLE, max_size=40)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
-SECONDS = st.floats(0, m.MAX_SECONDS, allow_nan=False)
-LIMITS = st.floats(0, m.MAX_SECONDS, exclude_min=True)
+SECONDS = st.floats(0, MAX_SECONDS, allow_nan=False)
+LIMITS = st.floats(0, MAX_SECONDS, exclude_min=True)
 RATIOS = st.floats(1, exclude_min=True, allow_nan=False, allow_infinity=False)
 AMOUNTS = st.floats(0, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(0, 2**31 - 1)
@@ -29,7 +30,7 @@ failures = st.builds(
     m.Failure,
     MAYBE,
     st.integers(-1, m.MAX_RANKS),
-    st.integers(-1, m.MAX_LOCAL_RANKS),
+    st.integers(-1, MAX_LOCAL_RANKS),
     PIDS,
     st.integers(-(2**31) + 1, 2**31 - 1),
     LONGS,
@@ -143,7 +144,7 @@ def hellos(job_id: str | None = None) -> st.SearchStrategy[m.Hello]:
         address=NAMES,
         pid=PIDS,
         node_rank=st.integers(-1, m.MAX_NODES - 1),
-        local_world_size=st.integers(1, m.MAX_LOCAL_RANKS),
+        local_world_size=st.integers(1, MAX_LOCAL_RANKS),
         role=MAYBE,
         spec=specs(job_id),
         attached=st.none() | round_reports(),
@@ -184,7 +185,7 @@ probed = st.builds(
 )
 
 RANKS = st.integers(0, m.MAX_RANKS)
-ATTEMPTS = st.text(PRINTABLE, min_size=1, max_size=m.MAX_ATTEMPT)
+ATTEMPTS = st.text(PRINTABLE, min_size=1, max_size=MAX_ATTEMPT)
 
 
 @st.composite
@@ -307,7 +308,7 @@ node_statuses = st.builds(
     TEXTS,
     st.integers(-1, m.MAX_RANKS),
     st.integers(-1, m.MAX_RANKS),
-    st.integers(0, m.MAX_LOCAL_RANKS),
+    st.integers(0, MAX_LOCAL_RANKS),
     pid_lists,
     TEXTS,
 )

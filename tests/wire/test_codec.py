@@ -10,9 +10,10 @@ from hypothesis import example, given, settings, strategies as st
 from msgspec import structs
 
 from elasticrun.wire import messages as m
+from elasticrun.wire.bounds import MAX_LOCAL_RANKS, MAX_NAME, MAX_TEXT, WireError
 from elasticrun.wire.pb import job_pb2 as pb
 from elasticrun.wire.rpc import protobuf as codec
-from elasticrun.wire.rpc.protobuf import ProtocolMismatch, WireError
+from elasticrun.wire.rpc.protobuf import ProtocolMismatch
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.wire import strategies as draw
 
@@ -94,7 +95,7 @@ def _hello(**fields: Any) -> bytes:
     ("fields", "said"),
     [
         ({"node": ""}, "hello.node is empty"),
-        ({"node": "x" * (m.MAX_NAME + 1)}, "hello.node has 1025 characters"),
+        ({"node": "x" * (MAX_NAME + 1)}, "hello.node has 1025 characters"),
         ({"node": "a\x1b[2J"}, "cannot be printed"),
         ({"incarnation": ""}, "incarnation is empty"),
         ({"address": "a\nb"}, "cannot be printed"),
@@ -155,7 +156,7 @@ def test_another_protocol_is_named_before_its_fields_are_read() -> None:
         ({"nonce": b""}, "knock.nonce has 0 bytes, not 32"),
         ({"nonce": b"x" * 33}, "knock.nonce has 33 bytes, not 32"),
         ({"role": "master"}, "'master', not one of agent, reader"),
-        ({"node": "x" * (m.MAX_NAME + 1)}, "knock.node has 1025 characters"),
+        ({"node": "x" * (MAX_NAME + 1)}, "knock.node has 1025 characters"),
         ({"job_id": "a\x1b[2J"}, "cannot be printed"),
         ({"version": ""}, "knock.version is empty"),
     ],
@@ -239,7 +240,7 @@ def test_lists_are_bounded_by_the_receiver() -> None:
         made.ranks_failed.failures.append(made.ranks_failed.failures[0])
     with pytest.raises(WireError, match="lists 17, more than 16"):
         codec.report_from_wire(made.SerializeToString())
-    pids = pb.Report(running=pb.Running(pids=[1] * (m.MAX_LOCAL_RANKS + 1)))
+    pids = pb.Report(running=pb.Running(pids=[1] * (MAX_LOCAL_RANKS + 1)))
     pids.running.round.CopyFrom(made.ranks_failed.round)
     with pytest.raises(WireError, match="pids lists"):
         codec.report_from_wire(pids.SerializeToString())
@@ -252,7 +253,7 @@ def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
     heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (long,))))
     assert isinstance(heard, m.RanksFailed)
     (failure,) = heard.failures
-    assert len(failure.message) == len(failure.traceback) == m.MAX_TEXT
+    assert len(failure.message) == len(failure.traceback) == MAX_TEXT
     assert failure.traceback.endswith("the error")
     assert failure.message.startswith("mmm")
 

@@ -5,18 +5,28 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import Struct
 
-from elasticrun.config import fields_of
 from elasticrun.wire import messages as m
-from elasticrun.wire.fields import _FIELDS
 from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.rpc.protobuf import NAMES, kinds, rules
 from elasticrun.wire.types import Endpoint, RoundName
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "elasticrun" / "wire" / "pb"
-NAMES = {RoundName: "Round", Endpoint: "Endpoint", m.JobStatus: "StatusReply"}
+MESSAGES = [of for of in vars(m).values() if isinstance(of, type) and issubclass(of, Struct)] + [
+    RoundName,
+    Endpoint,
+]
+MESSAGES.remove(Struct)
+
+
+def _proto(of: type) -> Any:
+    name = next((name for name, named in NAMES.items() if named is of), of.__name__)
+    return getattr(pb, name).DESCRIPTOR
 
 
 @pytest.mark.slow
@@ -43,24 +53,17 @@ def test_a_stale_file_is_found(tmp_path: Path) -> None:
     assert "job_pb2.py" in done.stdout
 
 
-@pytest.mark.parametrize("of", list(_FIELDS), ids=lambda of: of.__name__)
-def test_every_field_has_a_row_and_a_place_on_the_wire(of: type) -> None:
-    names = set(fields_of(of))
-    assert set(_FIELDS[of]) == names
-    message = getattr(pb, NAMES.get(of, of.__name__))
-    assert {field.name for field in message.DESCRIPTOR.fields} == names
-
-
-def test_the_stubs_know_every_message_and_field() -> None:
+@pytest.mark.parametrize("of", MESSAGES, ids=lambda of: of.__name__)
+def test_every_field_has_a_bound_and_a_place_on_the_wire(of: type) -> None:
+    message = _proto(of)
+    assert {field.name for field in message.fields} == rules(of).keys()
     stub = (MADE / "job_pb2.pyi").read_text()
-    for of in _FIELDS:
-        message = getattr(pb, NAMES.get(of, of.__name__)).DESCRIPTOR
-        assert f"class {message.name}(" in stub
-        for field in message.fields:
-            assert f" {field.name}:" in stub or f"def {field.name}(" in stub
+    assert f"class {message.name}(" in stub
+    for field in message.fields:
+        assert f" {field.name}:" in stub or f"def {field.name}(" in stub
 
 
-def test_every_report_and_order_has_an_envelope() -> None:
-    for union, envelope in ((m.Report, pb.Report), (m.Order, pb.Order)):
-        kinds = {field.message_type.name for field in envelope.DESCRIPTOR.fields}
-        assert kinds == {of.__name__ for of in union.__args__}
+def test_every_report_order_and_answer_has_an_envelope() -> None:
+    envelopes = ((m.Report, pb.Report), (m.Order, pb.Order), (m.StatusAnswer, pb.StatusAnswer))
+    for union, envelope in envelopes:
+        assert set(kinds(envelope).values()) == set(union.__args__)

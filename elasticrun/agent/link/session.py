@@ -12,9 +12,9 @@ from elasticrun.agent.link.trust import Trust
 from elasticrun.agent.runtime import tell_failure
 from elasticrun.operator_log import logger
 from elasticrun.wire import auth as tls
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import Attendance, LinkError, attend, open_channel
-from elasticrun.wire.rpc.protobuf import WireError
 from elasticrun.wire.types import Endpoint
 
 ECHO_LIMIT: Final = 1.0

@@ -33,6 +33,7 @@ from elasticrun.agent.runtime import in_thread, tell_failure
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, AgentConfig, Tls
 from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.messages import End
 from elasticrun.wire.rpc import etcd, protobuf as codec
@@ -201,7 +202,7 @@ class EtcdMeeting(MeetingBase):
         self._known.set()
         try:
             end = codec.order_from_wire(item.value)
-        except codec.WireError as wrong:
+        except WireError as wrong:
             self._fatal(f"{item.key} in etcd is {wrong}")
             return
         if not isinstance(end, End):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elasticrun.operator_log import logger
-from elasticrun.wire.fields import INT32
+from elasticrun.wire.bounds import INT32
 from elasticrun.wire.messages import Start, Steps
 from elasticrun.wire.progress import (
     DATAGRAM_BYTES,

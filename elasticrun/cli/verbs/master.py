@@ -17,6 +17,7 @@ from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
 from elasticrun.wire import env, run_folder as record_folder
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint
 
@@ -49,7 +50,7 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
     if keys.outcome in there:
         try:
             end = codec.order_from_wire(there[keys.outcome])
-        except codec.WireError:
+        except WireError:
             end = None
         if isinstance(end, End):
             raise NoLeader(f"job {job_id!r} is over: {end.reason}")

@@ -69,7 +69,8 @@ from elasticrun.core.health.groups import (
     size,
 )
 from elasticrun.core.words import names, some
-from elasticrun.wire.messages import MAX_TEXT, CheckSpec, Probed, Steps
+from elasticrun.wire.bounds import MAX_TEXT
+from elasticrun.wire.messages import CheckSpec, Probed, Steps
 
 TOLD = 2
 """Failures that one verdict tells, those that prove most; and bad links that an outcome names."""

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from elasticrun.wire.auth import Denied, Guest, Pem
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_STATUS_BYTES,
@@ -244,7 +245,7 @@ class Attendance:
             raise _link_error(broken) from None
         try:
             return codec.order_from_wire(data)
-        except codec.WireError as wrong:
+        except WireError as wrong:
             self._call.cancel()
             raise LinkError(f"the master sent {wrong}", rejected=True) from None
 
@@ -314,7 +315,7 @@ async def ask(
             raise _link_error(broken) from None
         except asyncio.InvalidStateError:  # it ended while we wrote
             raise _link_error_of(await call.code(), await call.details()) from None
-        except codec.WireError as wrong:
+        except WireError as wrong:
             raise LinkError(f"{endpoint} sent {wrong}", rejected=True) from None
         except Denied as denied:
             raise Unproved(str(denied), rejected=True) from None

@@ -1,32 +1,38 @@
 """Messages as bytes and back: the only importer of the generated protobuf code.
 
-Bytes that are no message of ours, or whose fields break a bound of `fields.py`, raise `WireError`
-with a sentence. What goes out fits into one message: texts are cut to their bound, and what
-failures say is shortened until the whole is at most MAX_MESSAGE_BYTES long.
+What is written and read of a field, and its bound, comes from the annotations in `messages.py`;
+the kinds of an envelope come from the proto. Bytes that are no message of ours, or whose fields
+break a bound, raise `WireError` with a sentence. What goes out fits into one message: texts are cut
+to their bound, and what failures say is shortened until it has at most MAX_MESSAGE_BYTES.
 """
 
 from __future__ import annotations
 
+import types
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, Final, cast
 
 from google.protobuf.message import DecodeError, EncodeError
 from msgspec.structs import replace
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.fields import WireError, cut, load, store
+from elasticrun.wire.bounds import (
+    INT64,
+    MAX_TEXT,
+    Bound,
+    WireError,
+    cut,
+    one_of,
+    seconds,
+    tail,
+    text,
+    whole,
+)
 from elasticrun.wire.pb import job_pb2 as pb
-
-__all__ = [
-    "ProtocolMismatch",
-    "WireError",
-    "answer_from_wire",
-    "answer_to_wire",
-    "order_from_wire",
-    "order_to_wire",
-    "report_from_wire",
-    "report_to_wire",
-]
+from elasticrun.wire.types import Endpoint, RoundName
 
 
 class ProtocolMismatch(WireError):
@@ -41,75 +47,152 @@ class ProtocolMismatch(WireError):
         )
 
 
-_REPORTS: Final[dict[str, type[Any]]] = {
-    "knock": m.Knock,
-    "proof": m.Proof,
-    "hello": m.Hello,
-    "join": m.Join,
-    "running": m.Running,
-    "ranks_failed": m.RanksFailed,
-    "stopping": m.Stopping,
-    "stopped": m.Stopped,
-    "finished": m.Finished,
-    "leaving": m.Leaving,
-    "beat": m.Beat,
-    "probed": m.Probed,
-    "steps": m.Steps,
-    "reach_me": m.ReachMe,
-    "holdings": m.Holdings,
-    "where_is": m.WhereIs,
-    "shard_bad": m.ShardBad,
-    "persisted": m.Persisted,
-    "not_replicated": m.NotReplicated,
-    "departing": m.Departing,
-    "missed": m.Missed,
+# ---------------------------------------------------------------- fields
+
+
+class _Scalar:
+    """How a field is read from a protobuf message, and how it is written, within its bound."""
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+
+    def load(self, where: str, message: Any, name: str) -> Any:
+        return self.bound(where, getattr(message, name))
+
+    def store(self, where: str, message: Any, name: str, value: Any) -> None:
+        setattr(message, name, self.bound(where, value))
+
+
+class _Text(_Scalar):
+    """The sender cuts it."""
+
+    def store(self, where: str, message: Any, name: str, value: str) -> None:
+        setattr(message, name, cut(value, MAX_TEXT, keep_end=self.bound is tail))
+
+
+class _Part:
+    """A message within a message."""
+
+    def __init__(self, of: type[Any], *, optional: bool = False) -> None:
+        self.of, self.optional = of, optional
+
+    def load(self, where: str, message: Any, name: str) -> Any:
+        if message.HasField(name):
+            return _load(self.of, getattr(message, name), where)
+        if self.optional:
+            return None
+        raise WireError(f"{where} is missing")
+
+    def store(self, where: str, message: Any, name: str, value: Any) -> None:
+        if value is None and self.optional:
+            return
+        part = getattr(message, name)
+        part.SetInParent()
+        _store(value, part, where)
+
+
+class _Many:
+    """A bounded list of messages or of numbers."""
+
+    def __init__(self, bound: Bound, each: _Scalar | _Part) -> None:
+        self.bound, self.each = bound, each
+
+    def load(self, where: str, message: Any, name: str) -> tuple[Any, ...]:
+        values = self.bound(where, getattr(message, name))
+        if isinstance(self.each, _Part):
+            return tuple(_load(self.each.of, part, where) for part in values)
+        return tuple(self.each.bound(where, number) for number in values)
+
+    def store(self, where: str, message: Any, name: str, value: tuple[Any, ...]) -> None:
+        self.bound(where, value)
+        target = getattr(message, name)
+        if isinstance(self.each, _Scalar):
+            target.extend(self.each.bound(where, number) for number in value)
+            return
+        for item in value:
+            _store(item, target.add(), where)
+
+
+_BOUNDS: Final[dict[type, Bound]] = {
+    int: whole(0, INT64),
+    float: seconds,
+    str: text,
+    bool: lambda where, value: bool(value),
 }
-_ORDERS: Final[dict[str, type[Any]]] = {
-    "challenge": m.Challenge,
-    "welcome": m.Welcome,
-    "refused": m.Refused,
-    "wait": m.Wait,
-    "park": m.Park,
-    "start": m.Start,
-    "stop": m.Stop,
-    "end": m.End,
-    "echo": m.Echo,
-    "probe": m.Probe,
-    "watermark": m.Watermark,
-    "persist": m.Persist,
-    "commit_checkpoint": m.CommitCheckpoint,
-    "persist_over": m.PersistOver,
-    "holder": m.Holder,
-    "replicate": m.Replicate,
-    "save_at": m.SaveAt,
-}
-_ANSWERS: Final[dict[str, type[Any]]] = {
-    "challenge": m.Challenge,
-    "refused": m.Refused,
-    "page": m.JobStatus,
-    "reached": m.Reached,
-}
+"""Of a field whose annotation names none."""
+
+
+def _rule(kind: Any) -> _Scalar | _Part | _Many:
+    bound = None
+    if typing.get_origin(kind) is Annotated:
+        kind, bound = typing.get_args(kind)
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        each = _rule(inner[0])
+        assert bound is not None, f"{kind} has no bound"
+        assert not isinstance(each, _Many), f"{kind} is a list of lists"
+        return _Many(bound, each)
+    if isinstance(kind, types.UnionType):
+        return _Part(inner[0], optional=True)
+    if issubclass(kind, StrEnum):
+        return _Scalar(one_of(*kind, make=kind))
+    if bound is None and kind not in _BOUNDS:
+        return _Part(kind)
+    bound = bound or _BOUNDS[kind]
+    return _Text(bound) if bound in (text, tail) else _Scalar(bound)
+
+
+@cache
+def rules(of: Any) -> Mapping[str, _Scalar | _Part | _Many]:
+    """The fields of a message, in their order."""
+    hints = typing.get_type_hints(of, include_extras=True)
+    return {name: _rule(kind) for name, kind in hints.items()}
+
+
+def _load(of: type, message: Any, where: str) -> Any:
+    """The record `of` read from a protobuf message; WireError names the field, below `where`."""
+    made = of(
+        **{name: rule.load(f"{where}.{name}", message, name) for name, rule in rules(of).items()}
+    )
+    if hasattr(of, "agree"):
+        made.agree(where)
+    return made
+
+
+def _store(value: Any, message: Any, where: str) -> None:
+    """Fill a protobuf message from a record; WireError names the field, below `where`."""
+    if hasattr(value, "agree"):
+        value.agree(where)
+    kind: type = type(value)
+    for name, rule in rules(kind).items():
+        rule.store(f"{where}.{name}", message, name, getattr(value, name))
+
+
+# ---------------------------------------------------------------- envelopes
+
+NAMES: Final = {"Round": RoundName, "Endpoint": Endpoint, "StatusReply": m.JobStatus}
+"""Messages that the proto calls otherwise, or that are not of `messages.py`."""
+
+
+def kinds(envelope: Any) -> dict[str, type[Any]]:
+    """What may stand in an envelope, by the names of its fields."""
+    fields = envelope.DESCRIPTOR.fields
+    named = {field.name: field.message_type.name for field in fields}
+    return {field: NAMES.get(name) or getattr(m, name) for field, name in named.items()}
+
+
+_KINDS: Final = {of: kinds(of) for of in (pb.Report, pb.Order, pb.StatusAnswer)}
+_FIELD: Final = {of: field for known in _KINDS.values() for field, of in known.items()}
 _VERSIONED: Final = frozenset({"knock", "challenge", "hello", "welcome"})
-_KIND: Final = {of: kind for kinds in (_REPORTS, _ORDERS, _ANSWERS) for kind, of in kinds.items()}
 
 
-def _parse(message: Any, data: bytes, most: int, what: str) -> None:
+def _from_wire(of: Any, data: bytes, what: str, most: int = m.MAX_MESSAGE_BYTES) -> Any:
     if len(data) > most:
         raise WireError(f"a {what} of {len(data)} bytes is longer than {most}")
     try:
-        message.ParseFromString(data)
+        envelope = of.FromString(data)
     except (DecodeError, UnicodeDecodeError):
         raise WireError(f"{len(data)} bytes that are no {what} of elasticrun") from None
-
-
-def _from_wire(
-    envelope: Any,
-    kinds: Mapping[str, type[Any]],
-    data: bytes,
-    what: str,
-    most: int = m.MAX_MESSAGE_BYTES,
-) -> Any:
-    _parse(envelope, data, most, what)
     kind = envelope.WhichOneof("kind")
     if kind is None:
         raise WireError(f"a {what} of a kind that protocol {m.PROTOCOL_VERSION} does not have")
@@ -118,16 +201,16 @@ def _from_wire(
         # Read before the checks: fields of another version may mean other things.
         version = cut(message.version, 80)
         raise ProtocolMismatch(message.protocol, version if version.isprintable() else "")
-    return load(kinds[kind], message, kind)
+    return _load(_KINDS[of][kind], message, kind)
 
 
 def _to_wire(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
     made = envelope()
-    kind = _KIND[type(value)]
+    kind = _FIELD[type(value)]
     part = getattr(made, kind)
     part.SetInParent()
     try:
-        store(value, part, kind)
+        _store(value, part, kind)
         return cast("bytes", made.SerializeToString())
     except (EncodeError, TypeError, ValueError) as wrong:
         if isinstance(wrong, WireError):
@@ -142,7 +225,7 @@ def _fitting(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
         failures = failures[: m.MAX_FAILURES]
         value = replace(value, failures=failures)
     data = _to_wire(envelope, value, what)
-    room = m.MAX_TEXT
+    room = MAX_TEXT
     while len(data) > m.MAX_MESSAGE_BYTES and failures and room > 64:
         room //= 2
         short = tuple(_shorter(failure, room) for failure in failures)
@@ -157,7 +240,7 @@ def _shorter(failure: m.Failure, room: int) -> m.Failure:
     return replace(
         failure,
         message=cut(failure.message, room),
-        traceback=cut(failure.traceback, room, tail=True),
+        traceback=cut(failure.traceback, room, keep_end=True),
         error_file=path if len(path) <= max(room, 256) else "",  # half a path is none
     )
 
@@ -173,7 +256,7 @@ def report_to_wire(report: m.Report) -> bytes:
 def report_from_wire(data: bytes) -> m.Report:
     """The Report in these bytes; WireError if there is none, ProtocolMismatch for a Knock
     or Hello of another protocol."""
-    return cast("m.Report", _from_wire(pb.Report(), _REPORTS, data, "report"))
+    return cast("m.Report", _from_wire(pb.Report, data, "report"))
 
 
 def order_to_wire(order: m.Order) -> bytes:
@@ -184,7 +267,7 @@ def order_to_wire(order: m.Order) -> bytes:
 def order_from_wire(data: bytes) -> m.Order:
     """The Order in these bytes; WireError if there is none, ProtocolMismatch for a
     Challenge or Welcome of another protocol."""
-    return cast("m.Order", _from_wire(pb.Order(), _ORDERS, data, "order"))
+    return cast("m.Order", _from_wire(pb.Order, data, "order"))
 
 
 def answer_to_wire(answer: m.StatusAnswer) -> bytes:
@@ -197,6 +280,5 @@ def answer_to_wire(answer: m.StatusAnswer) -> bytes:
 
 def answer_from_wire(data: bytes) -> m.StatusAnswer:
     """The answer in these bytes; WireError and ProtocolMismatch as above."""
-    most = m.MAX_STATUS_BYTES
-    answer = _from_wire(pb.StatusAnswer(), _ANSWERS, data, "status reply", most)
+    answer = _from_wire(pb.StatusAnswer, data, "status reply", m.MAX_STATUS_BYTES)
     return cast("m.StatusAnswer", answer)
