@@ -171,10 +171,10 @@ LAST_CALL_CAP_FACTOR: Final = 5.0
 HEARTBEAT_TIMEOUT: Final = 5.0
 """Silence on every channel after which a node is dead; raise it for networks that pause."""
 
-SUSPECT_CONFIRM: Final = 0.2
+SUSPECT_CONFIRM: Final = 0.15
 """A node whose stream its kernel has closed is dead this much later if another node's ranks lost it
-too: an agent that lives dials again 0.05 to 0.1 s after a reset. Raise it and node loss costs more,
-but fewer resets look like deaths."""
+too: an agent that lives dials again at once after a reset, and twice more until then. Raise it and
+node loss costs more, but fewer resets look like deaths."""
 
 REDIAL_GRACE: Final = 0.5
 """After a silence a node has at least this long to dial again, once its stream is found broken."""

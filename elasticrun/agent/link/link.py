@@ -31,12 +31,12 @@ from elasticrun.wire.types import Endpoint
 WELCOME_LIMIT: Final = 5.0
 """Seconds from dialling to the answer to our Hello; then the attempt is given up for a new one."""
 
-BACKOFF_FIRST: Final = 0.1
+BACKOFF_FIRST: Final = 0.05
 BACKOFF_MOST: Final = 1.0
 """Seconds between attempts, doubled each time and jittered; an agent is back within a second of a
 master's return, and ten thousand agents do not come in one instant."""
 
-TELL_AFTER: Final = 3
+TELL_AFTER: Final = 4
 """Attempts at first contact before the operator is told that no master answers."""
 
 STRANGER_AFTER: Final = 3

@@ -267,7 +267,7 @@ def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without_a_res
             for number in range(1, 7):
                 await heard.until(lambda _, number=number: heard.count(LinkBack) >= number)
                 relay.cut()
-            # rests of 0.05, 0.1, 0.2, 0.4 and 0.5 s at least; a few milliseconds each without
+            # rests of 0.025, 0.05, 0.1, 0.2 and 0.4 s at least; a few milliseconds each without
             assert asyncio.get_running_loop().time() - began > 0.5
         await relay.stop()
 
