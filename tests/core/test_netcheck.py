@@ -26,9 +26,16 @@ from benchmarks.netcheck_faults import (
     single,
 )
 from elasticrun.config import PROBE_ANSWER_SLACK
-from elasticrun.core.health.groups import HELD_UP_FOR, Trial, later_pass
-from elasticrun.core.health.netcheck import MAX_PASSES, Group, NetCheck, Standing, Verdict
-from elasticrun.core.health.speed import cut
+from elasticrun.core.health.groups import (
+    HELD_UP_FOR,
+    Group,
+    Standing,
+    Trial,
+    Verdict,
+    later_pass,
+)
+from elasticrun.core.health.netcheck import MAX_PASSES, NetCheck
+from elasticrun.core.health.words import cut
 from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
 
@@ -647,13 +654,13 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
     for node, said in measured(group, 0.002).items():
         netcheck.answered(node, said, 11.0)
     assert netcheck.proceed(11.0) == ()
-    assert netcheck.perf_lines() == (
+    assert netcheck.perf.lines == (
         "all_reduce of 1 MiB: 2 ms, algorithm bandwidth 0.524 GB/s, bus bandwidth 0.918 GB/s, "
         "over 4 nodes, 8 ranks",
     )
     assert "n1 failed" in netcheck.summary()
     assert "comm perf test over 4 nodes, 8 ranks: all_reduce of 1 MiB: 2 ms" in netcheck.summary()
-    assert netcheck.perf_failure() == ""
+    assert netcheck.perf.failure == ""
     assert not netcheck.wants(ready)
 
 
@@ -664,9 +671,9 @@ def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool)
     for node, said in measured(group, 0.002).items():
         netcheck.answered(node, said, 1.0)
     netcheck.proceed(1.0)
-    assert bool(netcheck.perf_failure()) == ends
+    assert bool(netcheck.perf.failure) == ends
     if ends:
-        assert netcheck.perf_failure() == (
+        assert netcheck.perf.failure == (
             "comm perf test over 2 nodes, 2 ranks: bus bandwidth 0.524 GB/s at 1 MiB, below the "
             "5 GB/s that are wanted (slowest on n1)"
         )
@@ -678,7 +685,7 @@ def test_a_time_that_cannot_be_is_no_end_of_the_master() -> None:
     for node, said in healthy(group, transfers=(Transfer(2**60, 5e-324),)).items():
         netcheck.answered(node, said, 1.0)
     netcheck.proceed(1.0)
-    assert netcheck.perf_failure() == ""
+    assert netcheck.perf.failure == ""
 
 
 @pytest.mark.parametrize("floor", [0.0, 1.0])
@@ -691,7 +698,7 @@ def test_a_failed_perf_test_convicts_nobody(floor: float) -> None:
     assert netcheck.proceed(due) == ()
     assert netcheck.verdicts() == ()
     assert "failed on n1 and n2 in start (did not answer within 70 s" in netcheck.summary()
-    assert bool(netcheck.perf_failure()) == bool(floor)
+    assert bool(netcheck.perf.failure) == bool(floor)
     assert not netcheck.wants(names(3))
 
 
@@ -702,7 +709,7 @@ def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
     assert netcheck.proceed(1.0) == ()
     assert not netcheck.busy
     assert netcheck.summary() == "the comm perf test was not finished because n1 was lost"
-    assert netcheck.perf_failure() == ""
+    assert netcheck.perf.failure == ""
     assert netcheck.wants(["n0", "n2"])
 
 
@@ -712,7 +719,7 @@ def test_one_rank_has_no_bandwidth_and_may_train() -> None:
     netcheck.answered("n0", healthy(group)["n0"], 1.0)
     netcheck.proceed(1.0)
     assert netcheck.summary() == "comm perf test over 1 node, 1 rank: nothing was measured"
-    assert netcheck.perf_failure() == ""
+    assert netcheck.perf.failure == ""
 
 
 def test_a_job_that_trains_already_has_no_perf_test() -> None:

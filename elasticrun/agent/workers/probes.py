@@ -28,7 +28,7 @@ from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
 from elasticrun.core.events import AgentEvent, ProbeEnded
-from elasticrun.core.health.groups import duration
+from elasticrun.core.health.words import duration
 from elasticrun.operator_log import logger
 from elasticrun.wire import auth as tls, env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer

@@ -1,13 +1,10 @@
-"""The words of the network check: standing, group, verdict; and how its figures are written.
+"""Who is probed with whom in one pass of a network check, and what the answers prove.
 
-What a check has seen of each node, and what that proves.
-
-Failures are of two sorts. A node fails by *itself* when its own part went wrong, with no other node
+*What a failure proves.* A node fails by *itself* when its own part went wrong, with no other node
 in it (its matmul, its process; anything where it was probed alone). Otherwise the *group* fails,
-and any of its nodes may be at fault, or a link between two of them.
-
-A node is convicted when its failures have no innocent explanation left. Innocent is whatever one
-bad link of this node and one bad link between others explain together:
+and any of its nodes may be at fault, or a link between two of them. A node is convicted when its
+failures have no innocent explanation left. Innocent is whatever one bad link of this node and one
+bad link between others explain together:
 
 * it has failed twice at least, counting only what its partners do not explain: failures by itself,
   and failures with partners who all work with somebody else;
@@ -17,23 +14,18 @@ bad link of this node and one bad link between others explain together:
 So a node with one bad link is never convicted, nor is a good node that had the bad luck to be
 probed with a bad one. A node two of whose links are bad counts as a bad node.
 
-Whom to probe with whom.
+*Whom to probe with whom.* The first pass pairs the nodes that nothing is known of, in order of
+placement, so that neighbours are tried together; an odd one makes a group of three, or is paired
+with a good node. Later passes are about those the first one did not clear. A good node is the best
+partner: the fastest one for the slowest suspect, and never the same pair twice. Two suspects of a
+failed group of three share one good node, so that a pass says more than who fails: also that those
+two work with each other. Where good nodes do not suffice, nodes that were merely held up by
+another's failure are paired with each other, and suspects crossed with suspects of other groups: if
+there are two good nodes among them a pass will bring them together before long. Who is left is
+probed alone, once, to see whether its own probes tell. Nodes that were slow are measured a second
+time beside good ones that were not, some of which are measured just for the comparison.
 
-The first pass pairs the nodes that nothing is known of, in order of placement, so that neighbours
-are tried together; an odd one makes a group of three, or is paired with a good node.
-
-Later passes are about those the first one did not clear. A good node is the best partner: the
-fastest one for the slowest suspect, and never the same pair twice. Two suspects of a failed group
-of three share one good node, so that a pass says more than who fails: also that those two work with
-each other. Where good nodes do not suffice, nodes that were merely held up by another's failure are
-paired with each other, and suspects crossed with suspects of other groups: if there are two good
-nodes among them a pass will bring them together before long. Who is left is probed alone, once, to
-see whether its own probes tell.
-
-Nodes that were slow are measured a second time beside good ones that were not, some of which are
-measured just for the comparison. O(n log n) a pass.
-
-One pass of probes: which answers are awaited, and what became of each group.
+O(n log n) a pass.
 """
 
 from __future__ import annotations
@@ -48,9 +40,6 @@ from msgspec import Struct
 from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.wire.messages import Probed, ProbePhase
-
-QUOTED = 400
-"""Longest reason of an agent that a sentence of ours quotes, in characters."""
 
 
 class Standing(StrEnum):
@@ -105,38 +94,6 @@ class Rate(Struct, frozen=True):
 def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:
     """The partners of one node of a group."""
     return tuple(one for one in nodes if one != node)
-
-
-def duration(seconds: float) -> str:
-    """`0.0123 ms`, `10.1 ms`, `3.1 s`, `1200 s`."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
-
-
-def figure(value: float) -> str:
-    """Three digits that count, and no exponent for large ones."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
-def size(count: int) -> str:
-    """`4 KiB`, `1 MiB`, `1.5 GiB`."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
-
-
-def speed(rate: float) -> str:
-    """Bytes per second in GB/s (1e9), as people compare links."""
-    return f"{rate / 1e9:.3g} GB/s"
-
-
-def quoted(reason: str) -> str:
-    """An agent's reason, cut to what a sentence can bear."""
-    return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,9 @@
-"""One network check: passes of groups, from the first to the last verdict.
-
-Newcomers while a round runs: each is probed by itself, so that a bad one stops nobody.
-
-What one all_reduce over all good nodes came to, size by size.
-
-Whom to probe with whom, and whom the probes convict.
+"""The network check of a job: whom to probe, and whom the probes convict.
 
 A *check* begins when a round could form and some of its nodes have not been shown to work. It is a
 series of *passes*: in each one small groups are probed at the same time, and what they answer says
-who is probed with whom next (`netcheck_pairs`), who is at fault (`netcheck_trials`) and who is slow
-(`netcheck_slow`). A pass costs O(n log n) in all, a node's answer O(1).
+who is probed with whom next, who is at fault (`groups`) and who is slow (`speed`). A pass costs
+O(n log n) in all, a node's answer O(1).
 
 How many passes. Where everybody works one is enough. One bad node, or one bad link, of an even
 number of nodes from four on is found in two, however many nodes there are; two bad nodes in one
@@ -23,8 +17,8 @@ and not before.
 
 Standing outlives a check. A node that is good is a partner for newcomers until something is held
 against it (`forget`) or it goes (`lost`). While a round runs newcomers are probed alone, at the
-door (`netcheck_door`), and with others when the round has ended. Before the first round the perf
-test may follow, over all who will form it (`netcheck_perf`); it is a check of its own.
+door, so that a bad one stops nobody, and with others when the round has ended. Before the first
+round the perf test may follow, an all_reduce over all who will form it; it is a check of its own.
 
 What the caller owes: `proceed` after every answer and loss, and at the time named; the groups it
 returns are told to their nodes at once, and a newer one takes the place of an older one that is
@@ -38,7 +32,7 @@ from dataclasses import dataclass
 
 from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.health import speed as words
+from elasticrun.core.health import words
 from elasticrun.core.health.groups import (
     FailedGroup,
     Failure,
@@ -52,18 +46,15 @@ from elasticrun.core.health.groups import (
     Verdict,
     convicted,
     doubt,
-    duration,
     first_pass,
     later_pass,
     others,
     overdue,
-    quoted,
-    size,
-    speed,
     strongly_suspect,
     telling,
 )
-from elasticrun.core.health.speed import Paces, cut
+from elasticrun.core.health.speed import Paces
+from elasticrun.core.health.words import cut, duration, quoted, size, speed
 from elasticrun.core.words import names, some
 from elasticrun.wire.messages import CheckSpec, Probed
 
@@ -297,14 +288,14 @@ class Doors:
 
 @dataclass(frozen=True, slots=True)
 class PerfResult:
-    """The perf test in words. A failed one convicts nobody."""
+    """The perf test in words; empty if it was not run. A failed one convicts nobody."""
 
-    lines: tuple[str, ...]  # one for each size
-    sentence: str
-    failure: str  # why the job must not start; "" if it may
+    lines: tuple[str, ...] = ()  # one for each size
+    sentence: str = ""
+    failure: str = ""  # why the job must not start: it was below the wanted floor; "" if it may
 
 
-def result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
+def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
     """Of a run that every node has answered. `floor`: GB/s (1e9) of bus bandwidth wanted at the
     largest size, 0.0 for none."""
     nodes = run.group.nodes
@@ -326,7 +317,7 @@ def result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult:
     node, last = slowest[-1]
     sentence = cut(f"comm perf test {over}: all_reduce of {_line(last)}")
     if floor <= 0 or last.bus >= floor * 1e9:
-        return PerfResult(lines, sentence, "")
+        return PerfResult(lines, sentence)
     why = f"below the {floor:g} GB/s that are wanted (slowest on {node})"
     told = f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
     return PerfResult(lines, cut(told), cut(told))
@@ -351,9 +342,6 @@ def _line(rate: Rate) -> str:
         f"{size(rate.size)}: {duration(rate.seconds)}, algorithm bandwidth {plain}, "
         f"bus bandwidth {speed(rate.bus)}"
     )
-
-
-__all__ = ["MAX_PASSES", "Group", "NetCheck", "Standing", "Verdict"]
 
 
 @dataclass(slots=True)
@@ -384,7 +372,7 @@ class NetCheck:
         self._pass: Pass | None = None  # of the check, or of the perf test
         self._ranks: Mapping[str, int] = {}
         self._perf_due = checks.perf
-        self._perf: PerfResult | None = None
+        self.perf = PerfResult()
         self._verdicts: list[Verdict] = []
         self._reason = ""
         self._summary = self._news = ""
@@ -524,22 +512,12 @@ class NetCheck:
 
     def summary(self) -> str:
         """What the last check that ended found, in a sentence; "" if there was none."""
-        perf = self._perf.sentence if self._perf else ""
-        return "; ".join(part for part in (self._summary, perf) if part)
+        return "; ".join(filter(None, (self._summary, self.perf.sentence)))
 
     def news(self) -> str:
         """The part of the summary that is new since the last call; "" if none is."""
         news, self._news = self._news, ""
         return news
-
-    def perf_lines(self) -> tuple[str, ...]:
-        """What the perf test measured, a line for each size; none if it was not run."""
-        return self._perf.lines if self._perf else ()
-
-    def perf_failure(self) -> str:
-        """Why the job must not start: the perf test was below the wanted floor; "" if it need not
-        end."""
-        return self._perf.failure if self._perf else ""
 
     # ------------------------------------------------------------ small change
 
@@ -576,12 +554,12 @@ class NetCheck:
         run = over.runs[0]
         if run.lost:  # it is made anew with those who are left
             who = ", ".join(run.lost)
-            sentence = f"the comm perf test was not finished because {who} was lost"
-            self._perf = PerfResult((), sentence, "")
+            told = f"the comm perf test was not finished because {who} was lost"
+            self.perf = PerfResult(sentence=told)
         else:
             self._perf_due = False
-            self._perf = result(run, self._ranks, self._checks.perf_floor)
-        self._news = self._perf.sentence
+            self.perf = _perf_result(run, self._ranks, self._checks.perf_floor)
+        self._news = self.perf.sentence
 
     def _note(self, check: Check) -> None:
         """Take over what a pass has shown."""

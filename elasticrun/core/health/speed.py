@@ -1,52 +1,39 @@
-"""What the network check says: verdicts, the state of a node, the outcome; each one sentence.
+"""Who is slow: by the figures of the network check, and by the step times while training.
 
-Which of a few figures stands out from the others, and by how much.
+*Against the others.* A figure is judged against the others' median, and the median of their
+absolute deviations from it (MAD). A rule over all figures together cannot work for two or three
+nodes, where the one to be judged moves the median itself: of 1 s and 10 s neither is above twice
+their median. Two bounds must be passed. `ratio` times the median says that the difference matters
+(2 % never do); SPREADS deviations above it say that it is not what the others differ by among
+themselves. A MAD times 1.4826 estimates a standard deviation where figures are spread normally,
+whatever less than half of them do.
 
-A figure is judged against the *others*: their median, and the median of their absolute deviations
-from it (MAD). A rule over all figures together cannot work for two or three nodes, where the one
-to be judged moves the median itself: of 1 s and 10 s neither is above twice their median.
-
-Two bounds must be passed. `ratio` times the median says that the difference matters (2 % never do);
-SPREADS deviations above it say that it is not what the others differ by among themselves. A MAD
-times 1.4826 estimates a standard deviation where figures are spread normally, whatever less than
-half of them do.
-
-O(n log n) for all n figures: what the others' median and MAD are depends only on where in order the
-one that is left out stood.
-
-Who is slow before training begins, by the figures of the network check.
-
-Each phase is judged by itself (a slow all_reduce says nothing about a GPU), against the other nodes
-(`outliers`). Figures that good nodes have from earlier checks count among the others.
-
-A single measure convicts nobody of being slow: the second is what counts. But no two passes are
-alike: in the second fewer nodes are measured, and what they share (a host, a switch, its power) is
-shared by fewer. A matmul of the second pass beside those of the first would make the change between
-the passes a spread of the nodes, behind which a slow one can hide. So good nodes are measured again
-at the same time, and every figure of that pass is compared after it has been divided by their
-*drift*: what their matmul takes now, as a multiple of what it took. That goes for a good node too
-whose earlier figure is from another check.
+*Before training* (`Paces`) each phase is judged by itself: a slow all_reduce says nothing about a
+GPU. Figures that good nodes have from earlier checks count among the others. A single measure
+convicts nobody of being slow: the second is what counts. But no two passes are alike: in the second
+fewer nodes are measured, and what they share (a host, a switch, its power) is shared by fewer. A
+matmul of the second pass beside those of the first would make the change between the passes a
+spread of the nodes, behind which a slow one can hide. So good nodes are measured again at the same
+time, and every figure of that pass is compared after it has been divided by their *drift*: what
+their matmul takes now, as a multiple of what it took. That goes for a good node too whose earlier
+figure is from another check.
 
 All nodes of a group see the same all_reduce; who begins to time it last has waited for nobody, so
-that the least of their figures is that of all (`netcheck_check`). So after one pass groups are
-compared with groups; the nodes of a slow one are measured again, each with a good partner, and then
-each is judged by itself, by its best: with another partner where both measures may have been the
-partner's. Groups of different sizes are made comparable by what each link carries: 2(n-1)/n of the
-buffer for n ranks.
-
+that the least of their figures is that of all. So after one pass groups are compared with groups;
+the nodes of a slow one are measured again, each with a good partner, and then each is judged by
+itself, by its best: with another partner where both measures may have been the partner's. Groups of
+different sizes are made comparable by what each link carries: 2(n-1)/n of the buffer for n ranks.
 Not decidable: a slow link of two or three nodes, which are one group; and slow nodes that are as
 many as the others.
 
-Who is slow enough for long enough while training, by the step times that the nodes report.
-
-Ranks that train together all take as long for a step as the slowest of them. What tells a slow
-node is its *own part*: a step without the waiting for others, which the slow node has least of. A
-node is slow while its own part is an outlier beside those of the others (core/health/speed.py) and
-costs the job something; it is suspected when that was so for `slow_for` seconds without a break.
-
-What must convict nobody: one long step (a checkpoint that one node writes, an evaluation) shows in
-one report, and the median of a node's last WINDOW reports does not know of it; a pause of all is a
-break; a node that is silent, or whose own part is not known, is neither judged nor compared with.
+*While training* (`Stragglers`) ranks that train together all take as long for a step as the slowest
+of them. What tells a slow node is its *own part*: a step without the waiting for others, which the
+slow node has least of. A node is slow while its own part is an outlier beside those of the others
+and costs the job something; it is suspected when that was so for `slow_for` seconds without a
+break. What must convict nobody: one long step (a checkpoint that one node writes, an evaluation)
+shows in one report, and the median of a node's last WINDOW reports does not know of it; a pause of
+all is a break; a node that is silent, or whose own part is not known, is neither judged nor
+compared with.
 """
 
 from __future__ import annotations
@@ -54,159 +41,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from elasticrun.core.health.groups import (
-    FailedGroup,
-    Failure,
-    Rate,
-    Trial,
-    duration,
-    figure,
-    quoted,
-    size,
-)
+from elasticrun.core.health.groups import Rate, Trial
+from elasticrun.core.health.words import duration, size
 from elasticrun.core.words import names, some
-from elasticrun.wire.bounds import MAX_TEXT
-from elasticrun.wire.messages import CheckSpec, Probed, Steps
-
-TOLD = 2
-"""Failures that one verdict tells, those that prove most; and bad links that an outcome names."""
-
-
-def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
-    """Why a node is convicted."""
-    most_telling = sorted(trial.failures, key=lambda one: _weight(one, trials))[:TOLD]
-    told = [happened(one, trials) for one in most_telling]
-    if len(set(told)) == 1:
-        return cut(f"{trial.node} failed the network check twice {told[0]}")
-    return cut(f"{trial.node} failed the network check: {', and '.join(told)}")
-
-
-def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
-    """Why nobody can tell whether a node that has not passed is at fault."""
-    joint = [one for one in trial.failures if one.partners]
-    if not joint:
-        own = trial.failures[-1:]
-        what = f"failed {happened(own[0], trials)}" if own else "could not be probed to the end"
-        why = "" if own or not trial.held_up else f" ({quoted(trial.held_up)})"
-        return cut(f"{trial.node} {what}{why}, and the check ended before it passed a probe")
-    widest = max(joint, key=lambda one: len(one.partners))
-    if _works(widest, trials):
-        return cut(
-            f"{trial.node} failed {happened(widest, trials)}; nothing tells whether it or its link "
-            f"to {names(widest.partners)} is at fault: another node would"
-        )
-    group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
-    helper = "a third node" if len(trials) == 2 else "another node"
-    return cut(
-        f"{names(group)} failed together in {widest.phase} ({quoted(widest.reason)}); nothing "
-        f"tells which of them is at fault: {helper} would"
-    )
-
-
-def happened(failure: Failure, trials: Mapping[str, Trial]) -> str:
-    """One failure: in which phase, with whom, and what the node said."""
-    if not failure.partners:
-        return f"by itself in {failure.phase} ({quoted(failure.reason)})"
-    verb = "works" if len(failure.partners) == 1 else "work"
-    known = f", which {verb} with others" if _works(failure, trials) else ""
-    why = quoted(failure.reason)
-    return f"in {failure.phase} with {names(failure.partners)}{known} ({why})"
-
-
-def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
-    """Why the round waits while a pass runs; it does not count answers."""
-    nodes = [node for group in groups for node in group]
-    if number == 1:
-        whom = f"{nodes[0]} is" if len(nodes) == 1 else f"{len(nodes)} nodes are"
-        where = f" in {some(len(groups), 'group')}" if len(nodes) > 1 else ""
-        return f"the network check probes: {whom} measured{where} before a round forms"
-    listed = names(sorted(nodes))
-    return f"the network check looks again: pass {number} probes {listed} before a round forms"
-
-
-def outcome(
-    trials: Mapping[str, Trial],
-    found: Mapping[str, Sequence[str]],
-    groups: Iterable[FailedGroup],
-    passes: int,
-    seconds: float,
-) -> str:
-    """What a check found; `found`: nodes by kind of verdict."""
-    clauses = []
-    for kind, one, more in (
-        ("failed", "failed", "failed"),
-        ("lost", "was lost", "were lost"),
-        ("unresolved", "did not pass", "did not pass"),
-        ("slow", "is slow", "are slow"),
-    ):
-        nodes = found.get(kind, ())
-        if nodes:
-            clauses.append(f"{names(nodes)} {one if len(nodes) == 1 else more}")
-    clauses += _links(trials, groups)
-    bad = {node for kind, nodes in found.items() if kind != "slow" for node in nodes}
-    rest = len(trials) - len(bad)
-    if rest:
-        whom = "all passed" if not bad else f"{some(rest, 'node')} passed"
-        clauses.append(whom if len(trials) > 1 else "it passed")
-    head = f"network check of {some(len(trials), 'node')}"
-    took = f"{passes} {'pass' if passes == 1 else 'passes'}, {duration(seconds)}"
-    return cut(f"{head} ({took}): {'; '.join(clauses)}")
-
-
-def health(compute: float, flops: float, rate: Rate | None) -> str:
-    """What the last probes of a node measured; "" if nothing."""
-    parts = []
-    if compute > 0:
-        fast = f" ({figure(flops / compute / 1e9)} GFLOP/s)" if flops > 0 else ""
-        parts.append(f"{duration(compute)} per matmul{fast}")
-    if rate is not None:
-        whom = f"with {names(rate.partners)}" if rate.partners else "among its own ranks"
-        parts.append(f"all_reduce of {size(rate.size)} {duration(rate.seconds)} {whom}")
-    return ", ".join(parts)
-
-
-def trouble(partners: Sequence[str], said: Probed) -> str:
-    """What the last probe of a node has against it."""
-    what = "was not probed to the end" if said.excused else f"failed in {said.phase}"
-    whom = f" with {names(partners)}" if partners else ""
-    return f"{what}{whom} ({quoted(said.reason)})"
-
-
-def cut(sentence: str) -> str:
-    """No sentence is longer than a message can carry."""
-    return sentence if len(sentence) <= MAX_TEXT else f"{sentence[: MAX_TEXT - 3]}..."
-
-
-def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[str]:
-    """Failed groups all of whose nodes turned out to work: what is bad is between them."""
-    pairs: list[Collection[str]] = []
-    clauses: list[str] = []
-    for group in sorted(groups, key=lambda one: len(one.nodes)):
-        sound = all(trials[node].good and not trials[node].out for node in group.nodes)
-        if not sound or any(set(pair) <= set(group.nodes) for pair in pairs):
-            continue
-        pairs.append(group.nodes)
-        between = "the link between" if len(group.nodes) == 2 else "a link among"
-        why = f"in {group.failure.phase} ({quoted(group.failure.reason)})"
-        clauses.append(
-            f"{between} {names(group.nodes)} failed {why}, though each works with others"
-        )
-    more = f"and {len(clauses) - TOLD} more links failed"
-    return [*clauses[:TOLD], more] if len(clauses) > TOLD else clauses
-
-
-def _works(failure: Failure, trials: Mapping[str, Trial]) -> bool:
-    return bool(failure.partners) and all(trials[node].good for node in failure.partners)
-
-
-def _weight(failure: Failure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
-    """Least for what proves most: no partner explains it, and few had a part in it."""
-    return bool(failure.partners) and not _works(failure, trials), len(failure.partners)
-
+from elasticrun.wire.messages import CheckSpec, Steps
 
 SPREADS = 5.0
 """So many estimated standard deviations above the median of the others; raise it and nodes that

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticrun.core.health.netcheck import Group, NetCheck, Standing, Verdict
+from elasticrun.core.health.groups import Group, Standing, Verdict
+from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.job.saving import Saving
 from elasticrun.core.nodes.admission import FAILED, SLOW
@@ -205,7 +206,7 @@ class Checking(Saving):
 
     def _tell_summary(self, check: NetCheck) -> None:
         # at the level of warnings: who asks by a flag is to see the answer
-        for line in check.perf_lines()[:-1] if not self._is_perf_told else ():
+        for line in check.perf.lines[:-1] if not self._is_perf_told else ():
             self._is_perf_told = True  # the last and largest is in the summary
             self._note(line, "warning")
         self._note(check.news(), "warning")
@@ -340,7 +341,7 @@ class Checking(Saving):
 
     def _perf_failure(self) -> str:
         """Why the job must not start; empty if it may."""
-        return self._netcheck.perf_failure() if self._netcheck is not None else ""
+        return self._netcheck.perf.failure if self._netcheck is not None else ""
 
     # ------------------------------------------------------------ while training
 

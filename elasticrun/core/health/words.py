@@ -1,0 +1,181 @@
+"""The sentences of the network check: verdicts, the health of a node, the outcome; and how figures
+are written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from elasticrun.core.health.groups import FailedGroup, Failure, Rate, Trial
+from elasticrun.core.words import names, some
+from elasticrun.wire.bounds import MAX_TEXT
+from elasticrun.wire.messages import Probed
+
+QUOTED = 400
+"""Longest reason of an agent that a sentence of ours quotes, in characters."""
+
+TOLD = 2
+"""Failures that one verdict tells, those that prove most; and bad links that an outcome names."""
+
+
+def duration(seconds: float) -> str:
+    """`0.0123 ms`, `10.1 ms`, `3.1 s`, `1200 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def figure(value: float) -> str:
+    """Three digits that count, and no exponent for large ones."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def size(count: int) -> str:
+    """`4 KiB`, `1 MiB`, `1.5 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+
+
+def speed(rate: float) -> str:
+    """Bytes per second in GB/s (1e9), as people compare links."""
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def quoted(reason: str) -> str:
+    """An agent's reason, cut to what a sentence can bear."""
+    return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."
+
+
+def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
+    """Why a node is convicted."""
+    most_telling = sorted(trial.failures, key=lambda one: _weight(one, trials))[:TOLD]
+    told = [happened(one, trials) for one in most_telling]
+    if len(set(told)) == 1:
+        return cut(f"{trial.node} failed the network check twice {told[0]}")
+    return cut(f"{trial.node} failed the network check: {', and '.join(told)}")
+
+
+def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
+    """Why nobody can tell whether a node that has not passed is at fault."""
+    joint = [one for one in trial.failures if one.partners]
+    if not joint:
+        own = trial.failures[-1:]
+        what = f"failed {happened(own[0], trials)}" if own else "could not be probed to the end"
+        why = "" if own or not trial.held_up else f" ({quoted(trial.held_up)})"
+        return cut(f"{trial.node} {what}{why}, and the check ended before it passed a probe")
+    widest = max(joint, key=lambda one: len(one.partners))
+    if _works(widest, trials):
+        return cut(
+            f"{trial.node} failed {happened(widest, trials)}; nothing tells whether it or its link "
+            f"to {names(widest.partners)} is at fault: another node would"
+        )
+    group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
+    helper = "a third node" if len(trials) == 2 else "another node"
+    return cut(
+        f"{names(group)} failed together in {widest.phase} ({quoted(widest.reason)}); nothing "
+        f"tells which of them is at fault: {helper} would"
+    )
+
+
+def happened(failure: Failure, trials: Mapping[str, Trial]) -> str:
+    """One failure: in which phase, with whom, and what the node said."""
+    if not failure.partners:
+        return f"by itself in {failure.phase} ({quoted(failure.reason)})"
+    verb = "works" if len(failure.partners) == 1 else "work"
+    known = f", which {verb} with others" if _works(failure, trials) else ""
+    why = quoted(failure.reason)
+    return f"in {failure.phase} with {names(failure.partners)}{known} ({why})"
+
+
+def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
+    """Why the round waits while a pass runs; it does not count answers."""
+    nodes = [node for group in groups for node in group]
+    if number == 1:
+        whom = f"{nodes[0]} is" if len(nodes) == 1 else f"{len(nodes)} nodes are"
+        where = f" in {some(len(groups), 'group')}" if len(nodes) > 1 else ""
+        return f"the network check probes: {whom} measured{where} before a round forms"
+    listed = names(sorted(nodes))
+    return f"the network check looks again: pass {number} probes {listed} before a round forms"
+
+
+def outcome(
+    trials: Mapping[str, Trial],
+    found: Mapping[str, Sequence[str]],
+    groups: Iterable[FailedGroup],
+    passes: int,
+    seconds: float,
+) -> str:
+    """What a check found; `found`: nodes by kind of verdict."""
+    clauses = []
+    for kind, one, more in (
+        ("failed", "failed", "failed"),
+        ("lost", "was lost", "were lost"),
+        ("unresolved", "did not pass", "did not pass"),
+        ("slow", "is slow", "are slow"),
+    ):
+        nodes = found.get(kind, ())
+        if nodes:
+            clauses.append(f"{names(nodes)} {one if len(nodes) == 1 else more}")
+    clauses += _links(trials, groups)
+    bad = {node for kind, nodes in found.items() if kind != "slow" for node in nodes}
+    rest = len(trials) - len(bad)
+    if rest:
+        whom = "all passed" if not bad else f"{some(rest, 'node')} passed"
+        clauses.append(whom if len(trials) > 1 else "it passed")
+    head = f"network check of {some(len(trials), 'node')}"
+    took = f"{passes} {'pass' if passes == 1 else 'passes'}, {duration(seconds)}"
+    return cut(f"{head} ({took}): {'; '.join(clauses)}")
+
+
+def health(compute: float, flops: float, rate: Rate | None) -> str:
+    """What the last probes of a node measured; "" if nothing."""
+    parts = []
+    if compute > 0:
+        fast = f" ({figure(flops / compute / 1e9)} GFLOP/s)" if flops > 0 else ""
+        parts.append(f"{duration(compute)} per matmul{fast}")
+    if rate is not None:
+        whom = f"with {names(rate.partners)}" if rate.partners else "among its own ranks"
+        parts.append(f"all_reduce of {size(rate.size)} {duration(rate.seconds)} {whom}")
+    return ", ".join(parts)
+
+
+def trouble(partners: Sequence[str], said: Probed) -> str:
+    """What the last probe of a node has against it."""
+    what = "was not probed to the end" if said.excused else f"failed in {said.phase}"
+    whom = f" with {names(partners)}" if partners else ""
+    return f"{what}{whom} ({quoted(said.reason)})"
+
+
+def cut(sentence: str) -> str:
+    """No sentence is longer than a message can carry."""
+    return sentence if len(sentence) <= MAX_TEXT else f"{sentence[: MAX_TEXT - 3]}..."
+
+
+def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[str]:
+    """Failed groups all of whose nodes turned out to work: what is bad is between them."""
+    pairs: list[Collection[str]] = []
+    clauses: list[str] = []
+    for group in sorted(groups, key=lambda one: len(one.nodes)):
+        sound = all(trials[node].good and not trials[node].out for node in group.nodes)
+        if not sound or any(set(pair) <= set(group.nodes) for pair in pairs):
+            continue
+        pairs.append(group.nodes)
+        between = "the link between" if len(group.nodes) == 2 else "a link among"
+        why = f"in {group.failure.phase} ({quoted(group.failure.reason)})"
+        clauses.append(
+            f"{between} {names(group.nodes)} failed {why}, though each works with others"
+        )
+    more = f"and {len(clauses) - TOLD} more links failed"
+    return [*clauses[:TOLD], more] if len(clauses) > TOLD else clauses
+
+
+def _works(failure: Failure, trials: Mapping[str, Trial]) -> bool:
+    return bool(failure.partners) and all(trials[node].good for node in failure.partners)
+
+
+def _weight(failure: Failure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
+    """Least for what proves most: no partner explains it, and few had a part in it."""
+    return bool(failure.partners) and not _works(failure, trials), len(failure.partners)
