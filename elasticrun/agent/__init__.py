@@ -1,4 +1,4 @@
-"""THE AGENT (shell), one per node: carries out what `core.worker_group` decides.
+"""THE AGENT (shell), one per node: carries out what `core.worker` decides.
 
 Owns the loop, the link to the master, the conversation with the spawner, the environment of ranks,
 their logs and error files, and the processes it had to start. Forbidden here: rules about rounds,

@@ -198,7 +198,7 @@ AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
 
 
 class Brain(Protocol):
-    """What the loop needs of `core.worker_group.WorkerGroup`."""
+    """What the loop needs of `core.worker.group.WorkerGroup`."""
 
     def step(self, event: AgentEvent, now: float) -> list[AgentEffect]: ...
 

@@ -3,7 +3,7 @@
 Forbidden: I/O, clocks, threads, locks, logging, randomness, grpc, torch. Time comes in as an
 argument (`now`, monotonic seconds of the calling process), chance comes in as an argument
 (`mint`, a function that gives nonces), and what is to be done goes out as effects. The two brains,
-`job.Job` and `worker_group.WorkerGroup`, have one shape:
+`job.job.Job` and `worker.group.WorkerGroup`, have one shape:
 
     step(event, now) -> list[Effect]     the only mutation; deterministic
     next_deadline() -> float | None      when step(Tick(), now) is due at the latest

@@ -1,4 +1,4 @@
-"""The master's brain by hand: events in, effects out, a clock that tests set."""
+"""The two state machines by hand: events in, effects out, a clock that tests set."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from msgspec.structs import replace
 from elasticrun.core import events as fx
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
+from elasticrun.core.worker.group import WorkerGroup
+from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.simulator.script import DEFAULT_SPEC
@@ -78,3 +80,102 @@ class Master:
 
 def failure(rank: int) -> m.Failure:
     return m.Failure("h", rank, 0, 1, 1, 0, m.FailureKind.SCRIPT, "boom", "", "")
+
+
+# ---------------------------------------------------------------- the agent's
+
+STORE, NEXT = Endpoint("here", 4001), Endpoint("here", 4002)
+ROUND = RoundName(1, 1, "aa")
+START = m.Start(
+    round=ROUND,
+    group_rank=0,
+    group_world_size=1,
+    first_rank=0,
+    world_size=2,
+    role_first_rank=0,
+    role_world_size=2,
+    restart_count=0,
+    store=STORE,
+    host_store=True,
+)
+WELCOME = m.Welcome(1, "x", "job", 1, 1.0, 600.0, "")
+
+
+def own(rank: int, code: int = 1, kind: str = "script") -> m.Failure:
+    """A failure of a rank of this agent."""
+    return m.Failure("here", rank, rank, 50 + rank, code, 1, m.FailureKind(kind), "boom", "", "")
+
+
+PERSIST = m.Persist(
+    attempt="a1",
+    round=ROUND,
+    step=7,
+    world_size=2,
+    ranks=(0, 1),
+    shared=(0,),
+    writers=2,
+    coordinates=True,
+    coordinator=None,
+    reason="breakpoint",
+    limit=30.0,
+)
+
+
+class Agent:
+    """A group of two ranks and its clock."""
+
+    def __init__(self, **settings: float | None) -> None:
+        values: dict[str, float | None] = {"restart_grace": 10.0, "shutdown_timeout": 20.0}
+        self.group = WorkerGroup(nproc=2, **(values | settings))  # type: ignore[arg-type]
+        self.now = 0.0
+
+    def feed(self, event: fx.AgentEvent) -> list[fx.AgentEffect]:
+        effects = self.group.step(event, self.now)
+        return [effect for effect in effects if not isinstance(effect, fx.Note)]
+
+    def order(self, order: m.Order) -> list[fx.AgentEffect]:
+        return self.feed(fx.Ordered(order))
+
+    def exit(
+        self, rank: int, code: int = -15, *, failure: m.Failure | None = None
+    ) -> list[fx.AgentEffect]:
+        return self.feed(fx.RankExited(rank, code, failure))
+
+    def reaped(self, code: int = -15, *, stuck: tuple[int, ...] = ()) -> list[fx.AgentEffect]:
+        """Both ranks have ended with this code, and what they left has been swept."""
+        self.exit(0, code)
+        self.exit(1, code)
+        return self.feed(fx.RanksSwept(stuck))
+
+    def wait(self) -> list[fx.AgentEffect]:
+        deadline = self.group.next_deadline()
+        assert deadline is not None
+        self.now = deadline
+        return self.feed(fx.Tick())
+
+    @property
+    def alive(self) -> bool:
+        return self.state is not State.OVER
+
+    @property
+    def state(self) -> State:
+        return self.group.status().state
+
+    def joined(self) -> Agent:
+        assert self.group.next_deadline() == 0.0
+        assert self.feed(fx.Tick()) == [fx.PrepareStore()]
+        self.feed(fx.LinkBack())
+        self.order(WELCOME)
+        assert self.feed(fx.StoreReady(STORE)) == [fx.Say(m.Join(STORE))]
+        return self
+
+    def started(self) -> Agent:
+        self.joined()
+        assert self.order(START) == [fx.SpawnRanks(START, 0), fx.PrepareStore()]
+        return self
+
+    def running(self) -> Agent:
+        self.started()
+        assert self.feed(fx.RankSpawned(0, 50)) == []
+        assert self.feed(fx.RankSpawned(1, 51)) == [fx.Say(m.Running(ROUND, (50, 51)))]
+        return self

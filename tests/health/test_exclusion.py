@@ -117,7 +117,7 @@ def test_an_exclusion_below_min(health: Health) -> None:
     health.finish(0, 75, 0)
 
 
-@further("core/test_probing_rules")
+@further("core/worker/test_probing")
 def test_a_node_whose_rank_failed_is_probed(health: Health) -> None:
     """Its ranks die of the script, its probes are good: the next round has it again. Its partner
     is probed with it, as nobody else could be."""

@@ -40,7 +40,7 @@ def test_an_excluded_node_stays_until_the_job_ends(health: Health) -> None:
     assert "it stays parked until the job ends" in health.said(2)
 
 
-@further("core/test_parking_rules", "test_an_excluded_node_stays_until_the_job_ends")
+@further("core/worker/test_parking", "test_an_excluded_node_stays_until_the_job_ends")
 def test_it_stays_no_longer_than_it_is_excluded(health: Health) -> None:
     job = health.start("1:2", CHECK, PARK, "--exclude-for=4", fault="probe-fail=compute@node1")
     job.wait_for_output(1, "it stays parked until the job ends")

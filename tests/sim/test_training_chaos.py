@@ -11,7 +11,7 @@ from elasticrun.core.snapshots.checkpoints import Part, divide
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import Replicas
-from elasticrun.core.worker.leaving import DepartingRules
+from elasticrun.core.worker.leaving import Draining
 from elasticrun.wire.messages import Start
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.further import cases, further
@@ -68,7 +68,7 @@ world state=sharded
 
 
 def test_an_end_as_saved_that_was_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DepartingRules, "_has_saved", lambda rules: True)
+    monkeypatch.setattr(Draining, "has_saved", lambda leaving: True)
     assert any("b ends as saved" in fault for fault in run(read(UNSAVED)).worlds.faults)
 
 

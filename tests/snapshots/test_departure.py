@@ -126,7 +126,7 @@ def test_all_nodes_leave_together(training: Training) -> None:
     assert len(set(ASKED.findall(training.job.output(0) + training.job.output(1)))) == 1
 
 
-@further("core/test_departing_rules", "core/test_holding_rules")
+@further("core/worker/test_leaving", "core/worker/test_writing")
 def test_a_node_leaves_between_two_rounds(training: Training) -> None:
     """FSDP: no rank can save a step then; what they had before one failed is written out first. (A
     rank that takes its time to end keeps the next round from beginning.)"""
@@ -168,7 +168,7 @@ def test_every_process_is_signalled(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("core/test_departing_rules")
+@further("core/worker/test_leaving")
 def test_no_step_is_saved_in_time(training: Training) -> None:
     """Ranks hang: the node goes when its grace is over, with what was in memory."""
     begin(training, mode="fsdp2", options=["--departure-grace=1"])

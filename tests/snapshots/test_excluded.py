@@ -14,7 +14,7 @@ from tests.snapshots.conftest import Training
 pytestmark = pytest.mark.slow
 
 
-@further("core/test_holding_rules")
+@further("core/worker/test_writing")
 def test_an_excluded_node_stays_until_its_part_is_saved(training: Training) -> None:
     """FSDP: an agent dies and its node is found to be bad when the next one has taken its memory
     over. What it holds is written out before it goes."""

@@ -1,10 +1,9 @@
-"""The agent's brain: the life of the local ranks, as a table.
+"""The agent's state machine: the life of the local ranks, as a table.
 
-A life of a node is PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and again
-PREPARING or JOINED; or FINISHED; and at the end, by way of ENDING and CLEARING where ranks still
-live, OVER. From PREPARING and JOINED it may go to PROBING and back (`probing_rules`). `TABLE` below
-says which event means what in which state. An event that is not listed for a state cannot happen
-there, and raises.
+A node goes PREPARING -> JOINED -> STARTING -> RUNNING -> STOPPING -> SWEEPING and again PREPARING
+or JOINED; or FINISHED; and at the end, by way of ENDING and CLEARING where ranks still live, OVER.
+From PREPARING and JOINED it may go to PROBING and back. `rules` says which event means what
+in which state. An event that is not listed for a state cannot happen there, and raises.
 
 What it promises
 * No rank of a round is asked for before every process of the round before has been swept, and the
@@ -22,6 +21,9 @@ What it promises
 * Whatever was said while the link was down is said again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master takes every report twice.
 
+Two parts have a state and rules of their own: `leaving` (signals, checkpoints that are written out,
+PARKED) and `probing`.
+
 What the shell owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks for
 the first store), `RankExited` for every rank it was asked to start, also those that could not be
 (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
@@ -29,118 +31,482 @@ the first store), `RankExited` for every rank it was asked to start, also those 
 
 from __future__ import annotations
 
-from elasticrun.config import EXIT_FAILED, EXIT_OK, SPAWN_TIMEOUT, STUCK_AFTER
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from elasticrun.config import (
+    DEPARTURE_GRACE,
+    EXIT_FAILED,
+    EXIT_OK,
+    MASTER_LOST_TIMEOUT,
+    SPAWN_TIMEOUT,
+    STUCK_AFTER,
+)
 from elasticrun.core import events as fx
-from elasticrun.core.rounds.failures import Ending, cause_first, code_for, code_of
-from elasticrun.core.worker.base import newer
-from elasticrun.core.worker.leaving import DepartingRules
-from elasticrun.core.worker.ranks import SIGKILL
-from elasticrun.core.worker.rules import SIGTERM, LinkRules
-from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, draw_table, tabulate
+from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.rounds.failures import Ending, cause_first, code_for, code_of, is_alike
+from elasticrun.core.worker.leaving import Draining
+from elasticrun.core.worker.probing import LocalProbe
+from elasticrun.core.worker.ranks import SIGKILL, SIGTERM, LocalRanks, StoreSlot
+from elasticrun.core.worker.states import (
+    ENDINGS,
+    GroupStatus,
+    Rules,
+    State,
+    UnexpectedEvent,
+    tabulate,
+)
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import RoundName
+
+CONFIRM = 10.0
+"""Seconds in which a new master says that this node is to stay parked; it does so at once."""
+
+SWEEP_GRACE = 5.0
+"""Least time for descendants with sessions of their own after SIGTERM; wandb's helper needs up to
+4.7 s to flush. Never more than the grace of the ranks themselves."""
 
 
-class WorkerGroup(LinkRules, DepartingRules):
-    """The local ranks of one node; see the module's head. What it knows is kept by `GroupBase`."""
+class WorkerGroup:
+    """The local ranks of one node; see the module's head."""
 
-    # ------------------------------------------------------------ the shape of a brain
+    def __init__(
+        self,
+        *,
+        nproc: int,
+        restart_grace: float,
+        shutdown_timeout: float,
+        exit_barrier_timeout: float | None = None,
+        master_lost_timeout: float = MASTER_LOST_TIMEOUT,
+        departure_grace: float = DEPARTURE_GRACE,
+        host: str = "",
+    ) -> None:
+        """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL when the ranks are to
+        start again; `shutdown_timeout`: the same when the agent ends. `exit_barrier_timeout`: how
+        long a node whose ranks are done stays for the others (None: as long as the job runs).
+        `master_lost_timeout` holds until a master tells its own. `departure_grace`: from a death
+        signal until this node leaves, where its ranks can save a step before. `host` names this
+        node in the failures that are written here."""
+        self._restart_grace = restart_grace
+        self._shutdown_timeout = shutdown_timeout
+        self._exit_barrier = exit_barrier_timeout
+        self._master_lost_timeout = master_lost_timeout
+
+        self.state = State.PREPARING
+        self.reason = ""  # why this node waits, for people
+        self.start: m.Start | None = None  # the last place that it was given
+        self.outcome: fx.Exit | None = None  # how the agent will end, once that is known
+        self.ranks = LocalRanks(nproc, host)
+        self.stores = StoreSlot()
+        self.leaving = Draining(self, departure_grace)
+        self.probing = LocalProbe(self)
+        self.deadlines: Deadlines[str] = Deadlines()
+        self.out: list[fx.AgentEffect] = []
+        self._table = tabulate(self.rules())
+        self._begun = False
+        self._term = 0
+        self._obeying = True
+        self._link_lost = ""
+        self._wait_ends: float | None = None  # when the wait that the master ordered is over
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""
+        return self.deadlines.next() if self._begun else 0.0
+
+    def status(self) -> GroupStatus:
+        """A picture of this node."""
+        ends = self.deadlines.when("departing" if self.state is State.RUNNING else "kill")
+        return GroupStatus(
+            state=self.state,
+            reason=self._link_lost or self.reason,
+            round=self.start.round if self.start else None,
+            pids=tuple(pid for _, pid in sorted(self.ranks.live.items()) if pid),
+            restart_count=self.start.restart_count if self.start else 0,
+            offered_store=self.stores.offer,
+            master_lost=self._link_lost,
+            wait_ends=self._wait_ends if self.state is State.JOINED else ends,
+        )
+
+    @property
+    def term(self) -> int:
+        """The term of the last master that was obeyed, for Hello; 0 if there was none."""
+        return self._term
+
+    @property
+    def master_lost_timeout(self) -> float:
+        """Seconds for which ranks go on with no master to be heard, as the last one told."""
+        return self._master_lost_timeout
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether this node is excluded and stays, or is about to."""
+        return self.leaving.parked_until is not None
+
+    def attached(self) -> m.RoundReport | None:
+        """The last round this node had a place in, for Hello; what became of it follows on
+        LinkBack. None if it never had one, or will have none any more."""
+        start = self.start
+        if start is None or self.is_parked:
+            return None
+        return m.RoundReport(
+            round=start.round,
+            group_rank=start.group_rank,
+            group_world_size=start.group_world_size,
+            first_rank=start.first_rank,
+            world_size=start.world_size,
+            restart_count=start.restart_count,
+            store=start.store,
+            restore=start.restore,
+            rewound_from=start.rewound_from,
+        )
 
     def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order."""
-        self._out = []
+        self.out = []
         if not self._begun:
             self._begun = True
-            self._prepare()
+            self.out += self.stores.prepare()
         if isinstance(event, fx.Tick):
             self._due(now)
-            return self._out
+            return self.out
         what = event.order if isinstance(event, fx.Ordered) else event
         if isinstance(event, fx.Ordered) and not self._obeying and not isinstance(what, m.Welcome):
-            return self._out
-        method = TABLE.get((self._state, type(what)))
+            return self.out
+        method = self._table.get((self.state, type(what)))
         if method is None:
-            raise UnexpectedEvent(self._state, type(what).__name__)
-        method(self, what, now)
-        return self._out
+            raise UnexpectedEvent(self.state, type(what).__name__)
+        method(what, now)
+        return self.out
+
+    def _due(self, now: float) -> None:
+        for key in self.deadlines.pop_due(now):
+            if self.state is State.OVER:
+                return
+            match key:
+                case "kill":
+                    self.signal(SIGKILL)
+                    self.deadlines.arm("stuck", now + STUCK_AFTER)
+                case "stuck":
+                    left = ", ".join(map(str, self.ranks.live.values())) or "descendants of ranks"
+                    late = f"killed {STUCK_AFTER:g} s ago and still there: {left}"
+                    self._give_up(code_of(Ending.STUCK), late)
+                case "exit-barrier":
+                    self.say(m.Leaving("its ranks are done and its exit barrier is over", 0))
+                    self.exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
+                case "spawn" if self.state is State.STARTING:
+                    late = f"{SPAWN_TIMEOUT:g} s ago and has not started all of them"
+                    self._give_up(EXIT_FAILED, f"the fork server was asked for the ranks {late}")
+                case "master-lost":
+                    self._master_lost(now)
+                case "departing":
+                    self.leaving.due(now)
+                case "holding":
+                    self.leaving.held_long_enough()
+                case "parked":
+                    self.leaving.park_ends("it has been parked for long enough")
+                case "confirm":
+                    self.leaving.park_ends("the new master does not know that it is excluded")
 
     # ------------------------------------------------------------ stores
 
     def _store_ready(self, event: fx.StoreReady, now: float) -> None:
-        self._out += self._stores.ready(event.store)
-        if self._state is State.PREPARING:
+        self.out += self.stores.ready(event.store)
+        if self.state is State.PREPARING:
             self._rejoin()
-        elif self._state is State.PROBING:
+        elif self.state is State.PROBING:
             self._offer()
 
     def _store_lost(self, event: fx.StoreLost, now: float) -> None:
-        if event.store == self._stores.hosted:
-            self._stores.hosted = None
-            self._note(f"the store at {event.store} ended while its round runs", "warning")
-        elif event.store == self._stores.offer:
-            self._stores.lost_offer()
-            if self._stores.hopeless:
-                self._conclude(
-                    fx.Exit(EXIT_FAILED, "the store host ends again and again", (), 0), now
-                )
+        if event.store == self.stores.hosted:
+            self.stores.hosted = None
+            self.note(f"the store at {event.store} ended while its round runs", "warning")
+        elif event.store == self.stores.offer:
+            self.stores.lost_offer()
+            if self.stores.hopeless:
+                outcome = fx.Exit(EXIT_FAILED, "the store host ends again and again", (), 0)
+                self.conclude(outcome, now)
                 return
-            if self._state is State.JOINED:
-                self._state = State.PREPARING
-            self._prepare()
+            if self.state is State.JOINED:
+                self.state = State.PREPARING
+            self.out += self.stores.prepare()
 
-    # ------------------------------------------------------------ orders
+    def _rejoin(self) -> None:
+        """No rank lives here: join as soon as there is a store to offer."""
+        self.state = State.PREPARING
+        if self.stores.offer is None:
+            self.reason = "the store for the next round is being made ready"
+            self.out += self.stores.prepare()
+        else:
+            self.state = State.JOINED
+            self._offer()
+
+    def _offer(self) -> None:
+        """Say that this node is ready, with the store that it offers; nothing without one."""
+        if self.stores.offer is not None:
+            self.say(m.Join(self.stores.offer))
+
+    # ------------------------------------------------------------ the master and the way to it
+
+    def _welcome(self, order: m.Welcome, now: float) -> None:
+        if order.term < self._term:
+            self._obeying = False
+            reason = f"the master that answers is of term {order.term}, older than {self._term}"
+            self.note(f"{reason}: it is not obeyed", "warning")
+            self._link_gone(reason, now)
+            return
+        if self.state is State.PARKED and order.term > self._term:
+            self.deadlines.arm("confirm", now + CONFIRM)
+        self._term = order.term
+        self._obeying = True
+        if self._link_lost:
+            self.note("the master answers again", "warning")
+        self._link_lost = ""
+        self.deadlines.disarm("master-lost")
+        self._master_lost_timeout = order.master_lost_timeout
+
+    def _wait(self, order: m.Wait, now: float) -> None:
+        self._wait_ends = now + order.left if order.left else None
+        if order.reason != self.reason:
+            self.reason = order.reason
+            self.note(order.reason)
+
+    def _link_lost_event(self, event: fx.LinkLost, now: float) -> None:
+        self._link_gone(event.reason, now)
+
+    def _link_gone(self, reason: str, now: float) -> None:
+        # who ends for a reason of its own needs no master any more
+        ending = self.state in ENDINGS and not self.is_parked
+        if not self._link_lost and not ending:
+            goes_on = f"this node goes on for {self._master_lost_timeout:g} s"
+            self.note(f"no master answers ({reason}); {goes_on}", "warning")
+            self.deadlines.arm("master-lost", now + self._master_lost_timeout)
+        self._link_lost = f"no master answers: {reason}"
+
+    def _link_back(self, event: fx.LinkBack, now: float) -> None:
+        """Say all that a master must know that may have heard none of it. That it is there to stay
+        shows in its Welcome."""
+        if self.state is State.PARKED:
+            return
+        if self.state in ENDINGS and self.outcome is not None and not self.is_parked:
+            self.say(m.Leaving(self.outcome.reason, self.outcome.signum))
+        self._say_failures()
+        match self.state:
+            case State.RUNNING:
+                self._say_running()
+                self.leaving.say_departing()
+            case State.STOPPING | State.SWEEPING | State.ENDING | State.CLEARING:
+                self._say_stopping(now)
+            case State.FINISHED:
+                self.report(m.Finished)
+            case State.PREPARING | State.JOINED | State.PROBING:
+                self.report(m.Stopped)
+                if self.state is not State.PREPARING:
+                    self._offer()
+                if self.probing.answer is not None:
+                    self.say(self.probing.answer)
+
+    def _master_lost(self, now: float) -> None:
+        waited = f"no master answered for {self._master_lost_timeout:g} s"
+        if self.is_parked:
+            self.leaving.park_ends(waited)
+        elif self.state is State.FINISHED:
+            reason = f"{waited}; the ranks of this node are done, the others' result is unknown"
+            self.conclude(fx.Exit(EXIT_OK, reason, (), 0), now)
+        else:
+            failures = cause_first(self.failures())
+            outcome = fx.Exit(code_for(failures, Ending.NO_MASTER), waited, failures, 0)
+            # the master counts on this grace: it is part of the fence (rounds/rendezvous)
+            self.conclude(outcome, now, grace=self._restart_grace)
+
+    # ------------------------------------------------------------ rounds
+
+    def is_present(self, round_: RoundName) -> bool:
+        """Whether it is the last one in which this node was given a place."""
+        return self.start is not None and round_ == self.start.round
+
+    def _is_newer(self, order: m.Start) -> bool:
+        """Whether it begins a later round than the present one."""
+        if self.start is None:
+            return True
+        now = self.start.round
+        return (order.round.term, order.round.number) > (now.term, now.number)
 
     def _started(self, order: m.Start, now: float) -> None:
         """JOINED, PREPARING or PROBING: take the place that the master gives."""
-        if self._start is not None and not newer(order.round, self._start.round):
-            return  # an order that crossed our m.Stopped
-        self._call_off_probe()
-        self._probed = None
-        self._out += self._stores.release()
-        self._start = order
-        self._ranks.failures.clear()
-        if order.host_store and order.store != self._stores.offer:
-            self._note(f"round {order.round} was to use a store that has ended", "warning")
-            self._say(m.Stopped(order.round))
+        if not self._is_newer(order):
+            return  # an order that crossed our Stopped
+        self.probing.call_off()
+        self.probing.answer = None
+        self.out += self.stores.release()
+        self.start = order
+        self.ranks.failures.clear()
+        if order.host_store and order.store != self.stores.offer:
+            self.note(f"round {order.round} was to use a store that has ended", "warning")
+            self.say(m.Stopped(order.round))
             self._rejoin()
             return
-        self._stores.use(host=order.host_store)
-        self._ranks.begin(order.first_rank)
-        self._cut_short = False
-        self._asked = self._written = -1
-        self._reason = ""
-        self._state = State.STARTING
-        self._deadlines.arm("spawn", now + SPAWN_TIMEOUT)
-        self._out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
-        self._prepare()
+        self.stores.use(host=order.host_store)
+        self.ranks.begin(order.first_rank)
+        self.leaving.new_round()
+        self.reason = ""
+        self.state = State.STARTING
+        self.deadlines.arm("spawn", now + SPAWN_TIMEOUT)
+        self.out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
+        self.out += self.stores.prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
-        """A m.Start while ranks of a round live here: the same one again, or one that must wait."""
-        if self._start is not None and newer(order.round, self._start.round):
-            self._stop(m.Stop(self._start.round, f"round {order.round} has begun"), now)
+        """A Start while ranks of a round live here: the same one again, or one that must wait."""
+        if self.start is not None and self._is_newer(order):
+            self._stop(m.Stop(self.start.round, f"round {order.round} has begun"), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING or RUNNING: end the ranks of this round and join the next."""
-        if self._start is None or order.round != self._start.round:
+        if not self.is_present(order.round):
             return
-        if self._departing is not None:
-            self._leave_unsaved(self._departing, now)
+        if self.leaving.cause is not None:
+            self.leaving.leave_unsaved(self.leaving.cause, now)
             return
-        self._reason = order.reason
-        self._note(f"stopping the ranks: {order.reason}")
+        self.reason = order.reason
+        self.note(f"stopping the ranks: {order.reason}")
         self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _stop_finished(self, order: m.Stop, now: float) -> None:
-        if self._start is not None and order.round == self._start.round:
-            if self._departing is not None:
-                self._leave_unsaved(self._departing, now)
+        if not self.is_present(order.round):
+            return
+        if self.leaving.cause is not None:
+            self.leaving.leave_unsaved(self.leaving.cause, now)
+            return
+        self.deadlines.disarm("exit-barrier")
+        self.reason = order.reason
+        self._sweep(State.SWEEPING, now)
+
+    def _spawned(self, event: fx.RankSpawned, now: float) -> None:
+        """STARTING."""
+        self.ranks.spawned(event.local_rank, event.pid)
+        if self.ranks.all_spawned:
+            self.state = State.RUNNING
+            self.deadlines.disarm("spawn")
+            self._say_running()
+
+    def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
+        """STOPPING or ENDING: it was asked for before the order to stop came."""
+        self.ranks.spawned(event.local_rank, event.pid)
+        if event.local_rank in self.ranks.live:
+            signum = SIGKILL if "stuck" in self.deadlines else SIGTERM
+            self.ranks.targets(signum)
+            self.out.append(fx.SignalRanks((event.local_rank,), signum))
+
+    def _exited(self, event: fx.RankExited, now: float) -> None:
+        """STARTING or RUNNING."""
+        self.ranks.live.pop(event.local_rank, None)
+        if self.leaving.cause is not None:
+            self.leaving.exited(event, self.leaving.cause, now)
+            return
+        if event.code == 0 and event.failure is None:
+            if not self.ranks.live:
+                self.finish(now)
+            return
+        self.failed(event.local_rank, self.ranks.failed(event, now))
+        self.reason = "a rank failed here; the others are being stopped"
+        self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
+
+    def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
+        """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
+        self.ranks.live.pop(event.local_rank, None)
+        if event.code != 0 or event.failure is not None:
+            failure = self.ranks.failed(event, now)
+            # one that had failed by itself before our signal came has left its traceback
+            if failure.kind is not m.FailureKind.STOPPED or failure.traceback:
+                self.failed(event.local_rank, failure)
+        if not self.ranks.live:
+            ending = self.state is State.ENDING
+            self._sweep(State.CLEARING if ending else State.SWEEPING, now)
+
+    def failed(self, local_rank: int, failure: m.Failure) -> None:
+        """A rank has failed, and the master is told of all that have."""
+        self.ranks.failures[local_rank] = failure
+        self._say_failures()
+
+    def finish(self, now: float) -> None:
+        """Every rank has ended with 0."""
+        self.state = State.FINISHED
+        self.reason = "all ranks of this node are done; waiting for the other nodes"
+        self.report(m.Finished)
+        if self._exit_barrier is not None:
+            self.deadlines.arm("exit-barrier", now + self._exit_barrier)
+
+    def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
+        """The spawner's ranks and stores are gone with it, and all that was below them."""
+        self.note(f"the fork server ended: {event.reason}", "error")
+        self.stores.lose_spawner()
+        self.deadlines.disarm("kill")
+        self.deadlines.disarm("stuck")
+        if self.state is State.FINISHED:
+            self.out += self.stores.prepare()
+        elif self.state in _CALM:
+            if self.state is State.PROBING:
+                self.probing.lost(event.reason)
+            self._rejoin()
+        else:
+            if self.ranks.lose_spawner(event):
+                self._say_failures()
+            if self.leaving.cause is not None:
+                self.leaving.leave_unsaved(self.leaving.cause, now)
                 return
-            self._deadlines.disarm("exit-barrier")
-            self._reason = order.reason
-            self._sweep(State.SWEEPING, now)
+            self.report(m.Stopped)
+            self._after_sweep()
+
+    # ------------------------------------------------------------ ends of ranks and of the agent
+
+    def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
+        """Signal the ranks that live and report how long they have; sweep if none does."""
+        self.state = state
+        if not self.ranks.live:
+            self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
+            return
+        self.signal(signum)
+        if "kill" not in self.deadlines and "stuck" not in self.deadlines:
+            self.deadlines.arm("kill", now + grace)
+        self._say_stopping(now)
+
+    def _sweep(self, state: State, now: float) -> None:
+        """Every rank has ended: remove what they left, with what is left of their grace."""
+        self.state = state
+        base = self._restart_grace if state is State.SWEEPING else self._shutdown_timeout
+        kill = self.deadlines.when("kill")
+        rest = base if kill is None else kill - now
+        if "stuck" in self.deadlines:  # they were killed
+            rest = 0.0
+        grace = max(rest, min(SWEEP_GRACE, base))
+        self.deadlines.disarm("kill")
+        self.deadlines.arm("stuck", now + grace + STUCK_AFTER)
+        self.out.append(fx.SweepRanks(grace))
+        # the master waits a little longer than it was told (rounds/crew.SURVIVOR_SLACK): it need
+        # hear of a sweep only if that is not enough
+        if grace > rest + 1.0:
+            self.report(m.Stopping, grace)
+
+    def _swept(self, event: fx.RanksSwept, now: float) -> None:
+        """SWEEPING or CLEARING."""
+        self.deadlines.disarm("stuck")
+        if event.stuck:
+            pids = ", ".join(map(str, event.stuck))
+            left = f"processes that the kernel will not let die are left here: {pids}"
+            self._give_up(code_of(Ending.STUCK), left)
+            return
+        self.report(m.Stopped)
+        self._after_sweep()
+
+    def _after_sweep(self) -> None:
+        if self.outcome is not None:
+            self.exit(self.outcome)
+        else:
+            self._rejoin()
 
     def _end(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
-            self._ends_as_saved()
+            self.leaving.ends_as_saved()
         self._told_to_end(fx.Exit(order.exit_code, order.reason, order.failures, 0), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
@@ -148,144 +514,162 @@ class WorkerGroup(LinkRules, DepartingRules):
 
     def _told_to_end(self, outcome: fx.Exit, now: float) -> None:
         if self.is_parked:
-            self._unpark(outcome)
+            self.leaving.unpark(outcome)
         else:
-            self._conclude(outcome, now)
+            self.conclude(outcome, now)
 
-    # ------------------------------------------------------------ ranks
-
-    def _spawned(self, event: fx.RankSpawned, now: float) -> None:
-        """STARTING."""
-        self._ranks.spawned(event.local_rank, event.pid)
-        if self._ranks.all_spawned:
-            self._state = State.RUNNING
-            self._deadlines.disarm("spawn")
-            self._say_running()
-
-    def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
-        """STOPPING or ENDING: it was asked for before the order to stop came."""
-        self._ranks.spawned(event.local_rank, event.pid)
-        if event.local_rank in self._ranks.live:
-            signum = SIGKILL if "stuck" in self._deadlines else SIGTERM
-            self._ranks.targets(signum)
-            self._out.append(fx.SignalRanks((event.local_rank,), signum))
-
-    def _exited(self, event: fx.RankExited, now: float) -> None:
-        """STARTING or RUNNING."""
-        self._ranks.live.pop(event.local_rank, None)
-        if self._departing is not None:
-            self._exited_departing(event, self._departing, now)
+    def conclude(
+        self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
+    ) -> None:
+        """End the agent with `outcome`, as soon as no rank lives here; the first one stands."""
+        if self.state in ENDINGS:
             return
-        if event.code == 0 and event.failure is None:
-            if not self._ranks.live:
-                self._finish(now)
+        self.probing.call_off()
+        self.leaving.cause = None
+        self.deadlines.disarm("departing")
+        self.deadlines.disarm("exit-barrier")  # it must not end a node that is HOLDING
+        self.outcome = outcome
+        self.reason = outcome.reason
+        if self.state is State.SWEEPING:
+            self.state = State.CLEARING
+        elif self.ranks.live or self.state is State.RUNNING:
+            grace = self._shutdown_timeout if grace is None else grace
+            self._begin_stop(State.ENDING, signum, grace, now)
+        else:
+            self.exit(outcome)
+
+    def exit(self, outcome: fx.Exit) -> None:
+        """End the agent; no rank lives here any more. It stays for the snapshots of this node that
+        are being written out: there may be no other copy of them."""
+        if not self.leaving.writes:
+            self.over(outcome)
             return
-        self._ranks.failures[event.local_rank] = self._ranks.failed(event, now)
-        self._say_failures()
-        self._reason = "a rank failed here; the others are being stopped"
-        self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
+        self.state = State.HOLDING
+        self.outcome = outcome
+        self.deadlines.clear()
+        self.deadlines.arm("holding", max(self.leaving.writes.values()))
+        self.reason = f"{outcome.reason}; this node stays until its part of a checkpoint is saved"
+        self.note(self.reason)
 
-    def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
-        """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
-        self._ranks.live.pop(event.local_rank, None)
-        if event.code != 0 or event.failure is not None:
-            failure = self._ranks.failed(event, now)
-            # one that had failed by itself before our signal came has left its traceback
-            if failure.kind is not m.FailureKind.STOPPED or failure.traceback:
-                self._ranks.failures[event.local_rank] = failure
-                self._say_failures()
-        if not self._ranks.live:
-            ending = self._state is State.ENDING
-            self._sweep(State.CLEARING if ending else State.SWEEPING, now)
-
-    def _swept(self, event: fx.RanksSwept, now: float) -> None:
-        """SWEEPING or CLEARING."""
-        self._deadlines.disarm("stuck")
-        if event.stuck:
-            pids = ", ".join(map(str, event.stuck))
-            left = f"processes that the kernel will not let die are left here: {pids}"
-            self._give_up(code_of(Ending.STUCK), left)
+    def over(self, outcome: fx.Exit) -> None:
+        """Nothing is left to be waited for: the agent exits, or is parked from now on."""
+        lost = self.deadlines.when("master-lost")
+        self.deadlines.clear()
+        if self.leaving.parked_until is None:
+            self.state = State.OVER
+            self.out.append(self._with_own(outcome))
             return
-        self._say_stopped()
-        self._after_sweep()
+        self.deadlines.arm("parked", self.leaving.parked_until)
+        if lost is not None:
+            self.deadlines.arm("master-lost", lost)
+        self.outcome = outcome
+        if self.state is not State.PARKED:
+            self.state = State.PARKED
+            self.out += self.stores.clear()
+            self.note(f"{outcome.reason}; it stays parked until the job ends", "warning")
+        self.reason = f"parked: {outcome.reason}"
 
-    def _after_sweep(self) -> None:
-        if self._outcome is not None:
-            self._exit(self._outcome)
-        else:
-            self._rejoin()
+    def _with_own(self, outcome: fx.Exit) -> fx.Exit:
+        """With ranks of this node that have failed just as the first one did, which the master had
+        not heard of when it ended the job."""
+        told = outcome.failures
+        known = {failure.rank for failure in told}
+        own = [f for f in self.failures() if f.rank not in known and told and is_alike(f, told[0])]
+        return replace(outcome, failures=(*told, *own)) if own else outcome
 
-    def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """The spawner's ranks and stores are gone with it, and all that was below them."""
-        self._note(f"the fork server ended: {event.reason}", "error")
-        self._stores.lose_spawner()
-        self._deadlines.disarm("kill")
-        self._deadlines.disarm("stuck")
-        if self._state is State.FINISHED:
-            self._prepare()
-        elif self._state in _CALM:
-            if self._state is State.PROBING:
-                self._probe_lost(event.reason)
-            self._rejoin()
-        else:
-            if self._ranks.lose_spawner(event):
-                self._say_failures()
-            if self._departing is not None:
-                self._leave_unsaved(self._departing, now)
-                return
-            self._say_stopped()
-            self._after_sweep()
+    def _give_up(self, code: int, sentence: str) -> None:
+        """End at once, whatever lives here: nothing more can be done about it."""
+        self.leaving.parked_until = None
+        self.say(m.Leaving(sentence, 0))
+        self.over(fx.Exit(code, sentence, cause_first(self.failures()), 0))
 
-    # ------------------------------------------------------------ deadlines
+    # ------------------------------------------------------------ what is said
 
-    def _due(self, now: float) -> None:
-        for key in self._deadlines.pop_due(now):
-            if self._state is State.OVER:
-                return
-            if key == "kill":
-                self._signal(SIGKILL)
-                self._deadlines.arm("stuck", now + STUCK_AFTER)
-            elif key == "stuck":
-                pids = self._ranks.in_words("descendants of ranks")
-                late = f"killed {STUCK_AFTER:g} s ago and still there: {pids}"
-                self._give_up(code_of(Ending.STUCK), late)
-            elif key == "exit-barrier":
-                self._say(m.Leaving("its ranks are done and its exit barrier is over", 0))
-                self._exit(fx.Exit(EXIT_OK, "all ranks of this node are done", (), 0))
-            elif key == "spawn":
-                self._not_spawned()
-            elif key == "master-lost":
-                self._master_lost(now)
-            elif key == "departing":
-                self._departure_due(now)
-            elif key == "holding":
-                self._held_long_enough(now)
-            elif key == "parked":
-                self._park_ends("it has been parked for long enough")
-            elif key == "confirm":
-                self._park_ends("the new master does not know that it is excluded")
+    def failures(self) -> tuple[m.Failure, ...]:
+        """Of the ranks here, in the order in which they were reaped."""
+        return tuple(self.ranks.failures.values())
 
-    def _master_lost(self, now: float) -> None:
-        waited = f"no master answered for {self._master_lost_timeout:g} s"
-        if self.is_parked:
-            self._park_ends(waited)
-        elif self._state is State.FINISHED:
-            reason = f"{waited}; the ranks of this node are done, the others' result is unknown"
-            self._conclude(fx.Exit(EXIT_OK, reason, (), 0), now)
-        else:
-            failures = cause_first(self._failures())
-            code = code_for(failures, Ending.NO_MASTER)
-            outcome = fx.Exit(code, waited, failures, 0)
-            # the master counts on this grace: it is part of the fence (core.rendezvous)
-            self._conclude(outcome, now, grace=self._restart_grace)
+    def say(self, report: m.Report) -> None:
+        """To the master."""
+        self.out.append(fx.Say(report))
 
-    # ------------------------------------------------------------ nothing
+    def report(self, kind: Callable[..., m.Report], *values: object) -> None:
+        """A report about the last round in which this node had a place, if there was one."""
+        if self.start is not None:
+            self.say(kind(self.start.round, *values))
+
+    def _say_running(self) -> None:
+        self.report(m.Running, tuple(pid for _, pid in sorted(self.ranks.pids.items())))
+
+    def _say_failures(self) -> None:
+        if self.ranks.failures:
+            self.report(m.RanksFailed, self.failures()[: m.MAX_FAILURES])
+
+    def _say_stopping(self, now: float) -> None:
+        kill, stuck = self.deadlines.when("kill"), self.deadlines.when("stuck")
+        until = kill if kill is not None else stuck
+        self.report(m.Stopping, max(0.0, (until or now) - now))
+
+    def note(self, text: str, level: str = "info") -> None:
+        """To the operator."""
+        self.out.append(fx.Note(text, level))
+
+    def signal(self, signum: int) -> None:
+        """To every rank that runs."""
+        if targets := self.ranks.targets(signum):
+            self.out.append(fx.SignalRanks(targets, signum))
 
     def _ignore(self, what: object, now: float) -> None:
-        """Nothing to do here: known already, or of a time that is over."""
+        """Known already, or of a time that is over."""
 
+    # ------------------------------------------------------------ the table
 
-# -------------------------------------------------------------------- the table
+    def rules(self) -> Rules:
+        """Which event means what in which state."""
+        leaving, probing = self.leaving, self.probing
+        rules: Rules = (
+            ((*_HERE, State.HOLDING), (fx.StoreReady,), self._store_ready),
+            ((*_HERE, State.HOLDING), (fx.StoreLost,), self._store_lost),
+            (_HERE, (fx.SpawnerLost,), self._spawner_lost),
+            (_HERE, (fx.Signalled,), leaving.signalled),
+            (_ALIVE, (fx.LinkLost,), self._link_lost_event),
+            (_ALIVE, (fx.LinkBack,), self._link_back),
+            (_ALIVE, (m.Welcome,), self._welcome),
+            (_ALIVE, (m.End,), self._end),
+            (_ALIVE, (m.Refused,), self._refused),
+            (_ALIVE, (m.Park,), leaving.park),
+            (_HERE, (m.Wait,), self._wait),
+            (_STAYING, (fx.SpawnerLost,), leaving.saver_lost),
+            ((State.HOLDING,), (fx.Signalled,), leaving.signalled_holding),
+            (_STAYING, (m.Wait, m.Start, m.Stop), self._ignore),
+            ((State.PARKED,), (fx.Signalled,), leaving.signalled_parked),
+            ((State.PARKED,), (fx.StoreReady,), leaving.store_parked),
+            ((State.PARKED,), (fx.StoreLost,), self._ignore),
+            (_ALIVE, (m.Persist,), leaving.persist),
+            (_ALIVE, (m.PersistOver,), leaving.persist_over),
+            (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), leaving.obey),
+            (_ALIVE, (m.SaveAt,), leaving.save_at),
+            (_CALM, (m.Start,), self._started),
+            (_CALM, (m.Stop,), self._ignore),
+            (_LIVE, (m.Start,), self._restarted),
+            (_LIVE, (m.Stop,), self._stop),
+            ((State.STARTING,), (fx.RankSpawned,), self._spawned),
+            (_LIVE, (fx.RankExited,), self._exited),
+            (_DYING, (fx.RankSpawned,), self._spawned_late),
+            (_DYING, (fx.RankExited,), self._exited_stopping),
+            (_DYING + _SWEPT, (m.Start, m.Stop), self._ignore),
+            ((State.FINISHED,), (m.Start,), self._ignore),
+            (_SWEPT, (fx.RanksSwept,), self._swept),
+            ((State.FINISHED,), (m.Stop,), self._stop_finished),
+            (_IDLE, (m.Probe,), probing.probe),
+            ((State.PROBING,), (m.Probe,), probing.probe_newer),
+            ((State.PROBING,), (fx.ProbeEnded,), probing.probe_ended),
+            (_IDLE, (fx.ProbeEnded,), self._ignore),
+            (_BUSY, (m.Probe, fx.ProbeEnded), self._ignore),
+        )
+        kinds = tuple(dict.fromkeys(kind for _, kinds, _ in rules for kind in kinds))
+        return (*rules, ((State.OVER,), kinds, self._ignore))
+
 
 _IDLE = (State.PREPARING, State.JOINED)
 _CALM = (*_IDLE, State.PROBING)
@@ -296,56 +680,3 @@ _STAYING = (State.HOLDING, State.PARKED)
 _HERE = tuple(state for state in State if state not in (*_STAYING, State.OVER))
 _ALIVE = (*_HERE, *_STAYING)
 _BUSY = tuple(state for state in _ALIVE if state not in _CALM)
-
-G = WorkerGroup
-_BEFORE: Rules = (
-    ((*_HERE, State.HOLDING), (fx.StoreReady,), G._store_ready),
-    ((*_HERE, State.HOLDING), (fx.StoreLost,), G._store_lost),
-    (_HERE, (fx.SpawnerLost,), G._spawner_lost),
-    (_HERE, (fx.Signalled,), G._signalled),
-    (_ALIVE, (fx.LinkLost,), G._link_lost_event),
-    (_ALIVE, (fx.LinkBack,), G._link_back),
-    (_ALIVE, (m.Welcome,), G._welcome),
-    (_ALIVE, (m.End,), G._end),
-    (_ALIVE, (m.Refused,), G._refused),
-    (_ALIVE, (m.Park,), G._park),
-    (_HERE, (m.Wait,), G._wait),
-    (_STAYING, (fx.SpawnerLost,), G._saver_lost),
-    ((State.HOLDING,), (fx.Signalled,), G._signalled_holding),
-    (_STAYING, (m.Wait, m.Start, m.Stop), G._ignore),
-    ((State.PARKED,), (fx.Signalled,), G._signalled_parked),
-    ((State.PARKED,), (fx.StoreReady,), G._store_parked),
-    ((State.PARKED,), (fx.StoreLost,), G._ignore),
-    (_ALIVE, (m.Persist,), G._persist),
-    (_ALIVE, (m.PersistOver,), G._persist_over),
-    (_ALIVE, (m.Watermark, m.CommitCheckpoint, m.Holder, m.Replicate), G._obey),
-    (_ALIVE, (m.SaveAt,), G._save_at),
-    (_CALM, (m.Start,), G._started),
-    (_CALM, (m.Stop,), G._ignore),
-    (_LIVE, (m.Start,), G._restarted),
-    (_LIVE, (m.Stop,), G._stop),
-    ((State.STARTING,), (fx.RankSpawned,), G._spawned),
-    (_LIVE, (fx.RankExited,), G._exited),
-    (_DYING, (fx.RankSpawned,), G._spawned_late),
-    (_DYING, (fx.RankExited,), G._exited_stopping),
-    (_DYING + _SWEPT, (m.Start, m.Stop), G._ignore),
-    ((State.FINISHED,), (m.Start,), G._ignore),
-    (_SWEPT, (fx.RanksSwept,), G._swept),
-    ((State.FINISHED,), (m.Stop,), G._stop_finished),
-    (_IDLE, (m.Probe,), G._probe),
-    ((State.PROBING,), (m.Probe,), G._probe_newer),
-    ((State.PROBING,), (fx.ProbeEnded,), G._probe_ended),
-    (_IDLE, (fx.ProbeEnded,), G._ignore),
-    (_BUSY, (m.Probe, fx.ProbeEnded), G._ignore),
-)  # fmt: skip
-RULES: Rules = (
-    *_BEFORE,
-    ((State.OVER,), tuple(dict.fromkeys(k for _, kinds, _ in _BEFORE for k in kinds)), G._ignore),
-)
-
-TABLE = tabulate(RULES)
-
-
-def draw() -> str:
-    """The table as Markdown: a row an event, a column a state, the method that answers."""
-    return draw_table(RULES)

@@ -5,8 +5,6 @@ The c10d stores of one node: at most one is ready and unused, at most one is in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec.structs import replace
 
 from elasticrun.core.events import AgentEffect, PrepareStore, RankExited, ReleaseStore, SpawnerLost
@@ -15,6 +13,7 @@ from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import Endpoint
 
 SIGKILL = 9
+SIGTERM = 15
 
 SIGNAL_MEMORY = 5.0
 """A rank that dies of a signal within this many seconds of the agent receiving the same signal was
@@ -22,7 +21,7 @@ stopped by whoever sent both (schedulers signal every process at once)."""
 
 
 class LocalRanks:
-    """Facts about the ranks; what follows from them is decided in `worker_group`."""
+    """Facts about the ranks; what follows from them is decided in `group`."""
 
     def __init__(self, nproc: int, host: str) -> None:
         """`host` names this node in the failures that are written here."""
@@ -91,11 +90,6 @@ class LocalRanks:
         self.live.clear()
         return lost
 
-    def in_words(self, otherwise: str) -> str:
-        """The pids that live, for a sentence."""
-        pids: Iterable[int] = self.live.values()
-        return ", ".join(map(str, pids)) or otherwise
-
     def _account(self, local_rank: int, code: int) -> Failure:
         return Failure(
             host=self._host,
@@ -115,7 +109,7 @@ MAX_LOSSES = 5
 """Stores that may end unused, one after another, before the agent gives up."""
 
 
-class StoreShelf:
+class StoreSlot:
     """Which store is offered, which one the round uses, and whether one is on its way."""
 
     def __init__(self) -> None:

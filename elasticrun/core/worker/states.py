@@ -1,7 +1,5 @@
-"""The words of the agent's brain: its states, the picture it gives of itself, its one error.
-
-Rules ("in these states, at these events, this method") as a table and as a drawing.
-"""
+"""The agent's states, the picture that it gives of itself, and rules ("in these states, at these
+events, this method") as a table and as a drawing."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ ENDINGS = (State.ENDING, State.CLEARING, State.HOLDING)
 
 
 class UnexpectedEvent(RuntimeError):
-    """An event that cannot happen in this state: the shell and the brain disagree."""
+    """An event that cannot happen in this state: the shell and the state machine disagree."""
 
     def __init__(self, state: State, event: str) -> None:
         super().__init__(f"a worker group that is {state.value} cannot be told {event}")
@@ -60,8 +58,8 @@ class GroupStatus:
     to save a step before this node leaves."""
 
 
-Method = Callable[[Any, Any, float], None]
-"""(the group, the event or order, now)."""
+Method = Callable[[Any, float], None]
+"""Takes the event or order, and the time."""
 
 Rules = tuple[tuple[tuple[State, ...], tuple[type, ...], Method], ...]
 
@@ -78,7 +76,7 @@ def tabulate(rules: Rules) -> dict[tuple[State, type], Method]:
     return table
 
 
-def draw_table(rules: Rules) -> str:
+def draw(rules: Rules) -> str:
     """Markdown; a dot is "nothing to do", an empty cell "cannot happen"."""
     table = tabulate(rules)
     kinds = list(dict.fromkeys(kind for _, kinds, _ in rules for kind in kinds))

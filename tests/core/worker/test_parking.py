@@ -7,11 +7,10 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_BAD_NODE
 from elasticrun.core import events as fx
-from elasticrun.core.worker.rules import CONFIRM
+from elasticrun.core.worker.group import CONFIRM
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from tests.core.test_holding_rules import PERSIST
-from tests.core.test_worker_group import NEXT, ROUND, START, STORE, WELCOME, Agent
+from tests.core.by_hand import NEXT, PERSIST, ROUND, START, STORE, WELCOME, Agent
 
 WHY = "this node is excluded for 60 s: slow"
 PARK = m.Park(WHY, 60.0)
@@ -36,15 +35,9 @@ def ending() -> Agent:
     return agent
 
 
-def reaped(agent: Agent) -> list[fx.AgentEffect]:
-    agent.feed(fx.RankExited(0, -15, None))
-    agent.feed(fx.RankExited(1, -15, None))
-    return agent.feed(fx.RanksSwept(()))
-
-
 def test_its_ranks_are_ended_first() -> None:
     agent = ending()
-    assert reaped(agent) == [fx.Say(m.Stopped(ROUND)), fx.ReleaseStore(STORE)]
+    assert agent.reaped() == [fx.Say(m.Stopped(ROUND)), fx.ReleaseStore(STORE)]
     assert agent.state is State.PARKED
     assert WHY in agent.group.status().reason
     assert agent.group.attached() is None, "a new master must not adopt the round of this node"
@@ -53,7 +46,7 @@ def test_its_ranks_are_ended_first() -> None:
 def test_its_snapshot_is_written_out_first() -> None:
     agent = ending()
     agent.order(PERSIST)
-    reaped(agent)
+    agent.reaped()
     assert agent.state is State.HOLDING
     agent.order(m.PersistOver(PERSIST.attempt, ROUND, 7, True, ""))
     assert agent.state is State.PARKED
@@ -67,10 +60,10 @@ def test_it_ends_with_the_job_and_its_code() -> None:
 def test_the_job_may_end_before_it_is_parked() -> None:
     agent = ending()
     assert agent.order(END) == []
-    assert reaped(agent)[-1] == ENDED
+    assert agent.reaped()[-1] == ENDED
     agent = ending()
     agent.order(PERSIST)
-    reaped(agent)
+    agent.reaped()
     assert agent.order(END) == []
     assert agent.order(m.PersistOver(PERSIST.attempt, ROUND, 7, True, ""))[-1] == ENDED
 
@@ -78,7 +71,7 @@ def test_the_job_may_end_before_it_is_parked() -> None:
 def test_its_time_runs_from_the_order() -> None:
     agent = ending()
     agent.now = 15.0
-    reaped(agent)
+    agent.reaped()
     leaving, ended = agent.wait()
     assert agent.now == 60.0
     assert leaving == fx.Say(m.Leaving("it has been parked for long enough", 0))
@@ -103,10 +96,10 @@ def test_a_signal_ends_it() -> None:
 def test_a_signal_before_it_is_parked_ends_it_as_soon_as_nothing_lives_here() -> None:
     agent = ending()
     agent.feed(TERM)
-    assert reaped(agent)[-1] == replace(BAD, reason=f"{WHY}; received SIGTERM", signum=15)
+    assert agent.reaped()[-1] == replace(BAD, reason=f"{WHY}; received SIGTERM", signum=15)
     agent = ending()
     agent.order(PERSIST)
-    reaped(agent)
+    agent.reaped()
     assert agent.feed(TERM)[-1] == BAD
 
 
@@ -130,7 +123,7 @@ def test_a_master_that_is_lost_while_its_ranks_end_is_not_forgotten() -> None:
     agent.order(replace(WELCOME, master_lost_timeout=30.0))
     agent.order(PARK)
     agent.feed(fx.LinkLost("refused"))
-    reaped(agent)
+    agent.reaped()
     assert agent.state is State.PARKED
     assert agent.group.next_deadline() == 30.0
 
@@ -160,7 +153,7 @@ def test_who_leaves_already_is_not_parked() -> None:
     agent = Agent().running()
     agent.feed(TERM)
     agent.order(PARK)
-    assert reaped(agent)[-1] == fx.Exit(1, "received SIGTERM", (), 15)
+    assert agent.reaped()[-1] == fx.Exit(1, "received SIGTERM", (), 15)
 
 
 def test_nothing_is_begun_there() -> None:

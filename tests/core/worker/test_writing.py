@@ -8,21 +8,8 @@ from elasticrun.core.worker.leaving import MAX_PERSISTS
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
-from tests.core.test_worker_group import ROUND, WELCOME, Agent, failed
+from tests.core.by_hand import PERSIST, ROUND, WELCOME, Agent, own
 
-PERSIST = m.Persist(
-    attempt="a1",
-    round=ROUND,
-    step=7,
-    world_size=2,
-    ranks=(0, 1),
-    shared=(0,),
-    writers=2,
-    coordinates=True,
-    coordinator=None,
-    reason="breakpoint",
-    limit=30.0,
-)
 OVER = m.PersistOver("a1", ROUND, 7, True, "")
 END = m.End(1, "the budget is spent", ())
 
@@ -101,9 +88,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     agent = Agent().running()
     agent.order(PERSIST)
     agent.feed(fx.Signalled(15, "SIGTERM", True))
-    for rank in (0, 1):
-        agent.feed(fx.RankExited(rank, -15, None))
-    said = agent.feed(fx.RanksSwept(()))
+    said = agent.reaped()
     assert said == [fx.Say(m.Stopped(ROUND))]
     assert agent.state is State.HOLDING
     assert agent.feed(fx.Signalled(10, "SIGUSR1", False)) == []
@@ -145,8 +130,8 @@ def test_while_it_is_held_nothing_begins_and_the_master_is_told_why() -> None:
 def test_what_cannot_be_ended_is_not_waited_for() -> None:
     agent = Agent().running()
     agent.order(PERSIST)
-    agent.feed(fx.RankExited(0, 1, failed(0)))
-    agent.feed(fx.RankExited(1, -15, failed(1, -15, "stopped")))
+    agent.exit(0, 1, failure=own(0))
+    agent.exit(1, -15, failure=own(1, -15, "stopped"))
     said = agent.feed(fx.RanksSwept((77,)))
     assert isinstance(said[-1], fx.Exit)
 
@@ -161,8 +146,8 @@ def test_there_are_not_more_attempts_than_can_be() -> None:
 
 def test_a_node_whose_ranks_are_done_stays_for_the_last_checkpoint() -> None:
     agent = Agent().running()
-    for rank in (0, 1):
-        agent.feed(fx.RankExited(rank, 0, None))
+    agent.exit(0, 0)
+    agent.exit(1, 0)
     assert agent.state is State.FINISHED
     agent.order(PERSIST)
     assert agent.order(m.End(0, "done", ())) == []

@@ -9,7 +9,7 @@ from elasticrun.config import EXIT_BAD_NODE, MASTER_LOST_TIMEOUT
 from elasticrun.core import events as fx
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from tests.core.test_worker_group import NEXT, ROUND, START, STORE, Agent
+from tests.core.by_hand import NEXT, ROUND, START, STORE, Agent
 
 ALONE = m.Probe("c1", False, "", 0, 1, 0, 2, STORE, 60.0)
 PAIR = m.Probe("c2", False, "n1", 1, 2, 2, 4, STORE, 60.0)

@@ -12,8 +12,7 @@ from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
-from tests.core.test_holding_rules import PERSIST
-from tests.core.test_worker_group import ROUND, Agent
+from tests.core.by_hand import PERSIST, ROUND, Agent
 
 TERM = fx.Signalled(15, "SIGTERM", death=True, step=5, margin=3)
 DEPARTING = m.Departing(ROUND, "received SIGTERM", 15, 5, 3)
@@ -59,9 +58,7 @@ def test_only_what_is_in_storage_ends_as_saved(over: m.PersistOver, code: int) -
     agent.order(over)
     agent.now += SAID_AGAIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))  # the second is obeyed at once
-    agent.feed(fx.RankExited(0, -15, None))
-    agent.feed(fx.RankExited(1, -15, None))
-    (*_, last) = [*agent.feed(fx.RanksSwept(())), *(agent.wait() if agent.alive else [])]
+    (*_, last) = [*agent.reaped(), *(agent.wait() if agent.alive else [])]
     assert last == replace(END, code=code)
 
 
@@ -71,9 +68,7 @@ def test_what_is_written_while_the_node_holds_counts() -> None:
     agent.order(PERSIST)
     agent.now += SAID_AGAIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))
-    agent.feed(fx.RankExited(0, -15, None))
-    agent.feed(fx.RankExited(1, -15, None))
-    agent.feed(fx.RanksSwept(()))
+    agent.reaped()
     assert agent.state is State.HOLDING
     over = m.PersistOver("a1", ROUND, 8, True, "")
     assert agent.order(over)[-1] == replace(END, code=EXIT_SAVED)
@@ -81,8 +76,8 @@ def test_what_is_written_while_the_node_holds_counts() -> None:
 
 def test_a_script_that_says_its_final_word_meanwhile_is_heard() -> None:
     agent = departing()
-    agent.feed(fx.RankExited(0, EXIT_FINAL, None))
-    agent.feed(fx.RankExited(1, -15, None))
+    agent.exit(0, EXIT_FINAL)
+    agent.exit(1)
     agent.feed(fx.RanksSwept(()))
     (last,) = agent.wait()
     assert last == replace(END, code=EXIT_FINAL)
@@ -138,8 +133,8 @@ def test_ranks_that_ended_by_the_signal_leave_what_they_saved() -> None:
     agent = departing()
     agent.order(ASK)
     agent.now = SIGNAL_MEMORY + 1.0  # they had put it off
-    assert agent.feed(fx.RankExited(0, -15, None)) == []
-    assert agent.feed(fx.RankExited(1, -15, None)) == []
+    assert agent.exit(0) == []
+    assert agent.exit(1) == []
     assert agent.order(PERSIST) == [fx.Obey(PERSIST)]
     assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]  # WAIT_FOR_SAVED is over
     assert agent.now == pytest.approx(SIGNAL_MEMORY + 1.0 + WAIT_FOR_SAVED)
@@ -151,8 +146,8 @@ def test_ranks_that_ended_by_the_signal_leave_what_they_saved() -> None:
 
 def test_ranks_that_ended_before_a_step_was_named_are_not_waited_for() -> None:
     agent = departing()
-    agent.feed(fx.RankExited(0, -15, None))
-    agent.feed(fx.RankExited(1, 143, None))
+    agent.exit(0)
+    agent.exit(1, 143)
     assert agent.wait() == [LEAVING, fx.SweepRanks(20.0)]
     assert agent.now == 0.0
 
@@ -161,9 +156,7 @@ def test_it_stays_a_moment_for_what_the_master_may_want_of_it() -> None:
     agent = departing()
     agent.order(ASK)
     assert agent.order(GIVEN_UP)[1:] == TOLD
-    agent.feed(fx.RankExited(0, -15, None))
-    agent.feed(fx.RankExited(1, -15, None))
-    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND))]
+    assert agent.reaped() == [fx.Say(m.Stopped(ROUND))]
     assert agent.state is State.HOLDING
     assert agent.wait() == [END]
     assert agent.now == RESCUE_WITHIN
@@ -171,7 +164,7 @@ def test_it_stays_a_moment_for_what_the_master_may_want_of_it() -> None:
 
 def test_a_failure_meanwhile_is_told_and_the_node_leaves() -> None:
     agent = departing()
-    said = [e.report for e in agent.feed(fx.RankExited(1, 1, None)) if isinstance(e, fx.Say)]
+    said = [e.report for e in agent.exit(1, 1) if isinstance(e, fx.Say)]
     assert isinstance(said[0], m.RanksFailed)
     assert said[1] == m.Leaving("received SIGTERM", 15)
     assert agent.state is State.ENDING
@@ -190,8 +183,8 @@ def test_with_its_spawner_it_leaves() -> None:
 
 def test_ranks_that_are_done_are_done() -> None:
     agent = departing()
-    agent.feed(fx.RankExited(0, 0, None))
-    assert agent.feed(fx.RankExited(1, 0, None)) == [fx.Say(m.Finished(ROUND))]
+    agent.exit(0, 0)
+    assert agent.exit(1, 0) == [fx.Say(m.Finished(ROUND))]
     agent.order(ASK)
     assert agent.order(SAVED) == [fx.Obey(SAVED)]  # the job may succeed all the same
     over = m.End(0, "every rank ended with 0", ())
@@ -231,7 +224,7 @@ def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
         agent.order(m.Stop(ROUND, "a rank has failed"))
         agent.feed(HOLDS)
         for local_rank in (0, 1):
-            agent.feed(fx.RankExited(local_rank, -15, None))
+            agent.exit(local_rank)
         agent.feed(fx.RanksSwept(()))
     else:
         assert agent.feed(HOLDS)[0] == LEAVING
@@ -260,9 +253,7 @@ OVER = m.PersistOver("a1", ROUND, 5, True, "")
 def between() -> Agent:
     """A rank has failed, and all have ended: the next round is waited for."""
     agent = Agent().running()
-    for rank in (0, 1):
-        agent.feed(fx.RankExited(rank, 1, None))
-    agent.feed(fx.RanksSwept(()))
+    agent.reaped(1)
     return agent
 
 
