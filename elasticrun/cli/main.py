@@ -1,6 +1,5 @@
-"""Whether the user's program can be run at all, before anything is started for it.
-
-The command: a verb, or a script to run as ranks. Every error of ours is one sentence.
+"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence, and whether
+the script can be run at all is looked at before anything is started for it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`elasticrun --srun ...` in a Slurm batch script or under salloc: this process becomes srun, which
-starts the same command once on each node of the job. Only ever on request: under torchrun the bare
-command runs on this host alone, and a script that starts it on each node by ssh counts on that.
-With `--dry-run` it starts nothing, and the command is printed.
-
-Where a scheduler has put this node: detection's values in the place of flags nobody has given.
+"""Where a scheduler has put this node: detection's values in the place of flags nobody has given.
 
 A flag, or its variable, always counts more. What is filled in is what the user could have typed,
-so everything behind it (`cli.meeting`) knows only flags.
+so everything behind it (`cli.rendezvous`) knows only flags.
+
+With `--srun`, in a Slurm batch script or under salloc, this process becomes srun, which starts the
+same command once on each node of the job. Only ever on request: under torchrun the bare command
+runs on this host alone, and a script that starts it on each node by ssh counts on that. With
+`--dry-run` it starts nothing, and the command is printed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The port at which a job's nodes meet where nobody has named one: the same on every node.
+"""What detection takes and what it gives; and the port at which a job's nodes meet where nobody has
+named one: the same on every node.
 
-It follows from the job's id alone, and lies outside Linux' ephemeral range (32768 to 60999), from
-which any process may have been given one, and away from 29400 and 29500, which are torchrun's.
+The port follows from the job's id alone, and lies outside Linux' ephemeral range (32768 to 60999),
+from which any process may have been given one, and away from 29400 and 29500, which are torchrun's.
 Two jobs of one host can be told the same port all the same. They never mix: the master of a job
-lets in nobody with another job's id (`wire.proof`), and who is refused ends with that sentence;
+lets in nobody with another job's id (`wire.auth`), and who is refused ends with that sentence;
 `--rdzv-endpoint` names another port.
-
-What detection takes and what it gives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Slurm's lists of nodes, `n[1-3,7],gpu[01-04]-ib`, as names: no `scontrol` is asked.
-
-Slurm: a task of a step, or a batch script or salloc around it.
+"""Slurm: a task of a step, or a batch script or salloc around it. Its lists of nodes,
+`n[1-3,7],gpu[01-04]-ib`, are read here: no `scontrol` is asked.
 
 A step is believed where srun has started exactly one task on each of several nodes. A batch script
 has SLURM_PROCID=0 and SLURM_NODEID=0 too, so what counts is SLURM_STEP_ID; and Slurm's own steps

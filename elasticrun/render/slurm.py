@@ -1,6 +1,5 @@
-"""What can be wanted of Slurm: typed, and checked when it is made (`checks.Invalid`).
-
-`render slurm`: a script for sbatch, with every option where it can be read and changed.
+"""`render slurm`: what can be wanted of it, checked when it is made (`checks.Invalid`), and a script
+for sbatch, with every option where it can be read and changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Which master leads a job, asked of etcd; for `elasticrun status`.
-
-`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks.
+"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks. And which master
+leads a job, asked of etcd.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""The list of jobs that `elasticrun status` begins with, a line each: those that run, then those
-that have ended.
+"""`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
+master by gRPC.
+
+Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads. Without an
+endpoint every master of this user on this host is asked; their addresses stand in the user's run
+folder, and with them what proves to each that its own user asks. Jobs that have ended on this host
+are listed after those that run, until `--prune`. Another host needs the job's token, as the nodes
+do. Exit code 0 if each asked one answered, 1 if one did not or there is none.
 
 A name is never broken or cut, for then it can neither be read nor copied: one that leaves the rest
 no room in the width of the terminal has a line of its own, as in `df`.
-
-`elasticrun status [ENDPOINT]`: a line for each job, and a single job as one page, asked of its
-master by gRPC.
-
-Where the job's leadership is in etcd (`--master-store`), etcd is asked who leads.
-Without an endpoint every master of this user on this host is asked; their addresses stand in the
-user's run folder, and with them what proves to each that its own user asks. Jobs that have ended on
-this host are listed too, until `--prune`. Another host needs the job's token, as the nodes do. Exit
-code 0 if each asked one answered, 1 if one did not or there is none.
 """
 
 from __future__ import annotations
