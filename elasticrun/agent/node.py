@@ -22,12 +22,12 @@ from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.farewell import Story
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
-from elasticrun.agent.link.master_process import MasterProcess
+from elasticrun.agent.link.master_process import Context, MasterProcess
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.rendezvous.c10d import HostError, meeting_of
+from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
 from elasticrun.agent.runtime import (
     DISK_LIMIT,
     AgentLoop,
@@ -360,13 +360,8 @@ class Node:
             host=os.uname().nodename,  # our own name may take a name server
         )
         self._loop = AgentLoop(self._brain, self._perform)
-        self._meeting = meeting_of(
-            config,
-            self._reaper,
-            self._writer,
-            self._met,
-            self._fatal,
-            self._loop.deliver,
+        self._meeting = rendezvous_of(
+            Context(config, self._reaper, self._writer, self._met, self._fatal, self._loop.deliver),
             self._found,
         )
         self._spawners = Spawners(
@@ -383,7 +378,7 @@ class Node:
         self._link = Link(
             lambda: self._meeting.dial,
             self._hello,
-            self._meeting.overhear(self._from_master),
+            self._from_master,
             waiting=self._no_master,
             broken=self._fatal,
             patience=spec.heartbeat_timeout,
@@ -494,6 +489,7 @@ class Node:
         self._loop.deliver(self._snapshots.drain.signalled(signum, death=death))
 
     def _from_master(self, event: AgentEvent) -> None:
+        self._meeting.heard(event)
         if isinstance(event, LinkBack) and not self._brain.is_parked:  # held comes before said
             self._snapshots.attached()
         self._loop.deliver(event)

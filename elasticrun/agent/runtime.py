@@ -156,6 +156,11 @@ class Tasks:
         tell_failure(task, tell or self._fatal, what)
         return task
 
+    async def over(self, limit: float) -> None:
+        """Wait so many seconds for those that are under way."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=limit)
+
     def close(self) -> None:
         """Cancel all that are under way."""
         for task in list(self._running):

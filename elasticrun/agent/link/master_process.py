@@ -1,8 +1,7 @@
-"""The processes that an agent starts beside its spawner: the job master here, and in `door_host.py`
-a static job's door.
+"""The job master as a process of this agent, and what keeps one alive.
 
-Both live in sessions of their own, ignore the signals that hit every process of a job, and end
-when the agent's end of a pipe is closed, by whatever death.
+Like the port proxy (`port_proxy.py`) it lives in a session of its own, ignores the signals that hit
+every process of a job, and ends when the agent's end of a pipe is closed, by whatever death.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elasticrun import config as config_json
 from elasticrun.agent.processes import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
-from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire import run_folder
 from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint
@@ -31,6 +30,7 @@ from elasticrun.wire.types import Endpoint
 if TYPE_CHECKING:
     import asyncio
 
+    from elasticrun.core.events import AgentEvent
 
 PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -57,6 +57,13 @@ HEALTHY_AFTER: Final = 10.0
 RECORD_WAIT: Final = 15.0
 """Seconds for making the folder of the record, which may be on a network."""
 
+OVER_LIMIT: Final = 3.0
+"""Seconds for a hosted master to end when the job is over: then its port is free again when the
+command returns."""
+
+LEAVE_LIMIT: Final = 1.0
+"""The same when only this node leaves: the master may live on for the others."""
+
 RECORD_LIMIT: Final = 5.0
 """Seconds that the removal of a record may take at the end; else the next run's sweep does it."""
 
@@ -80,7 +87,7 @@ def new_record() -> LaunchFolder | None:
 
     def work() -> None:
         try:
-            folder = record_folder.make(os.environ)
+            folder = run_folder.make(os.environ)
         except OSError as wrong:
             made.append(wrong)
             return
@@ -110,7 +117,7 @@ def sweep_records() -> None:
     environ = dict(os.environ)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the next launch does it
         threading.Thread(
-            target=record_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
+            target=run_folder.sweep, args=(environ,), name="elasticrun-sweep", daemon=True
         ).start()
 
 
@@ -215,34 +222,45 @@ def early_master(config: AgentConfig) -> MasterProcess | None:
     return None
 
 
-class MasterHost:
-    """Keeps a master alive at one place: starts it, hears it, starts it again when it dies.
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a node has to meet its job with, and whom it tells: `met` when the master's place is
+    known and whenever one serves there anew, `fatal(sentence)` when it cannot be had."""
 
-    `moved(endpoint)` is called whenever one serves; `taken(sentence)` when its port is another
-    process's, so that this agent is not the host after all; `failed(sentence)` when none can be
-    had."""
+    config: AgentConfig
+    reaper: Reaper
+    writer: StderrWriter
+    met: Callable[[], None]
+    fatal: Callable[[str], None]
+    deliver: Callable[[AgentEvent], None]
+
+
+class MasterOwner(Protocol):
+    """Who has a master hosted."""
+
+    def master_serves(self, endpoint: Endpoint) -> None:
+        """One serves there, for the first time or again."""
+
+    def master_taken(self, sentence: str) -> None:
+        """Its port is another process's, so that this agent is not the host after all."""
+
+
+class MasterHost:
+    """Keeps a master alive at one place: starts it, hears it, starts it again when it dies."""
 
     def __init__(
         self,
-        config: AgentConfig,
+        context: Context,
+        owner: MasterOwner,
         bind: Endpoint,
-        reaper: Reaper,
-        writer: StderrWriter,
-        *,
-        moved: Callable[[Endpoint], None],
-        taken: Callable[[str], None],
-        failed: Callable[[str], None],
-        record: LaunchFolder | None = None,
+        record: LaunchFolder | None,
         in_etcd: InEtcd | None = None,
     ) -> None:
         """`record`: what this launch's masters remember; it is removed when the last one ends."""
-        self._config = config
+        self._context = context
+        self._config = context.config
+        self._owner = owner
         self._bind = bind
-        self._reaper = reaper
-        self._writer = writer
-        self._moved = moved
-        self._taken = taken
-        self._failed = failed
         self._record = record
         self._in_etcd = in_etcd
         import asyncio  # the first master is started before it
@@ -258,9 +276,9 @@ class MasterHost:
         self._gone.set()
         self._served = False
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._master is None else self._master.process.pid
+    def pids(self) -> set[int]:
+        """Of the master, which a sweep must spare."""
+        return set() if self._master is None else {self._master.process.pid}
 
     @property
     def serves(self) -> bool:
@@ -279,7 +297,7 @@ class MasterHost:
             self._again()
             return
         if first is None:
-            master.watch(self._reaper)
+            master.watch(self._context.reaper)
         self._master = master
         self._answer = {}
         self._since = self._loop.time()
@@ -290,9 +308,13 @@ class MasterHost:
         self._loop.add_reader(master.output_fd, self._relay, master)
         master.on_end(lambda code: self._ended(master, code))
 
-    async def close(self, limit: float) -> None:
-        """Let the master go, and wait `limit` seconds for its end. One that nobody else can need
-        is killed then; another may have nodes yet and lives on for them."""
+    async def close(self, *, job_over: bool) -> None:
+        """Let the master go, and wait a moment for its end. One that nobody else can need is killed
+        then; another may have nodes yet and lives on for them."""
+        await self.close_within(OVER_LIMIT if job_over else LEAVE_LIMIT)
+
+    async def close_within(self, limit: float) -> None:
+        """The same, with so many seconds for its end."""
         import asyncio
 
         self._closing = True
@@ -357,7 +379,7 @@ class MasterHost:
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
-            self._moved(Endpoint(host, port))
+            self._owner.master_serves(Endpoint(host, port))
 
     def _relay(self, master: MasterProcess) -> None:
         # By way of us, so that a master which outlives us does not hold the user's pipe open.
@@ -366,7 +388,7 @@ class MasterHost:
         except BlockingIOError:
             return
         if text:
-            self._writer.write(text.decode(errors="replace"))
+            self._context.writer.write(text.decode(errors="replace"))
         else:
             self._loop.remove_reader(master.output_fd)
 
@@ -383,17 +405,19 @@ class MasterHost:
             return  # the job is over, or we are
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
             self._forget()
-            self._taken(str(self._answer.get("error", "the job master here leads no more")))
+            self._owner.master_taken(
+                str(self._answer.get("error", "the job master here leads no more"))
+            )
             return
         if self._answer.get("exit_code") == EXIT_PORT_TAKEN:
             self._port_taken()
             return
         if "error" in self._answer:
-            self._failed(str(self._answer["error"]))
+            self._context.fatal(str(self._answer["error"]))
             return
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if not self._served and self._deaths >= MAX_STILLBORN:
-            self._failed(f"the job master cannot be started: it {how} each time")
+            self._context.fatal(f"the job master cannot be started: it {how} each time")
             return
         logger.warning("the job master %s; a new one is started, and the ranks go on", how)
         self._again()
@@ -407,7 +431,7 @@ class MasterHost:
             self._again()  # the kernel may not have given it back yet
         else:
             self._forget()
-            self._taken(str(self._answer.get("error", "its port is taken")))
+            self._owner.master_taken(str(self._answer.get("error", "its port is taken")))
 
     def _again(self) -> None:
         if self._loop.time() - self._since > HEALTHY_AFTER:

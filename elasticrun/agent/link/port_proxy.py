@@ -1,4 +1,4 @@
-"""The door of a static job as a process that its agent keeps alive."""
+"""The port proxy of a static job as a process that its agent keeps alive (decision 008)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import json
 import socket
 import subprocess
 
-from elasticrun.agent.link import port_proxy_child as door
 from elasticrun.agent.link.master_process import RESTARTS, shielded
+from elasticrun.agent.link.port_proxy_child import command
 from elasticrun.agent.processes import Reaper
 from elasticrun.operator_log import logger
 from elasticrun.wire.types import Endpoint
 
 
-class DoorHost:
-    """Keeps the door of a static job alive on the user's port; the socket itself is ours."""
+class PortProxy:
+    """Keeps it alive on the user's port; the socket itself is ours."""
 
     def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
         self._listener = listener
@@ -29,17 +29,17 @@ class DoorHost:
         self._gone = asyncio.Event()
         self._start()
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def pids(self) -> set[int]:
+        """Of its process, which a sweep must spare."""
+        return set() if self._process is None else {self._process.pid}
 
     def say(self, target: str, where: Endpoint | None) -> None:
-        """Name the `master` or the `store` behind the door."""
+        """Name the `master` or the `store` behind it."""
         self._said[target] = None if where is None else str(where)
         self._tell({target: self._said[target]})
 
     async def close(self, limit: float) -> None:
-        """Close the door and give the port back."""
+        """End it and give the port back."""
         self._closing = True
         self._listener.close()
         if self._control is not None:
@@ -54,7 +54,7 @@ class DoorHost:
         fds = (self._listener.fileno(), theirs.fileno())
         with theirs, shielded():
             self._process = subprocess.Popen(
-                door.command(*fds), stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
+                command(*fds), stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
             )
         ours.setblocking(False)
         self._control = ours

@@ -3,14 +3,8 @@
 standalone  we start one on loopback, on a free port
 elastic     the agent that can bind the very address which the endpoint's name resolves to starts
             it; to whom the address is another host's, or taken, the master is somebody else's
-static      node rank 0 starts it behind a door on the port that the user named (decision 008)
+static      node rank 0 starts it behind a proxy on the port that the user named (decision 008)
 external    somebody has started it
-
-What every way to meet has: the master that this node hosts, if it does, and the two addresses
-that the node asks for.
-
-Where this node meets its job: the master's place settled, hosted where it is ours, and the
-address that this node offers to others.
 """
 
 from __future__ import annotations
@@ -21,34 +15,33 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
+    LEAVE_LIMIT,
+    Context,
     MasterHost,
     MasterProcess,
     new_record,
     sweep_records,
 )
-from elasticrun.agent.link.port_proxy import DoorHost
-from elasticrun.agent.processes import Reaper
-from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.agent.link.port_proxy import PortProxy
+from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import logger
 from elasticrun.system.network import is_loopback, is_ours, names_this_host_only, routed_address
-from elasticrun.wire import run_folder as published
+from elasticrun.wire import run_folder
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
-    from elasticrun.agent.rendezvous.etcd import EtcdMeeting
-    from elasticrun.agent.rendezvous.file import FileMeeting
+    from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
+    from elasticrun.agent.rendezvous.file import FileRendezvous
     from elasticrun.agent.rendezvous.finding import Found
-
 
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
@@ -57,6 +50,17 @@ DIAL_LIMIT: Final = 2.0
 """Seconds for a dial to an address of our own, which takes microseconds."""
 
 NONCE_BYTES: Final = 16
+
+RESOLVE_AGAIN: Final = 1.0
+"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
+late."""
+
+RESOLVE_CAP: Final = 5.0
+"""The longest such wait: name servers remember for some seconds that a name was not there."""
+
+HEIR_AFTER: Final = 3.0
+"""Seconds without a master after which an agent of its host starts one: the agent to which it
+belonged, if it lives, has done so long before."""
 
 
 class HostError(Exception):
@@ -216,87 +220,28 @@ def listen_door(where: Endpoint) -> socket.socket:
     return door
 
 
-RESOLVE_AGAIN: Final = 1.0
-"""Seconds until a name that is needed to meet is tried again for the first time: pods get theirs
-late."""
-
-RESOLVE_CAP: Final = 5.0
-"""The longest such wait: name servers remember for some seconds that a name was not there."""
-
-
 def resolve_again(tries: int) -> float:
     """Seconds until a name that did not resolve is tried again, after so many tries."""
     return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
 
 
-OVER_LIMIT: Final = 3.0
-"""Seconds for a hosted master to end when the job is over: then its port is free again when the
-command returns."""
-
-LEAVE_LIMIT: Final = 1.0
-"""The same when only this node leaves: the master may live on for the others."""
-
-
-class MeetingBase:
-    """`met` is called when the master's place is known and whenever one serves there anew;
-    `fatal(sentence)` when it cannot be had."""
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        reaper: Reaper,
-        writer: StderrWriter,
-        met: Callable[[], None],
-        fatal: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._reaper = reaper
-        self._writer = writer
-        self._met = met
-        self._fatal = fatal
-        self._master: MasterHost | None = None
-        self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
-        """What the link dials."""
-        self.address = ""
-        """What other nodes dial to reach a store here, or a master; "" until settled."""
-
-    def pids(self) -> set[int]:
-        """Helpers that a sweep must spare."""
-        pid = self._master.pid if self._master else None
-        return set() if pid is None else {pid}
-
-    async def _let_master_go(self, *, job_over: bool) -> None:
-        if self._master is not None:
-            await self._master.close(OVER_LIMIT if job_over else LEAVE_LIMIT)
-
-
-HEIR_AFTER: Final = 3.0
-"""Seconds without a master after which an agent of its host starts one: the agent to which it
-belonged, if it lives, has done so long before."""
-
-
-def meeting_of(
-    config: AgentConfig,
-    reaper: Reaper,
-    writer: StderrWriter,
-    met: Callable[[], None],
-    fatal: Callable[[str], None],
-    deliver: Callable[[AgentEvent], None],
-    found: Found | None = None,
-) -> Meeting | EtcdMeeting | FileMeeting:
-    """The way in which the nodes of this job meet. `found`: see `finding`."""
+def rendezvous_of(
+    context: Context, found: Found | None
+) -> C10dRendezvous | EtcdRendezvous | FileRendezvous:
+    """The way in which the nodes of this job meet. `found`: see `finding`. What is not needed is
+    not imported."""
     if found is not None:
-        from elasticrun.agent.rendezvous.file import FileMeeting
+        from elasticrun.agent.rendezvous.file import FileRendezvous
 
-        return FileMeeting(config, reaper, writer, met, fatal, found)
-    if config.rendezvous.kind == "etcd":
-        from elasticrun.agent.rendezvous.etcd import EtcdMeeting
+        return FileRendezvous(context, found)
+    if context.config.rendezvous.kind == "etcd":
+        from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
 
-        return EtcdMeeting(config, reaper, writer, met, fatal, deliver)
-    return Meeting(config, reaper, writer, met, fatal)
+        return EtcdRendezvous(context)
+    return C10dRendezvous(context)
 
 
-class Meeting(MeetingBase):
+class C10dRendezvous:
     """By way of an endpoint that every node was given.
 
     An agent that found the endpoint of its own host taken attaches to the master there. Should that
@@ -305,18 +250,18 @@ class Meeting(MeetingBase):
     that can: it tries to take the endpoint whenever no master has answered for HEIR_AFTER
     seconds."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        reaper: Reaper,
-        writer: StderrWriter,
-        met: Callable[[], None],
-        fatal: Callable[[str], None],
-    ) -> None:
-        super().__init__(config, reaper, writer, met, fatal)
-        self._door: DoorHost | None = None
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._config = context.config
+        self._tasks = Tasks(context.fatal)
+        self._master: MasterHost | None = None
+        self._proxy: PortProxy | None = None
         self._heir: asyncio.Task[None] | None = None
         self._over = False
+        self.dial = Endpoint(self._config.rendezvous.host, self._config.rendezvous.port)
+        """What the link dials."""
+        self.address = ""
+        """What other nodes dial to reach a store here, or a master; "" until settled."""
 
     async def settle(self, early: MasterProcess | None) -> None:
         """Find the place, and start what is ours; `early` is a master that already runs. HostError
@@ -336,9 +281,9 @@ class Meeting(MeetingBase):
                     "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
                     where.host,
                 )
-            self._door = DoorHost(listen_door(place.door), self._reaper)
+            self._proxy = PortProxy(listen_door(place.door), self._context.reaper)
         if place.bind is None:
-            self._met()
+            self._context.met()
             # No master has answered us yet, so none that we know of has ended the job.
             self._look_after(may_succeed=True)
             return
@@ -347,38 +292,24 @@ class Meeting(MeetingBase):
     async def _host(self, bind: Endpoint, early: MasterProcess | None = None) -> None:
         sweep_records()
         record = None if early is not None else await in_thread(new_record, name="record")
-        self._master = MasterHost(
-            self._config,
-            bind,
-            self._reaper,
-            self._writer,
-            moved=self._moved,
-            taken=self._taken,
-            failed=self._fatal,
-            record=record,
-        )
+        self._master = MasterHost(self._context, self, bind, record)
         self._master.start(early)
 
-    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
-        """`deliver`, for what the link says; it is heard here too."""
-
-        def both(event: AgentEvent) -> None:
-            if isinstance(event, LinkLost):
-                self._look_after(may_succeed=False)
-            elif isinstance(event, LinkBack):
-                self._forget_heir()
-            elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
-                self._over = True
-            deliver(event)
-
-        return both
+    def heard(self, event: AgentEvent) -> None:
+        """What the link says."""
+        if isinstance(event, LinkLost):
+            self._look_after(may_succeed=False)
+        elif isinstance(event, LinkBack):
+            self._forget_heir()
+        elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
+            self._over = True
 
     def _look_after(self, *, may_succeed: bool) -> None:
         where = self._config.rendezvous
         mine = where.kind == "elastic" and where.is_host is None
         if mine and self._master is None and self._heir is None and not self._over:
-            self._heir = asyncio.create_task(self._succeed(may_succeed))
-            tell_failure(self._heir, self._fatal, "looking after the job master")
+            work = self._succeed(may_succeed)
+            self._heir = self._tasks.start(work, "looking after the job master")
 
     async def _succeed(self, may_succeed: bool) -> None:
         """Host the master, once its place on this host is free and nobody else has taken it. One
@@ -398,8 +329,8 @@ class Meeting(MeetingBase):
 
     def _was_killed(self) -> bool:
         try:
-            folder = published.run_folder(os.environ)
-            return published.was_killed(folder, self._config.spec.job_id, self.dial.port)
+            folder = run_folder.run_folder(os.environ)
+            return run_folder.was_killed(folder, self._config.spec.job_id, self.dial.port)
         except (OSError, RuntimeError):  # RuntimeError: nobody knows our home
             return False
 
@@ -417,21 +348,22 @@ class Meeting(MeetingBase):
 
     def pids(self) -> set[int]:
         """Helpers that a sweep must spare."""
-        pid = self._door.pid if self._door else None
-        return super().pids() | (set() if pid is None else {pid})
+        parts = (self._master, self._proxy)
+        return {pid for part in parts if part is not None for pid in part.pids()}
 
     def store(self, where: Endpoint | None) -> None:
-        """The store behind the door; None between rounds."""
-        if self._door is not None:
-            self._door.say("store", where)
+        """The store behind the proxy; None between rounds."""
+        if self._proxy is not None:
+            self._proxy.say("store", where)
 
     async def close(self, *, job_over: bool) -> None:
-        """Let the master go and shut the door."""
+        """Let the master go and give the port back."""
         self._over = True
         self._forget_heir()
-        await self._let_master_go(job_over=job_over)
-        if self._door is not None:
-            await self._door.close(LEAVE_LIMIT)
+        if self._master is not None:
+            await self._master.close(job_over=job_over)
+        if self._proxy is not None:
+            await self._proxy.close(LEAVE_LIMIT)
 
     async def _place(self) -> Place:
         loop = asyncio.get_running_loop()
@@ -451,17 +383,19 @@ class Meeting(MeetingBase):
             wait = resolve_again(tries) * random.uniform(0.75, 1.25)
             await asyncio.sleep(min(wait, max(0.0, end - loop.time())))
 
-    def _moved(self, endpoint: Endpoint) -> None:
-        self.dial = endpoint
-        if self._door is not None:
-            self._door.say("master", endpoint)
-        self._met()
+    # ------------------------------------------------------------ the master that is hosted
 
-    def _taken(self, sentence: str) -> None:
+    def master_serves(self, endpoint: Endpoint) -> None:
+        self.dial = endpoint
+        if self._proxy is not None:
+            self._proxy.say("master", endpoint)
+        self._context.met()
+
+    def master_taken(self, sentence: str) -> None:
         if self._config.rendezvous.kind == "elastic" and self._config.rendezvous.is_host is None:
             # Another agent of this host was faster: the master there is the job's.
             logger.info("%s; the job master is looked for there", sentence)
             self._master = None
-            self._met()
+            self._context.met()
         else:
-            self._fatal(sentence)
+            self._context.fatal(sentence)

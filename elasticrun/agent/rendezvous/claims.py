@@ -12,19 +12,8 @@ To take the place of claim X, `NAME.after.X` is linked: of all who want to succe
 the claim from then on, for everybody who reads X, and is renamed over NAME, which removes X. X is
 the life of a holder and is never used twice, so what was decided about X is never true of another.
 
-Whose the folder of checkpoints is: one job's, and of that job one master's (decision 029).
-
-Two jobs that name one folder, or the halves of a job that has split, would remove and replace each
-other's checkpoints. So the node of rank 0 claims the folder when its ranks have said which it is,
-and a node that has a marker written makes sure of the claim before.
-
-    the claim there      what this node does
-    none, or nobody      takes it
-    renews it
-    of this job          takes it, unless its own master has been succeeded: the claim names the
-                         terms of all masters before the one that took it last
-    of another job that  writes nothing there, says by whom it is claimed, and looks again
-    renews it
+By such a file nodes find their job's master (`finding`, `file`), and by one in the folder of
+checkpoints it is settled whose that is (`FolderClaim`).
 """
 
 from __future__ import annotations
@@ -45,11 +34,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from elasticrun.agent.runtime import in_thread, tell_failure, threadsafe
+from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
 from elasticrun.wire.run_folder import start_time
+
+T = TypeVar("T")
 
 MAX_BYTES: Final = 64 * 1024
 """A longer file is not one of ours."""
@@ -69,6 +60,21 @@ took longer than LOOK_EVERY is none: the file system stood still, and the holder
 
 CLOSE_LIMIT: Final = 2.0
 """Seconds for a renewal that is under way."""
+
+NAME: Final = "elasticrun.claim"
+"""The file in a folder of checkpoints."""
+
+FILE_LIMIT: Final = 30.0
+"""Seconds for one look at a shared folder, or one change of it, until it is said to hang."""
+
+FOLDER_CLOSE_LIMIT: Final = 5.0
+"""The same at the end."""
+
+PATIENCE: Final = 3.0 * STALE_LOOKS * LOOK_EVERY
+"""Seconds that a checkpoint waits until it is known whether another job still has the folder."""
+
+MOST_TERMS: Final = 64
+"""Masters before the present one that a claim names."""
 
 _HOLDER: Final = re.compile(r"[0-9a-f]{16}\Z")
 _LITTER: Final = re.compile(r"\.[0-9a-f]{16}(\.new)?\Z")
@@ -465,19 +471,9 @@ def timed(file: ClaimFile) -> tuple[Claim | None, float]:
     return file.read(), time.monotonic() - began
 
 
-NAME: Final = "elasticrun.claim"
-
-FILE_LIMIT: Final = 30.0
-"""Seconds for one look at the folder, or one change of it."""
-
-FOLDER_CLOSE_LIMIT: Final = 5.0
-"""The same at the end."""
-
-PATIENCE: Final = 3.0 * STALE_LOOKS * LOOK_EVERY
-"""Seconds that a checkpoint waits until it is known whether another job still has the folder."""
-
-MOST_TERMS: Final = 64
-"""Masters before the present one that a claim names."""
+async def on_disk(work: Callable[[], T]) -> T:
+    """The result of work on a shared folder. TimeoutError."""
+    return await in_thread(work, limit=FILE_LIMIT, name="claim")
 
 
 class NotOurs(Exception):
@@ -485,7 +481,21 @@ class NotOurs(Exception):
 
 
 class FolderClaim:
-    """This node's claim of the folder, if it has one. Belongs to the loop's thread."""
+    """This node's claim of the folder of checkpoints, if it has one: that is one job's, and of that
+    job one master's. Belongs to the loop's thread.
+
+    Two jobs that name one folder, or the halves of a job that has split, would remove and replace
+    each other's checkpoints. So the node of rank 0 claims the folder when its ranks have said which
+    it is, and a node that has a marker written makes sure of the claim before.
+
+        the claim there      what this node does
+        none, or nobody      takes it
+        renews it
+        of this job          takes it, unless its own master has been succeeded: the claim names the
+                             terms of all masters before the one that took it last
+        of another job that  writes nothing there, says by whom it is claimed, and looks again
+        renews it
+    """
 
     def __init__(self, job_id: str, term: Callable[[], int]) -> None:
         """`term`: of the master that this node follows."""
@@ -497,14 +507,14 @@ class FolderClaim:
         self._looks = Looks()
         self._why = ""  # why it is not ours, as far as that is settled
         self._told: set[str] = set()
+        self._tasks = Tasks(logger.error)
         self._looking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def want(self, url: str) -> None:
         """The ranks of this node, rank 0 among them, have their checkpoints there."""
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._hold(url))
-            tell_failure(self._watch, logger.error, "claiming the folder of checkpoints")
+            self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
 
     async def sure(self, url: str) -> None:
         """Return when this node may write a marker there. NotOurs, after PATIENCE at most."""
@@ -520,6 +530,14 @@ class FolderClaim:
             self._watch.cancel()
         if self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking}, timeout=FOLDER_CLOSE_LIMIT)
+        try:
+            await self._leave(FOLDER_CLOSE_LIMIT)
+        except TimeoutError:
+            path = self._file.path if self._file is not None else ""
+            logger.warning("%s was not removed: its file system does not answer", path)
+
+    async def _leave(self, limit: float) -> None:
+        """Renew and keep our claim no more. TimeoutError."""
         keeper, file = self._keeper, self._file
         self._keeper = None
         if keeper is None or file is None:
@@ -529,10 +547,7 @@ class FolderClaim:
             keeper.close()
             file.remove()
 
-        try:
-            await in_thread(leave, limit=FOLDER_CLOSE_LIMIT, name="claim")
-        except TimeoutError:
-            logger.warning("%s was not removed: its file system does not answer", file.path)
+        await in_thread(leave, limit=limit, name="claim")
 
     # ------------------------------------------------------------ looking
 
@@ -567,10 +582,11 @@ class FolderClaim:
 
     async def _try(self, path: str) -> bool:
         if self._file is None or self._url != path:
-            await self._let_other_go()
-            self._url, self._file, self._looks = path, _claim_file(path), Looks()
+            await self._leave(FILE_LIMIT)  # another folder is named now
+            self._url, self._looks = path, Looks()
+            self._file = ClaimFile(os.path.join(path, NAME), private=False)
         file = self._file
-        claim, took = await in_thread(partial(_first, file, path), limit=FILE_LIMIT, name="claim")
+        claim, took = await on_disk(partial(_first, file, path))
         term = self._term()
         if claim is not None and claim.words.get("job") != self._job_id:
             self._looks.look(claim, took)
@@ -594,7 +610,7 @@ class FolderClaim:
 
     async def _take(self, file: ClaimFile, claim: Claim | None, term: int) -> bool:
         if self._keeper is not None:
-            await in_thread(self._keeper.close, limit=FILE_LIMIT, name="claim")
+            await on_disk(self._keeper.close)
             self._keeper = None
         past: list[int] = []
         if claim is not None and claim.words.get("job") == self._job_id:
@@ -605,10 +621,7 @@ class FolderClaim:
             "term": term,
             "before": past[-MOST_TERMS:],
         }
-        taken = await in_thread(
-            partial(file.take, fresh(words), claim), limit=FILE_LIMIT, name="claim"
-        )
-        if not taken:
+        if not await on_disk(partial(file.take, fresh(words), claim)):
             return False
         self._why = ""
         self._keeper = Keeper(file)
@@ -627,14 +640,6 @@ class FolderClaim:
                 "which has seen no renewal of this job's claim"
             )
 
-    async def _let_other_go(self) -> None:
-        """Another folder is named now."""
-        if self._keeper is not None and self._file is not None:
-            keeper, file = self._keeper, self._file
-            self._keeper = None
-            await in_thread(keeper.close, limit=FILE_LIMIT, name="claim")
-            await in_thread(file.remove, limit=FILE_LIMIT, name="claim")
-
     def _tell(self, sentence: str, level: str = "warning") -> None:
         if sentence not in self._told and len(self._told) < MOST_TERMS:
             self._told.add(sentence)
@@ -646,10 +651,6 @@ def _local(url: str) -> str | None:
     if "://" not in url:
         return url
     return url.removeprefix("file://") if url.startswith("file:///") else None
-
-
-def _claim_file(path: str) -> ClaimFile:
-    return ClaimFile(os.path.join(path, NAME), private=False)
 
 
 def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:

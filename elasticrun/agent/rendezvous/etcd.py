@@ -14,30 +14,34 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
+    Context,
     InEtcd,
     MasterHost,
     MasterProcess,
     new_record,
     sweep_records,
 )
-from elasticrun.agent.processes import Reaper
-from elasticrun.agent.rendezvous import c10d as host
-from elasticrun.agent.rendezvous.c10d import RESOLVE_AGAIN, MeetingBase
-from elasticrun.agent.runtime import in_thread, tell_failure
-from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, AgentConfig, Tls
+from elasticrun.agent.rendezvous.c10d import (
+    RESOLVE_AGAIN,
+    Bind,
+    HostError,
+    NotYet,
+    bind_test,
+    resolve,
+)
+from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import logger
 from elasticrun.wire.bounds import WireError
 from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.messages import End
 from elasticrun.wire.rpc import etcd, protobuf as codec
-from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.types import Endpoint, mint_incarnation
 
 STAND_AFTER: Final = (0.05, 0.2)
@@ -55,20 +59,16 @@ CLOSE_LIMIT: Final = 1.0
 """Seconds to give the candidate key back at the end."""
 
 
-class EtcdMeeting(MeetingBase):
-    """A `meeting.Meeting` by way of etcd. `deliver` gets the End of a job that is over already."""
+class EtcdRendezvous:
+    """As `c10d.C10dRendezvous`, by way of etcd. The brain is told the End of a job that is over
+    already."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        reaper: Reaper,
-        writer: StderrWriter,
-        met: Callable[[], None],
-        fatal: Callable[[str], None],
-        deliver: Callable[[AgentEvent], None],
-    ) -> None:
-        super().__init__(config, reaper, writer, met, fatal)
-        self._deliver = deliver
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._config = config = context.config
+        self._tasks = Tasks(context.fatal)
+        self._chores = Tasks(logger.error)  # nobody waits for them before the end
+        self._master: MasterHost | None = None
         self._keys = Keys(config.spec.job_id)
         self._me = mint_incarnation()
         self._client: etcd.Etcd | None = None
@@ -78,7 +78,6 @@ class EtcdMeeting(MeetingBase):
         self._served = False
         self._failed_once = False
         self._listen_at = ""
-        self._chores: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
         self._candidacy = 0  # a lease
@@ -87,6 +86,8 @@ class EtcdMeeting(MeetingBase):
         self._silent = False
         self.dial = Endpoint("", 0)
         """What the link dials: whoever led last."""
+        self.address = ""
+        """What other nodes dial to reach a store here, or a master; "" until settled."""
 
     # ------------------------------------------------------------ what the node calls
 
@@ -100,25 +101,28 @@ class EtcdMeeting(MeetingBase):
                 place, ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
             )
         except (ValueError, etcd.EtcdError) as wrong:
-            raise host.HostError(str(wrong)) from None
+            raise HostError(str(wrong)) from None
         limit = self._config.spec.join_timeout
         try:
             async with asyncio.timeout(limit):
                 sweep_records()
                 self.address, self._listen_at = await self._own_address(place.servers)
-                self._following = asyncio.create_task(self._follow(self._client))
-                tell_failure(self._following, self._fatal, "following etcd")
+                follow = self._follow(self._client)
+                self._following = self._tasks.start(follow, "following etcd")
                 await self._known.wait()
         except TimeoutError:
             why = "names no job master" if self._silence is None else "does not answer"
-            raise host.HostError(f"{place} {why}, for {limit:g} s") from None
+            raise HostError(f"{place} {why}, for {limit:g} s") from None
 
-    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
-        """What the link says needs no second ear: who leads is known from etcd."""
-        return deliver
+    def heard(self, event: AgentEvent) -> None:
+        """What the link says matters to others: who leads is known from etcd."""
+
+    def pids(self) -> set[int]:
+        """Helpers that a sweep must spare."""
+        return set() if self._master is None else self._master.pids()
 
     def store(self, where: Endpoint | None) -> None:
-        """There is no door here."""
+        """There is no port proxy here."""
 
     async def close(self, *, job_over: bool) -> None:
         """Follow no more, and let the master go."""
@@ -129,9 +133,9 @@ class EtcdMeeting(MeetingBase):
         for timer in (self._deposed, self._silence):
             if timer is not None:
                 timer.cancel()
-        await self._let_master_go(job_over=job_over)
-        if self._chores:
-            await asyncio.wait(self._chores, timeout=CLOSE_LIMIT)
+        if self._master is not None:
+            await self._master.close(job_over=job_over)
+        await self._chores.over(CLOSE_LIMIT)
         if self._client is not None:
             with contextlib.suppress(TimeoutError, etcd.EtcdError):
                 await asyncio.wait_for(self._give_up_candidacy(), CLOSE_LIMIT)
@@ -147,17 +151,17 @@ class EtcdMeeting(MeetingBase):
             for server in servers:
                 try:
                     return await in_thread(partial(self._towards, server), name="resolve")
-                except host.NotYet as wrong:
+                except NotYet as wrong:
                     if not told:
                         told = True
                         logger.warning("%s; trying again until it does", wrong)
             await asyncio.sleep(RESOLVE_AGAIN)
 
     def _towards(self, server: Endpoint) -> tuple[str, str]:
-        numbers = host.resolve(server.host, server.port)[0]
+        numbers = resolve(server.host, server.port)[0]
         address = offered_address(self._config.local_addr, server.host, numbers)
-        ours = host.resolve(address, 0)[0]
-        here = host.bind_test(ours, 0) is host.Bind.OURS
+        ours = resolve(address, 0)[0]
+        here = bind_test(ours, 0) is Bind.OURS
         return address, ours if here else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
     async def _follow(self, client: etcd.Etcd) -> None:
@@ -166,7 +170,7 @@ class EtcdMeeting(MeetingBase):
                 self._there = there
                 self._look()
         except etcd.EtcdRefused as refused:
-            self._fatal(str(refused))
+            self._context.fatal(str(refused))
 
     def _look(self) -> None:
         """Act on what etcd says now."""
@@ -183,15 +187,14 @@ class EtcdMeeting(MeetingBase):
             self._watch_deposed(leading=False)  # it campaigns, or has lost its key
         elif self._keys.candidate not in self._there and self._standing is None:
             # Nobody leads, or a master of ours that has ended since.
-            self._standing = asyncio.create_task(self._stand())
+            self._standing = self._tasks.start(self._stand(), "standing for job master")
             self._standing.add_done_callback(self._stood)
-            tell_failure(self._standing, self._fatal, "standing for job master")
 
     def _lead_is_at(self, endpoint: Endpoint) -> None:
         if endpoint != self.dial or not self._known.is_set():
             self.dial = endpoint
             self._known.set()
-            self._met()
+            self._context.met()
 
     def _is_over(self, item: etcd.Item) -> None:
         """The job has ended, and so has its master."""
@@ -203,17 +206,17 @@ class EtcdMeeting(MeetingBase):
         try:
             end = codec.order_from_wire(item.value)
         except WireError as wrong:
-            self._fatal(f"{item.key} in etcd is {wrong}")
+            self._context.fatal(f"{item.key} in etcd is {wrong}")
             return
         if not isinstance(end, End):
-            self._fatal(f"{item.key} in etcd is no end of a job")
+            self._context.fatal(f"{item.key} in etcd is no end of a job")
             return
         if late:
             logger.warning(
                 "job %s has ended before, as etcd remembers; a new run needs a new --rdzv-id",
                 self._config.spec.job_id,
             )
-        self._deliver(Ordered(end))
+        self._context.deliver(Ordered(end))
 
     def _trouble(self, sentence: str) -> None:
         """etcd does not answer; "": it does again."""
@@ -265,9 +268,14 @@ class EtcdMeeting(MeetingBase):
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(etcd.BACKOFF_MOST, 2 * pause)
             except etcd.EtcdRefused as refused:
-                self._fatal(str(refused))
+                self._context.fatal(str(refused))
                 return
-        self._start_master(await in_thread(new_record, name="record"))
+        # For its trace; its record is in etcd.
+        folder = await in_thread(new_record, name="record")
+        bind = Endpoint(self._listen_at, self._config.rendezvous.port)
+        here = InEtcd(self._me, self.address)
+        self._master = MasterHost(self._context, self, bind, folder, here)
+        self._master.start()
 
     def _stood(self, task: asyncio.Task[None]) -> None:
         self._standing = None
@@ -279,35 +287,20 @@ class EtcdMeeting(MeetingBase):
         if lease and self._client is not None:
             await self._client.revoke(lease)
 
-    def _start_master(self, folder: LaunchFolder | None) -> None:
-        """`folder`: for its trace; its record is in etcd."""
-        self._master = MasterHost(
-            self._config,
-            Endpoint(self._listen_at, self._config.rendezvous.port),
-            self._reaper,
-            self._writer,
-            moved=self._moved,
-            taken=self._not_leading,
-            failed=self._fatal,
-            record=folder,
-            in_etcd=InEtcd(self._me, self.address),
-        )
-        self._master.start()
-
-    def _moved(self, endpoint: Endpoint) -> None:
+    def master_serves(self, endpoint: Endpoint) -> None:
         """Our master leads, and serves (again)."""
         self._served = True
         self._failed_once = False
         self.dial = endpoint
         self._known.set()
-        self._met()
+        self._context.met()
         self._release_later()
 
-    def _not_leading(self, sentence: str) -> None:
+    def master_taken(self, sentence: str) -> None:
         """Our master has ended because it does not lead, or could not listen."""
         logger.info("%s", sentence)
         if self._master is not None:
-            self._spawn(self._master.close(0.0))
+            self._chores.start(self._master.close_within(0.0), "telling etcd")
         self._master = None
         self._failed_once = not self._served  # one that led has only lost its lease
         self._served = False
@@ -323,14 +316,7 @@ class EtcdMeeting(MeetingBase):
                 await self._give_up_candidacy()
 
         if self._candidacy:
-            self._spawn(release())
-
-    def _spawn(self, chore: Coroutine[Any, Any, None]) -> None:
-        """Have it done; nobody waits for it before the end."""
-        task = asyncio.create_task(chore)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        tell_failure(task, logger.error, "telling etcd")
+            self._chores.start(release(), "telling etcd")
 
     def _watch_deposed(self, *, leading: bool) -> None:
         """End a master of ours that stands still while its key is gone."""

@@ -14,21 +14,20 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import (
+    Context,
     MasterHost,
     MasterProcess,
     new_record,
     sweep_records,
 )
-from elasticrun.agent.processes import Reaper
-from elasticrun.agent.rendezvous import c10d as host, finding
-from elasticrun.agent.rendezvous.c10d import LEAVE_LIMIT, MeetingBase
+from elasticrun.agent.rendezvous import finding
+from elasticrun.agent.rendezvous.c10d import HostError
 from elasticrun.agent.rendezvous.claims import (
     LOOK_EVERY,
     Claim,
@@ -39,10 +38,10 @@ from elasticrun.agent.rendezvous.claims import (
     timed,
 )
 from elasticrun.agent.rendezvous.finding import Found, on_file, place_of
-from elasticrun.agent.runtime import in_thread, tell_failure, threadsafe
-from elasticrun.config import FIRST_PORT, AgentConfig
+from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
+from elasticrun.config import FIRST_PORT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
-from elasticrun.operator_log import StderrWriter, logger
+from elasticrun.operator_log import logger
 from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.types import Endpoint
@@ -54,19 +53,17 @@ TOKEN_NAME: Final = "token"
 """File with the job's token in the folder of this launch, from where people copy it."""
 
 
-class FileMeeting(MeetingBase):
-    """A `meeting.Meeting` for what was found. A job without a file has a holder and no claim."""
+class FileRendezvous:
+    """As `c10d.C10dRendezvous`, for what was found. A job without a file has a holder and no
+    claim."""
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        reaper: Reaper,
-        writer: StderrWriter,
-        met: Callable[[], None],
-        fatal: Callable[[str], None],
-        found: Found,
-    ) -> None:
-        super().__init__(config, reaper, writer, met, fatal)
+    def __init__(self, context: Context, found: Found) -> None:
+        self._context = context
+        self._config = config = context.config
+        self._tasks = Tasks(context.fatal)
+        self._chores = Tasks(context.fatal)  # that the end waits for
+        self._master: MasterHost | None = None
+        self._record: LaunchFolder | None = None
         self._found = found
         self._file = found.file
         self._keeper = found.keeper
@@ -76,21 +73,24 @@ class FileMeeting(MeetingBase):
         self._over = False
         self._said = ""
         self._following: asyncio.Task[None] | None = None
-        self._chores: set[asyncio.Task[None]] = set()
+        self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
+        """What the link dials."""
+        self.address = ""
+        """What other nodes dial to reach a store here, or a master; "" until settled."""
 
     async def settle(self, early: MasterProcess | None) -> None:
         """Host the master where that is ours, else follow the claim. HostError."""
         if self._found.interrupted:
             await asyncio.get_running_loop().create_future()  # the brain has heard the signal
         if self._found.wrong:
-            raise host.HostError(self._found.wrong)
+            raise HostError(self._found.wrong)
         where = self._config.rendezvous
         if self._found.ours:
             self.address = self._config.local_addr or where.host
             await self._begin(where.port)
             return
         self.address = offered_address(self._config.local_addr, where.host, where.host)
-        self._met()
+        self._context.met()
         self._follow()
 
     # ------------------------------------------------------------ hosting
@@ -104,41 +104,33 @@ class FileMeeting(MeetingBase):
                 lambda claim: threadsafe(loop, self._deposed, claim),
                 lambda sentence: threadsafe(loop, self._trouble, sentence),
             )
-        record = await in_thread(new_record, name="record")
+        self._record = await in_thread(new_record, name="record")
         if self._over:
             return
-        self._master = MasterHost(
-            self._config,
-            Endpoint(self._own, port),
-            self._reaper,
-            self._writer,
-            moved=partial(self._moved, record),
-            taken=self._taken,
-            failed=self._fatal,
-            record=record,
-        )
+        self._master = MasterHost(self._context, self, Endpoint(self._own, port), self._record)
         self._master.start()
 
-    def _moved(self, record: LaunchFolder | None, endpoint: Endpoint) -> None:
+    def master_serves(self, endpoint: Endpoint) -> None:
         self.dial = endpoint
         if not self._told and self._config.spec.max_nodes > 1:
             self._told = True
-            self._spawn(self._tell(record, endpoint))
-        self._met()
+            self._chores.start(self._tell(endpoint), "meeting by a file")
+        self._context.met()
 
-    def _taken(self, sentence: str) -> None:
+    def master_taken(self, sentence: str) -> None:
         """Somebody was faster at that port: the next one."""
         logger.info("%s; the next free port is taken", sentence)
         self._master = None
-        self._spawn(self._elsewhere(self.dial.port or self._config.rendezvous.port))
+        port = self.dial.port or self._config.rendezvous.port
+        self._chores.start(self._elsewhere(port), "meeting by a file")
 
     async def _elsewhere(self, port: int) -> None:
         try:
             free = await in_thread(partial(finding.free_port, self._own, port + 1), name="resolve")
             if self._file is not None and not await self._take(free, self._file.mine):
-                raise host.HostError(f"{self._file.path} was taken over by another host")
-        except (host.HostError, ClaimError) as wrong:
-            self._fatal(str(wrong))
+                raise HostError(f"{self._file.path} was taken over by another host")
+        except (HostError, ClaimError) as wrong:
+            self._context.fatal(str(wrong))
             return
         await self._begin(free)
 
@@ -155,7 +147,7 @@ class FileMeeting(MeetingBase):
         self._claim, self._keeper = mine, Keeper(file)
         return True
 
-    async def _tell(self, record: LaunchFolder | None, endpoint: Endpoint) -> None:
+    async def _tell(self, endpoint: Endpoint) -> None:
         """How others join; the token is on the screen of nobody."""
         spec = self._config.spec
         command = self._config.to_join or (
@@ -169,10 +161,9 @@ class FileMeeting(MeetingBase):
         flags = f"--rdzv-endpoint={endpoint}"
         if f"--rdzv-id={spec.job_id}" not in command:
             flags += f" --rdzv-id={spec.job_id}"
-        path = None if self._found.given else await self._token_file(record)
+        path = None if self._found.given else await self._token_file()
         if path is not None:
             flags += f" --token-file={spec.job_id}.token"
-        if path is not None:
             host_name = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
             self._say(
                 f"to join, first on that machine: scp {host_name}:{path} {spec.job_id}.token   "
@@ -189,10 +180,10 @@ class FileMeeting(MeetingBase):
         else:
             self._say("the other nodes need the same ELASTICRUN_TOKEN or --token-file")
 
-    async def _token_file(self, record: LaunchFolder | None) -> Path | None:
-        if record is None:
+    async def _token_file(self) -> Path | None:
+        if self._record is None:
             return None
-        path = record.path / TOKEN_NAME
+        path = self._record.path / TOKEN_NAME
         try:
             await in_thread(partial(_write_private, path, self._config.token), limit=CLOSE_LIMIT)
         except (OSError, TimeoutError):
@@ -200,7 +191,7 @@ class FileMeeting(MeetingBase):
         return path
 
     def _say(self, sentence: str) -> None:
-        self._writer.write(f"elasticrun: {sentence}\n")
+        self._context.writer.write(f"elasticrun: {sentence}\n")
 
     # ------------------------------------------------------------ holding a claim
 
@@ -224,32 +215,27 @@ class FileMeeting(MeetingBase):
         old, self._master = self._master, None
         if old is not None:
             old.kill()
-            self._spawn(old.close(LEAVE_LIMIT))
+            self._chores.start(old.close(job_over=False), "meeting by a file")
         self._turn_to(claim)
         self._follow()
 
     # ------------------------------------------------------------ following one
 
-    def overhear(self, deliver: Callable[[AgentEvent], None]) -> Callable[[AgentEvent], None]:
-        """`deliver`, for what the link says; it is heard here too."""
-
-        def both(event: AgentEvent) -> None:
-            if isinstance(event, LinkLost):
-                self._follow()
-            elif isinstance(event, LinkBack):
-                self._follow_no_more()
-            elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
-                self._over = True
-            deliver(event)
-
-        return both
+    def heard(self, event: AgentEvent) -> None:
+        """What the link says."""
+        if isinstance(event, LinkLost):
+            self._follow()
+        elif isinstance(event, LinkBack):
+            self._follow_no_more()
+        elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
+            self._over = True
 
     def _follow(self) -> None:
         if self._master is not None or self._file is None or self._over:
             return
         if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._look_after(Looks()))
-            tell_failure(self._following, self._fatal, "looking after the rendezvous file")
+            work = self._look_after(Looks())
+            self._following = self._tasks.start(work, "looking after the rendezvous file")
 
     def _follow_no_more(self) -> None:
         if self._following is not None:
@@ -290,7 +276,7 @@ class FileMeeting(MeetingBase):
             return
         self._claim = claim
         self.dial = place_of(claim)
-        self._met()
+        self._context.met()
 
     async def _succeed(self, claim: Claim) -> bool:
         """Take over what nobody renews and where nobody answers; whether it is ours now."""
@@ -306,7 +292,7 @@ class FileMeeting(MeetingBase):
             )
             if not await self._take(port, claim):
                 return False
-        except (host.HostError, ClaimError) as wrong:
+        except (HostError, ClaimError) as wrong:
             self._remark(str(wrong))
             return False
         logger.warning(
@@ -320,8 +306,12 @@ class FileMeeting(MeetingBase):
 
     # ------------------------------------------------------------ the end
 
+    def pids(self) -> set[int]:
+        """Helpers that a sweep must spare."""
+        return set() if self._master is None else self._master.pids()
+
     def store(self, where: Endpoint | None) -> None:
-        """There is no door here."""
+        """There is no port proxy here."""
 
     async def close(self, *, job_over: bool) -> None:
         """Let the master go, and leave the file as it should be left."""
@@ -330,11 +320,11 @@ class FileMeeting(MeetingBase):
         if self._keeper is not None:
             with contextlib.suppress(TimeoutError):
                 await in_thread(self._keeper.close, limit=CLOSE_LIMIT, name="claim")
-        await self._let_master_go(job_over=job_over)
-        if self._chores:
-            await asyncio.wait(self._chores, timeout=CLOSE_LIMIT)
+        if self._master is not None:
+            await self._master.close(job_over=job_over)
+        await self._chores.over(CLOSE_LIMIT)
         if self._file is not None:
-            lives_on = self._master is not None and self._master.pid is not None and not job_over
+            lives_on = bool(self.pids()) and not job_over
             with contextlib.suppress(TimeoutError, ClaimError):
                 work = partial(self._leave_file, lives_on=lives_on, job_over=job_over)
                 await in_thread(work, limit=CLOSE_LIMIT, name="claim")
@@ -349,12 +339,6 @@ class FileMeeting(MeetingBase):
             current = self._file.read()
             if current is not None and current.left and current.holder == self._claim.holder:
                 self._file.remove(current.holder)
-
-    def _spawn(self, chore: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(chore)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        tell_failure(task, self._fatal, "meeting by a file")
 
 
 def _write_private(path: Path, text: str) -> None:

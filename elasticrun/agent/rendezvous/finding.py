@@ -3,7 +3,7 @@
 It comes before the node's parts are built, since what the file has, the job's name and its token,
 is what they are built with. A claim counts as long as the master at its address proves itself, or
 its holder renews it; one for which neither is true is taken over, with the job's name and token:
-nodes that look for their master find the next one then. What goes on later is `file_meeting`'s.
+nodes that look for their master find the next one then. What goes on later is `file`'s.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from msgspec import structs
 
 from elasticrun.agent.link.trust import TOKEN_BYTES
 from elasticrun.agent.main import SignalInbox
-from elasticrun.agent.rendezvous import c10d as host
+from elasticrun.agent.rendezvous.c10d import LOOPBACK, Bind, HostError, NotYet, bind_test, resolve
 from elasticrun.agent.rendezvous.claims import (
+    FILE_LIMIT,
     LOOK_EVERY,
     Claim,
     ClaimError,
@@ -31,6 +32,7 @@ from elasticrun.agent.rendezvous.claims import (
     Keeper,
     Looks,
     fresh,
+    on_disk,
     timed,
 )
 from elasticrun.agent.runtime import in_thread, threadsafe
@@ -47,9 +49,6 @@ FORMAT: Final = 1
 
 ASK_LIMIT: Final = 3.0
 """Seconds for a master to answer whether it is there."""
-
-FILE_LIMIT: Final = 30.0
-"""Seconds for one look at a shared folder, or one change of it, until it is said to hang."""
 
 MOST_PORTS: Final = 200
 """Ports that are tried from the first one on."""
@@ -101,7 +100,7 @@ async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Fo
         search.cancel()
         await asyncio.gather(search, return_exceptions=True)
         return config, Found(interrupted=True)
-    except (host.HostError, ClaimError, tls.TlsError) as wrong:
+    except (HostError, ClaimError, tls.TlsError) as wrong:
         return config, Found(wrong=str(wrong))
     finally:
         stopped.cancel()
@@ -149,7 +148,7 @@ class _Search:
             if found is not None:
                 return found
             if loop.time() >= end:
-                raise host.HostError(f"{self._told or 'no job was found'}, for {limit:g} s")
+                raise HostError(f"{self._told or 'no job was found'}, for {limit:g} s")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
     async def _look(self) -> tuple[AgentConfig, Found] | None:
@@ -250,11 +249,11 @@ def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
     where = place_of(claim)
     named = bool(claim.text("job") and where.host and 0 < where.port < 65536)
     if claim.number("format") != FORMAT or not named:
-        raise host.HostError(
+        raise HostError(
             f"{file.path} is of another release of elasticrun: end its job, or name another file"
         )
     if claim.words.get("given") is True and not config.token:
-        raise host.HostError(
+        raise HostError(
             f"the job of {file.path} has a token that is not in the file: set ELASTICRUN_TOKEN or "
             "--token-file to it"
         )
@@ -263,7 +262,7 @@ def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
 def check_job(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
     """Raises HostError where another job runs there than the user wants."""
     if config.rendezvous.named and claim.text("job") != config.spec.job_id:
-        raise host.HostError(
+        raise HostError(
             f"{file.path} is of job {claim.text('job')}, which runs at {place_of(claim)}, and "
             f"--rdzv-id={config.spec.job_id} asks for another: leave it out, or name another file"
         )
@@ -291,9 +290,9 @@ def own_address(given: str | None) -> str:
     default route, else the first that is not loopback, else loopback. NotYet, HostError. Blocks."""
     if given:
         try:
-            return host.resolve(given, 0)[0]
-        except host.NotYet as wrong:
-            raise host.HostError(f"--local-addr={given}: {wrong}") from None
+            return resolve(given, 0)[0]
+        except NotYet as wrong:
+            raise HostError(f"--local-addr={given}: {wrong}") from None
     if routed := routed_address():
         return routed
     import psutil
@@ -303,7 +302,7 @@ def own_address(given: str | None) -> str:
             for one in addresses:
                 if one.family.name == family and not _useless(one.address):
                     return str(one.address)
-    return host.LOOPBACK
+    return LOOPBACK
 
 
 def _useless(address: str) -> bool:
@@ -313,15 +312,15 @@ def _useless(address: str) -> bool:
 def free_port(address: str, first: int) -> int:
     """The first port from `first` on where nobody listens at this address. HostError. Blocks."""
     for port in range(first, min(first + MOST_PORTS, 65536)):
-        there = host.bind_test(address, port)
-        if there is host.Bind.OURS:
+        there = bind_test(address, port)
+        if there is Bind.OURS:
             return port
-        if there is host.Bind.ELSEWHERE:
-            raise host.HostError(
+        if there is Bind.ELSEWHERE:
+            raise HostError(
                 f"{address} is no address of this host: give one by --local-addr, or name the "
                 "master's place by --rdzv-endpoint"
             )
-    raise host.HostError(
+    raise HostError(
         f"no port from {first} to {first + MOST_PORTS - 1} is free here: name another by "
         "--rdzv-endpoint=HOST:PORT"
     )
@@ -330,7 +329,7 @@ def free_port(address: str, first: int) -> int:
 async def on_file(work: Callable[[], Any], file: ClaimFile) -> Any:
     """The result of work on the shared folder. ClaimError, also where it takes too long."""
     try:
-        return await in_thread(work, limit=FILE_LIMIT, name="claim")
+        return await on_disk(work)
     except TimeoutError:
         raise ClaimError(
             f"{file.path}: its file system has not answered for {FILE_LIMIT:g} s"
