@@ -1,5 +1,5 @@
-"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence, and whether
-the script can be run at all is looked at before anything is started for it.
+"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence, and
+whether the script can be run at all is looked at before anything is started for it.
 """
 
 from __future__ import annotations

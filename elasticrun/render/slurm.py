@@ -1,5 +1,5 @@
-"""`render slurm`: what can be wanted of it, checked when it is made (`checks.Invalid`), and a script
-for sbatch, with every option where it can be read and changed.
+"""`render slurm`: what can be wanted of it, checked when it is made (`checks.Invalid`), and a
+script for sbatch, with every option where it can be read and changed.
 """
 
 from __future__ import annotations

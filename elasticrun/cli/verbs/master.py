@@ -1,5 +1,5 @@
-"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks. And which master
-leads a job, asked of etcd.
+"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks. And which
+master leads a job, asked of etcd.
 """
 
 from __future__ import annotations
