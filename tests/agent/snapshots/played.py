@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import array
 import asyncio
+import functools
+import inspect
 import mmap
 import os
 import socket
@@ -296,3 +298,19 @@ def play(body: Callable[[Node], Awaitable[None]], **how: Any) -> None:
 
     with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as folder:
         asyncio.run(main(Path(folder)))
+
+
+def played(**how: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Makes a test of `async def test_x(node: Node, ...)`, which has its other fixtures as ever."""
+
+    def made(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            play(lambda node: test(node, **fixtures), **how)
+
+        signature = inspect.signature(test)
+        others = [one for name, one in signature.parameters.items() if name != "node"]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return made

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
-from tests.agent.snapshots.played import Node, layout_of, play
+from tests.agent.snapshots.played import Node, layout_of, played
 from tests.agent.snapshots.test_snapshots import ONE, checked, next_of, persist
 
 
@@ -21,91 +21,79 @@ from tests.agent.snapshots.test_snapshots import ONE, checked, next_of, persist
         (1, "", (0, ())),  # nobody has said yet which it is: all are kept
     ],
 )
-def test_a_checkpoint_that_ranks_may_be_reading_is_not_removed(
-    writers: int, source: str, kept: tuple[int, tuple[int, ...]]
+@played()
+async def test_a_checkpoint_that_ranks_may_be_reading_is_not_removed(
+    node: Node, writers: int, source: str, kept: tuple[int, tuple[int, ...]]
 ) -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        if source:
-            ranks[0].say(s.Restored(40, source))
-        await node.both(ranks, 41)
-        one = (0,) if writers == 1 else (0, 1)
-        node.snapshots.obey(persist(41, ranks=one, writers=writers, rewound_from=60))
-        await checked(saver, writers)
-        order = await next_of(saver, s.PersistParts)
-        assert (order.keep_last, order.in_use) == kept
-        assert order.rewound_from == 60
-
-    play(body)
+    node.begin(1)
+    ranks = await node.ranks()
+    saver = await node.saver()
+    if source:
+        ranks[0].say(s.Restored(40, source))
+    await node.both(ranks, 41)
+    one = (0,) if writers == 1 else (0, 1)
+    node.snapshots.obey(persist(41, ranks=one, writers=writers, rewound_from=60))
+    await checked(saver, writers)
+    order = await next_of(saver, s.PersistParts)
+    assert (order.keep_last, order.in_use) == kept
+    assert order.rewound_from == 60
 
 
-def test_what_an_older_life_left_is_written_while_the_next_one_restores() -> None:
+@played()
+async def test_what_an_older_life_left_is_written_while_the_next_one_restores(node: Node) -> None:
     """Its ranks may be reading any checkpoint; they have not said which."""
-
-    async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        saver = await node.saver()
-        ranks[0].say(s.Restored(0, "nothing"))
-        await node.both(ranks, 1)
-        node.snapshots.reaped()
-        node.begin(2, restore=m.Restore(ONE, 1, 2), rewound_from=5)
-        assert (await node.rank(0)).resume.rewound_from == 5
-        node.snapshots.obey(persist(1, reason="breakpoint"))
-        await checked(saver, 2)
-        order = await next_of(saver, s.PersistParts)
-        assert (order.keep_last, order.in_use) == (0, ())
-
-    play(body)
+    node.begin(1)
+    ranks = await node.ranks()
+    saver = await node.saver()
+    ranks[0].say(s.Restored(0, "nothing"))
+    await node.both(ranks, 1)
+    node.snapshots.reaped()
+    node.begin(2, restore=m.Restore(ONE, 1, 2), rewound_from=5)
+    assert (await node.rank(0)).resume.rewound_from == 5
+    node.snapshots.obey(persist(1, reason="breakpoint"))
+    await checked(saver, 2)
+    order = await next_of(saver, s.PersistParts)
+    assert (order.keep_last, order.in_use) == (0, ())
 
 
 @pytest.mark.parametrize(
     ("source", "step", "told"),
     [("memory", 3, 3), ("memory", None, None), ("storage", 3, None), ("", 3, None)],
 )
-def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
-    source: str, step: int | None, told: int | None
+@played()
+async def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
+    node: Node, source: str, step: int | None, told: int | None
 ) -> None:
     """Once they are gone; a rank that failed before, or took a checkpoint, says nothing of it."""
-
-    async def body(node: Node) -> None:
-        node.begin(1)
-        await node.both(await node.ranks(), 1)
-        node.snapshots.reaped()
-        start = node.begin(2, restore=m.Restore(ONE, 1, 2))
-        ranks = await node.ranks()
-        if source:
-            ranks[1].say(s.Restored(1, source))
-            await node.heard(ranks)
-        if step is not None:
-            node.snapshots._generation.ranks[1].held.segment.current = step
-        assert node.snapshots.holdings().went_on is None, "they live"
-        node.snapshots.reaped()
-        went_on = node.snapshots.holdings().went_on
-        assert went_on == (None if told is None else m.WentOn(start.round, told))
-        node.begin(3, restore=m.Restore(ONE, 1, 2))
-        node.snapshots.reaped()
-        assert node.snapshots.holdings().went_on is None
-
-    play(body)
+    node.begin(1)
+    await node.both(await node.ranks(), 1)
+    node.snapshots.reaped()
+    start = node.begin(2, restore=m.Restore(ONE, 1, 2))
+    ranks = await node.ranks()
+    if source:
+        ranks[1].say(s.Restored(1, source))
+        await node.heard(ranks)
+    if step is not None:
+        node.snapshots._generation.ranks[1].held.segment.current = step
+    assert node.snapshots.holdings().went_on is None, "they live"
+    node.snapshots.reaped()
+    went_on = node.snapshots.holdings().went_on
+    assert went_on == (None if told is None else m.WentOn(start.round, told))
+    node.begin(3, restore=m.Restore(ONE, 1, 2))
+    node.snapshots.reaped()
+    assert node.snapshots.holdings().went_on is None
 
 
-def test_the_master_is_told_of_state_that_one_rank_alone_has() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        layout = layout_of()
-        sizes = (layout.key, layout.content, len(layout.encode()), layout.slot_bytes, 2)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
-        first = await node.master.until(lambda said: said.held, m.Holdings)
-        assert not first.held[0].own
-        need = s.NeedSegment(*sizes, own=True)
-        assert (await asyncio.to_thread(ranks[1].ask, need, s.SegmentHere)).ok
-        await node.both(ranks, 2)
-        assert (
-            (await node.master.until(lambda said: said.held[0].step == 2, m.Holdings)).held[0].own
-        )
-
-    play(body)
+@played()
+async def test_the_master_is_told_of_state_that_one_rank_alone_has(node: Node) -> None:
+    node.begin(1)
+    layout = layout_of()
+    sizes = (layout.key, layout.content, len(layout.encode()), layout.slot_bytes, 2)
+    ranks = await node.ranks()
+    await node.both(ranks, 1)
+    first = await node.master.until(lambda said: said.held, m.Holdings)
+    assert not first.held[0].own
+    need = s.NeedSegment(*sizes, own=True)
+    assert (await asyncio.to_thread(ranks[1].ask, need, s.SegmentHere)).ok
+    await node.both(ranks, 2)
+    assert (await node.master.until(lambda said: said.held[0].step == 2, m.Holdings)).held[0].own

@@ -13,7 +13,7 @@ from elasticrun.shm.layout import PAGE
 from elasticrun.shm.segment import Segment
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.snapshots.played import Client, Node, layout_of, play
+from tests.agent.snapshots.played import Client, Node, layout_of, played
 
 T = TypeVar("T")
 
@@ -134,216 +134,193 @@ async def keeps_rank_one(node: Node) -> None:
     assert held.replica == 1
 
 
-def test_what_is_copied_is_told_like_what_is_held() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        node.snapshots.obey(order(5, 0, 1))
-        fetches = [await saver.copies(), await saver.copies()]
-        assert {one.rank for one in fetches} == {0, 1}
-        assert {(one.step, one.host, one.port) for one in fetches} == {(5, "10.0.0.2", 99)}
+@played(several=True)
+async def test_what_is_copied_is_told_like_what_is_held(node: Node) -> None:
+    node.begin(1)
+    saver = await there(node)
+    node.snapshots.obey(order(5, 0, 1))
+    fetches = [await saver.copies(), await saver.copies()]
+    assert {one.rank for one in fetches} == {0, 1}
+    assert {(one.step, one.host, one.port) for one in fetches} == {(5, "10.0.0.2", 99)}
+    (held,) = (await told(node, 5)).held
+    while 0 in held.contents:
         (held,) = (await told(node, 5)).held
-        while 0 in held.contents:
-            (held,) = (await told(node, 5)).held
-        assert held == m.Holding(ONE, 5, 0, 6, (CONTENT, CONTENT), wanted=False, replica=True)
-        node.snapshots.obey(order(5, 0, 1))  # once more: nothing is to be done
-        await copied(node, saver, 6, 0)
-        await told(node, 5, 6)
-
-    play(body, several=True)
+    assert held == m.Holding(ONE, 5, 0, 6, (CONTENT, CONTENT), wanted=False, replica=True)
+    node.snapshots.obey(order(5, 0, 1))  # once more: nothing is to be done
+    await copied(node, saver, 6, 0)
+    await told(node, 5, 6)
 
 
-def test_the_newest_copy_is_never_written_over() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        for step in (5, 6, 7, 8):
-            await copied(node, saver, step, 0)
-            await told(node, *([step] if step == 5 else [step - 1, step]))
-        assert saver.slots == [0, 1, 0, 1]
-        (held,) = node.snapshots._segments.held
-        assert held.sizes.slots == 2
-
-    play(body, several=True)
+@played(several=True)
+async def test_the_newest_copy_is_never_written_over(node: Node) -> None:
+    node.begin(1)
+    saver = await there(node)
+    for step in (5, 6, 7, 8):
+        await copied(node, saver, step, 0)
+        await told(node, *([step] if step == 5 else [step - 1, step]))
+    assert saver.slots == [0, 1, 0, 1]
+    (held,) = node.snapshots._segments.held
+    assert held.sizes.slots == 2
 
 
-def test_ranks_of_a_later_life_restore_from_it() -> None:
+@played(several=True)
+async def test_ranks_of_a_later_life_restore_from_it(node: Node) -> None:
     """Without a question to the master; what came after the chosen step is gone."""
-
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0)
-        await told(node, 5)
-        await copied(node, saver, 6, 0)
-        await told(node, 5, 6)
-        node.begin(2, restore=m.Restore(ONE, 5, 6))
-        await told(node, 5)
-        rank = await node.rank(0)
-        rank.say(s.WantShard(0))
-        here = await asyncio.to_thread(rank.hear, s.ShardHere)
-        assert here == s.ShardHere(True, "", 0, 0, 5)
-        rank.say(s.IsWhole(0))
-        check = await saver.hears(s.CheckSnapshot)
-        saver.client.say(s.Checked(check.key, check.slot, check.sequence, False, "a bit"))
-        whole = await asyncio.to_thread(rank.hear, s.Whole)
-        assert (whole.ok, whole.reason) == (False, "a bit")
-        rank.say(s.CannotRestore(0, "a bit"))
-        bad = await node.master.until(lambda _: True, m.ShardBad)
-        assert (bad.step, bad.rank) == (5, 0)
-        node.snapshots.reaped()
-        await told(node)
-
-    play(body, several=True)
+    node.begin(1)
+    saver = await there(node)
+    await copied(node, saver, 5, 0)
+    await told(node, 5)
+    await copied(node, saver, 6, 0)
+    await told(node, 5, 6)
+    node.begin(2, restore=m.Restore(ONE, 5, 6))
+    await told(node, 5)
+    rank = await node.rank(0)
+    rank.say(s.WantShard(0))
+    here = await asyncio.to_thread(rank.hear, s.ShardHere)
+    assert here == s.ShardHere(True, "", 0, 0, 5)
+    rank.say(s.IsWhole(0))
+    check = await saver.hears(s.CheckSnapshot)
+    saver.client.say(s.Checked(check.key, check.slot, check.sequence, False, "a bit"))
+    whole = await asyncio.to_thread(rank.hear, s.Whole)
+    assert (whole.ok, whole.reason) == (False, "a bit")
+    rank.say(s.CannotRestore(0, "a bit"))
+    bad = await node.master.until(lambda _: True, m.ShardBad)
+    assert (bad.step, bad.rank) == (5, 0)
+    node.snapshots.reaped()
+    await told(node)
 
 
-def test_what_cannot_be_copied_is_said() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
+@played(several=True)
+async def test_what_cannot_be_copied_is_said(node: Node) -> None:
+    node.begin(1)
+    saver = await there(node)
 
-        async def why(step: int) -> str:
-            said = await node.master.until(lambda _: True, m.NotReplicated)
-            assert (said.round, said.step) == (ONE, step)
-            return said.reason
-
-        node.snapshots.obey(order(5, 0))
-        fetch = await saver.hears(s.Fetch)
-        saver.client.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
-        assert await why(5) == "nobody answers there"
-
-        node.snapshots.obey(order(6, 0))
-        await saver.gives_size(slot_bytes=1 << 50)
-        assert "no room for replicas" in await why(6)
-
-        node.snapshots.obey(order(7, 0))
-        fetch = await saver.gives_size()
-        await saver.hears(s.FetchInto)
-        os.close(saver.memory.pop(fetch.key))
-        saver.client.say(s.Fetched(fetch.key, False, "block 1 of 2 is not what was written"))
-        assert await why(7) == "block 1 of 2 is not what was written"
-
-        node.snapshots.obey(order(8, 0))
-        await saver.hears(s.Fetch)
-        await node.saver_dies(saver.client)
-        assert "the saver ended" in await why(8)
-        assert not node.held()
-
-        unknown = RoundName(7, 9, "n9")
-        node.snapshots.obey(order(8, 0, round=unknown))
+    async def why(step: int) -> str:
         said = await node.master.until(lambda _: True, m.NotReplicated)
-        assert said == m.NotReplicated(unknown, 8, "its ranks are of another round")
+        assert (said.round, said.step) == (ONE, step)
+        return said.reason
 
-    play(body, several=True)
+    node.snapshots.obey(order(5, 0))
+    fetch = await saver.hears(s.Fetch)
+    saver.client.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
+    assert await why(5) == "nobody answers there"
+
+    node.snapshots.obey(order(6, 0))
+    await saver.gives_size(slot_bytes=1 << 50)
+    assert "no room for replicas" in await why(6)
+
+    node.snapshots.obey(order(7, 0))
+    fetch = await saver.gives_size()
+    await saver.hears(s.FetchInto)
+    os.close(saver.memory.pop(fetch.key))
+    saver.client.say(s.Fetched(fetch.key, False, "block 1 of 2 is not what was written"))
+    assert await why(7) == "block 1 of 2 is not what was written"
+
+    node.snapshots.obey(order(8, 0))
+    await saver.hears(s.Fetch)
+    await node.saver_dies(saver.client)
+    assert "the saver ended" in await why(8)
+    assert not node.held()
+
+    unknown = RoundName(7, 9, "n9")
+    node.snapshots.obey(order(8, 0, round=unknown))
+    said = await node.master.until(lambda _: True, m.NotReplicated)
+    assert said == m.NotReplicated(unknown, 8, "its ranks are of another round")
 
 
-def test_of_several_orders_the_newest_counts() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        node.snapshots.obey(order(5, 0))
-        fetch = await saver.gives_size()
-        for step in (6, 7):
-            node.snapshots.obey(order(step, 0))
-        await saver.fills(fetch)
-        assert (await saver.copies()).step == 7
-        await told(node, 5, 7)
-
-    play(body, several=True)
+@played(several=True)
+async def test_of_several_orders_the_newest_counts(node: Node) -> None:
+    node.begin(1)
+    saver = await there(node)
+    node.snapshots.obey(order(5, 0))
+    fetch = await saver.gives_size()
+    for step in (6, 7):
+        node.snapshots.obey(order(step, 0))
+    await saver.fills(fetch)
+    assert (await saver.copies()).step == 7
+    await told(node, 5, 7)
 
 
-def test_a_copy_that_comes_too_late_does_not_count() -> None:
+@played(several=True)
+async def test_a_copy_that_comes_too_late_does_not_count(node: Node) -> None:
     """Its ranks have gone back behind it meanwhile."""
-
-    async def body(node: Node) -> None:
-        node.begin(1)
-        saver = await there(node)
-        await copied(node, saver, 5, 0)
-        await told(node, 5)
-        node.snapshots.obey(order(6, 0))
-        fetch = await saver.gives_size()
-        into = await saver.hears(s.FetchInto)
-        node.begin(2, restore=m.Restore(ONE, 5, 6))
-        node.snapshots.obey(m.Replicate(ONE, 5, 6, (1,), (CONTENT,), WHERE))
-        saver.stash.insert(0, into)
-        await saver.fills(fetch)
-        await saver.copies()
-        said = await node.master.until(
-            lambda said: bool(said.held) and len(said.held[0].contents) == 2, m.Holdings
-        )
-        assert [(one.step, one.contents) for one in said.held] == [(5, (CONTENT, CONTENT))]
-
-    play(body, several=True)
+    node.begin(1)
+    saver = await there(node)
+    await copied(node, saver, 5, 0)
+    await told(node, 5)
+    node.snapshots.obey(order(6, 0))
+    fetch = await saver.gives_size()
+    into = await saver.hears(s.FetchInto)
+    node.begin(2, restore=m.Restore(ONE, 5, 6))
+    node.snapshots.obey(m.Replicate(ONE, 5, 6, (1,), (CONTENT,), WHERE))
+    saver.stash.insert(0, into)
+    await saver.fills(fetch)
+    await saver.copies()
+    said = await node.master.until(
+        lambda said: bool(said.held) and len(said.held[0].contents) == 2, m.Holdings
+    )
+    assert [(one.step, one.contents) for one in said.held] == [(5, (CONTENT, CONTENT))]
 
 
-def test_what_no_order_names_any_more_goes() -> None:
+@played(several=True)
+async def test_what_no_order_names_any_more_goes(node: Node) -> None:
     """The ring has changed: another node holds it now."""
-
-    async def body(node: Node) -> None:
-        saver = await holds_two(node)
-        node.begin(2, restore=m.Restore(ONE, 5, 6))
-        two = RoundName(7, 2, "n2")
-        await node.rank(0)
-        node.snapshots.obey(order(6, 1, round=two))
-        await saver.copies()
-        await told(node, 5, 6)
-        assert len(node.snapshots._segments.held) == 2
-        node.snapshots.obey(m.Watermark(two, 6))
-        await keeps_rank_one(node)
-
-    play(body, several=True)
+    saver = await holds_two(node)
+    node.begin(2, restore=m.Restore(ONE, 5, 6))
+    two = RoundName(7, 2, "n2")
+    await node.rank(0)
+    node.snapshots.obey(order(6, 1, round=two))
+    await saver.copies()
+    await told(node, 5, 6)
+    assert len(node.snapshots._segments.held) == 2
+    node.snapshots.obey(m.Watermark(two, 6))
+    await keeps_rank_one(node)
 
 
-def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end() -> None:
-    async def body(node: Node) -> None:
-        saver = await holds_two(node)
-        node.snapshots.obey(order(6, 1))
-        fetch = await saver.gives_size()
-        node.snapshots.obey(m.Watermark(ONE, 6))
-        assert len(node.snapshots._segments.held) == 2
-        await saver.fills(fetch)
-        await keeps_rank_one(node)
-
-    play(body, several=True)
+@played(several=True)
+async def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end(node: Node) -> None:
+    saver = await holds_two(node)
+    node.snapshots.obey(order(6, 1))
+    fetch = await saver.gives_size()
+    node.snapshots.obey(m.Watermark(ONE, 6))
+    assert len(node.snapshots._segments.held) == 2
+    await saver.fills(fetch)
+    await keeps_rank_one(node)
 
 
 @pytest.mark.parametrize("life", [1, 2])
-def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(life: int) -> None:
+@played(several=True)
+async def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(
+    node: Node, life: int
+) -> None:
     """What was whole then is not what counts now."""
-
-    async def body(node: Node) -> None:
-        saver = await holds_two(node)
-        node.snapshots.obey(order(6, 1))
-        fetch = await saver.gives_size()
-        node.snapshots.obey(m.Watermark(ONE, 6))
-        if life == 2:
-            node.begin(2, restore=m.Restore(ONE, 6, 6))
-        else:
-            node.snapshots.obey(order(7, 1))
-        await saver.fills(fetch)
-        if life == 1:
-            await saver.copies()
-        assert node.snapshots._replicas._task is not None
-        await node.snapshots._replicas._task
-        assert len(node.snapshots._segments.held) == 2
-
-    play(body, several=True)
+    saver = await holds_two(node)
+    node.snapshots.obey(order(6, 1))
+    fetch = await saver.gives_size()
+    node.snapshots.obey(m.Watermark(ONE, 6))
+    if life == 2:
+        node.begin(2, restore=m.Restore(ONE, 6, 6))
+    else:
+        node.snapshots.obey(order(7, 1))
+    await saver.fills(fetch)
+    if life == 1:
+        await saver.copies()
+    assert node.snapshots._replicas._task is not None
+    await node.snapshots._replicas._task
+    assert len(node.snapshots._segments.held) == 2
 
 
-def test_what_a_rank_had_before_its_state_grew_goes() -> None:
+@played(several=True)
+async def test_what_a_rank_had_before_its_state_grew_goes(node: Node) -> None:
     """Else each change would leave two slots of the state behind."""
-
-    async def body(node: Node) -> None:
-        saver = await holds_two(node)
-        node.snapshots.obey(m.Watermark(ONE, 5))
-        assert len(node.snapshots._segments.held) == 2
-        saver.layout = layout_of(5000)
-        await copied(node, saver, 6, 0)
-        await told(node, 5, 6)
-        assert len(node.snapshots._segments.held) == 3  # until the step counts
-        node.snapshots.obey(m.Watermark(ONE, 6))
-        await told_of_rank(node, 0, 6)
-        (held,) = node.snapshots._segments.held
-        assert (held.replica, held.sizes.layout) == (0, saver.layout.key)
-
-    play(body, several=True)
+    saver = await holds_two(node)
+    node.snapshots.obey(m.Watermark(ONE, 5))
+    assert len(node.snapshots._segments.held) == 2
+    saver.layout = layout_of(5000)
+    await copied(node, saver, 6, 0)
+    await told(node, 5, 6)
+    assert len(node.snapshots._segments.held) == 3  # until the step counts
+    node.snapshots.obey(m.Watermark(ONE, 6))
+    await told_of_rank(node, 0, 6)
+    (held,) = node.snapshots._segments.held
+    assert (held.replica, held.sizes.layout) == (0, saver.layout.key)

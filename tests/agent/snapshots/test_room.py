@@ -18,7 +18,7 @@ from elasticrun.shm import memory, memory as large_pages
 from elasticrun.shm.memory import LARGE, NoRoom
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
-from tests.agent.snapshots.played import Node, layout_of, play
+from tests.agent.snapshots.played import Node, layout_of, played
 from tests.harness import LIMIT
 
 LAYOUT = layout_of()
@@ -34,100 +34,89 @@ def shm() -> Iterator[Path]:
 # ---------------------------------------------------------------- who waits
 
 
-def test_a_rank_that_waits_is_told_when_a_slot_is_free() -> None:
-    async def body(node: Node) -> None:
-        start = node.begin(1)
-        first, second = await node.ranks()
-        await node.both([first, second], 1)
-        await node.both([first, second], 2)
-        assert first.segment.free_slot() is None
-        first.say(s.AwaitRoom(NONE))
-        await node.heard([second])
-        assert not first.messages
-        node.snapshots.obey(m.Watermark(start.round, 2))
-        await asyncio.to_thread(first.hear, s.RoomThere)
-        assert first.segment.free_slot() is not None
-        await asyncio.to_thread(second.ask, s.AwaitRoom(NONE), s.RoomThere)  # at once: there is one
-
-    play(body, several=True)
+@played(several=True)
+async def test_a_rank_that_waits_is_told_when_a_slot_is_free(node: Node) -> None:
+    start = node.begin(1)
+    first, second = await node.ranks()
+    await node.both([first, second], 1)
+    await node.both([first, second], 2)
+    assert first.segment.free_slot() is None
+    first.say(s.AwaitRoom(NONE))
+    await node.heard([second])
+    assert not first.messages
+    node.snapshots.obey(m.Watermark(start.round, 2))
+    await asyncio.to_thread(first.hear, s.RoomThere)
+    assert first.segment.free_slot() is not None
+    await asyncio.to_thread(second.ask, s.AwaitRoom(NONE), s.RoomThere)  # at once: there is one
 
 
-def test_a_rank_that_waits_is_told_when_a_step_is_whole() -> None:
-    async def body(node: Node) -> None:
-        start = node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
-        await node.both(ranks, 2)
-        ranks[0].say(s.AwaitRoom(2))
-        node.snapshots.obey(m.Watermark(start.round, 1))
-        await node.heard(ranks)
-        assert not ranks[0].messages
-        node.snapshots.obey(m.Watermark(start.round, 2))
-        await asyncio.to_thread(ranks[0].hear, s.RoomThere)
-
-    play(body, several=True)
+@played(several=True)
+async def test_a_rank_that_waits_is_told_when_a_step_is_whole(node: Node) -> None:
+    start = node.begin(1)
+    ranks = await node.ranks()
+    await node.both(ranks, 1)
+    await node.both(ranks, 2)
+    ranks[0].say(s.AwaitRoom(2))
+    node.snapshots.obey(m.Watermark(start.round, 1))
+    await node.heard(ranks)
+    assert not ranks[0].messages
+    node.snapshots.obey(m.Watermark(start.round, 2))
+    await asyncio.to_thread(ranks[0].hear, s.RoomThere)
 
 
-def test_a_rank_that_waits_is_told_when_another_step_is_named() -> None:
+@played(several=True)
+async def test_a_rank_that_waits_is_told_when_another_step_is_named(node: Node) -> None:
     """It ends by a signal once all have saved the first one, which one of them could not."""
-
-    async def body(node: Node) -> None:
-        start = node.begin(1)
-        ranks = await node.ranks()
-        node.snapshots.obey(m.SaveAt(start.round, 2, "node a is to leave"))
-        await node.both(ranks, 2, persist=True)
-        ranks[0].say(s.AwaitRoom(2))
-        await node.heard(ranks)
-        node.snapshots.obey(m.SaveAt(start.round, 4, "node a is to leave"))
-        node.snapshots.obey(m.PersistOver("", start.round, 2, ok=False, reason="one was past it"))
-        await asyncio.to_thread(ranks[0].hear, s.RoomThere)
-
-    play(body, several=True)
+    start = node.begin(1)
+    ranks = await node.ranks()
+    node.snapshots.obey(m.SaveAt(start.round, 2, "node a is to leave"))
+    await node.both(ranks, 2, persist=True)
+    ranks[0].say(s.AwaitRoom(2))
+    await node.heard(ranks)
+    node.snapshots.obey(m.SaveAt(start.round, 4, "node a is to leave"))
+    node.snapshots.obey(m.PersistOver("", start.round, 2, ok=False, reason="one was past it"))
+    await asyncio.to_thread(ranks[0].hear, s.RoomThere)
 
 
-def test_one_that_is_closed_is_not_asked_for_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 2)
-        assert node.snapshots.drain.step() == 2
-        gone = asyncio.Event()
-        lost = node.snapshots.lost
+@played()
+async def test_one_that_is_closed_is_not_asked_for_its_state(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.begin(1)
+    ranks = await node.ranks()
+    await node.both(ranks, 2)
+    assert node.snapshots.drain.step() == 2
+    gone = asyncio.Event()
+    lost = node.snapshots.lost
 
-        def lose(peer: Peer) -> None:
-            lost(peer)
-            if node.snapshots.drain.step() == NONE:
-                gone.set()
+    def lose(peer: Peer) -> None:
+        lost(peer)
+        if node.snapshots.drain.step() == NONE:
+            gone.set()
 
-        monkeypatch.setattr(node.snapshots, "lost", lose)
-        for rank in ranks:
-            rank.close()
-        await asyncio.wait_for(gone.wait(), LIMIT)
-
-    play(body)
-
-
-def test_a_rank_that_waits_is_told_when_steps_are_given_up() -> None:
-    async def body(node: Node) -> None:
-        start = node.begin(1)
-        ranks = await node.ranks()
-        await node.both(ranks, 1)
-        await node.both(ranks, 2)
-        ranks[1].say(s.AwaitRoom(NONE))
-        node.snapshots.obey(m.Watermark(start.round, NONE, 1))
-        await asyncio.to_thread(ranks[1].hear, s.RoomThere)
-
-    play(body, several=True)
+    monkeypatch.setattr(node.snapshots, "lost", lose)
+    for rank in ranks:
+        rank.close()
+    await asyncio.wait_for(gone.wait(), LIMIT)
 
 
-def test_who_has_no_segment_cannot_wait_for_its_slots() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        rank = await node.rank(0)
-        rank.say(s.AwaitRoom(NONE))
-        assert await asyncio.to_thread(rank.hung_up)
+@played(several=True)
+async def test_a_rank_that_waits_is_told_when_steps_are_given_up(node: Node) -> None:
+    start = node.begin(1)
+    ranks = await node.ranks()
+    await node.both(ranks, 1)
+    await node.both(ranks, 2)
+    ranks[1].say(s.AwaitRoom(NONE))
+    node.snapshots.obey(m.Watermark(start.round, NONE, 1))
+    await asyncio.to_thread(ranks[1].hear, s.RoomThere)
 
-    play(body)
+
+@played()
+async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
+    node.begin(1)
+    rank = await node.rank(0)
+    rank.say(s.AwaitRoom(NONE))
+    assert await asyncio.to_thread(rank.hung_up)
 
 
 # ---------------------------------------------------------------- how many

@@ -14,7 +14,7 @@ from elasticrun.agent.snapshots.folder import Life
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
-from tests.agent.snapshots.played import Node, Rank, layout_of, play
+from tests.agent.snapshots.played import Node, Rank, layout_of, played
 
 CONTENT = layout_of().content
 ONE, TWO, NEW = RoundName(7, 1, "n1"), RoundName(7, 2, "n2"), RoundName(8, 1, "new")
@@ -51,116 +51,105 @@ async def said(node: Node) -> m.Holdings:
     return await node.master.until(lambda report: True, m.Holdings)
 
 
-def test_it_says_what_the_last_round_had_gone_on_from() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        await node.both(await node.ranks(), 1)
-        node.begin(2, restore=FROM_1, rewound_from=5)
-        ranks = await node.ranks()
+@played()
+async def test_it_says_what_the_last_round_had_gone_on_from(node: Node) -> None:
+    node.begin(1)
+    await node.both(await node.ranks(), 1)
+    node.begin(2, restore=FROM_1, rewound_from=5)
+    ranks = await node.ranks()
 
-        async def before_a_step(after: Node) -> None:
-            report = await said(after)
-            assert [(one.round, one.step) for one in report.held] == [(ONE, 1)]
-            assert report.last == m.LastRound(TWO, 2, FROM_1, 5)
+    async def before_a_step(after: Node) -> None:
+        report = await said(after)
+        assert [(one.round, one.step) for one in report.held] == [(ONE, 1)]
+        assert report.last == m.LastRound(TWO, 2, FROM_1, 5)
 
-        async def after_one(after: Node) -> None:
-            report = await said(after)
-            assert [(one.round, one.step) for one in report.held] == [(TWO, 3), (ONE, 1)]
-            assert [one.contents for one in report.held] == [(CONTENT, CONTENT)] * 2
+    async def after_one(after: Node) -> None:
+        report = await said(after)
+        assert [(one.round, one.step) for one in report.held] == [(TWO, 3), (ONE, 1)]
+        assert [one.contents for one in report.held] == [(CONTENT, CONTENT)] * 2
 
-        await follow(node, before_a_step)
-        await node.both(ranks, 3)
-        await follow(node, after_one)
-
-    play(body)
+    await follow(node, before_a_step)
+    await node.both(ranks, 3)
+    await follow(node, after_one)
 
 
-def test_what_was_taken_back_is_told_until_a_checkpoint_says_so() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1, rewound_from=5)
-        await node.both(await node.ranks(), 1)
-        lives = folder_of(node) / "lives.json"
-        for step, told in ((6, 5), (4, -1)):
-            node.snapshots.obey(m.PersistOver("a", ONE, step, ok=True, reason=""))
-            await node.snapshots._segments.note(node.snapshots._inventory.lives())
-            assert [row["rewound_from"] for row in json.loads(lives.read_text())] == [told]
-            last = node.snapshots._inventory.last()
-            assert last is not None
-            assert last.rewound_from == told
-
-    play(body)
+@played()
+async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node) -> None:
+    node.begin(1, rewound_from=5)
+    await node.both(await node.ranks(), 1)
+    lives = folder_of(node) / "lives.json"
+    for step, told in ((6, 5), (4, -1)):
+        node.snapshots.obey(m.PersistOver("a", ONE, step, ok=True, reason=""))
+        await node.snapshots._segments.note(node.snapshots._inventory.lives())
+        assert [row["rewound_from"] for row in json.loads(lives.read_text())] == [told]
+        last = node.snapshots._inventory.last()
+        assert last is not None
+        assert last.rewound_from == told
 
 
-def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        await node.both(await node.ranks(), 1)
+@played()
+async def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more(node: Node) -> None:
+    node.begin(1)
+    await node.both(await node.ranks(), 1)
 
-        async def taken_over(after: Node) -> None:
-            after.begin(1, round=NEW, restore=FROM_1)
-            ranks = await after.ranks()
-            assert {(rank.resume.step, rank.resume.same) for rank in ranks} == {(1, True)}
-            await after.both(ranks, 2)
-            await after.both(ranks, 3)
-            report = await said(after)
-            assert {(one.round, one.step) for one in report.held} == {(NEW, 2), (NEW, 3)}
-            assert report.last == m.LastRound(NEW, 2, FROM_1)
+    async def taken_over(after: Node) -> None:
+        after.begin(1, round=NEW, restore=FROM_1)
+        ranks = await after.ranks()
+        assert {(rank.resume.step, rank.resume.same) for rank in ranks} == {(1, True)}
+        await after.both(ranks, 2)
+        await after.both(ranks, 3)
+        report = await said(after)
+        assert {(one.round, one.step) for one in report.held} == {(NEW, 2), (NEW, 3)}
+        assert report.last == m.LastRound(NEW, 2, FROM_1)
 
-        await follow(node, taken_over)
-
-    play(body)
+    await follow(node, taken_over)
 
 
-def test_another_training_of_the_same_name_does_not_go_on_from_it() -> None:
+@played()
+async def test_another_training_of_the_same_name_does_not_go_on_from_it(node: Node) -> None:
     """Its checkpoints are in another folder: neither its memory nor the step is of any use."""
+    node.begin(1)
+    await node.both(await node.ranks(), 7)
 
-    async def body(node: Node) -> None:
-        node.begin(1)
-        await node.both(await node.ranks(), 7)
-
-        async def another(after: Node) -> None:
-            restore = m.Restore(ONE, 7, 2)
-            start = after.begin(1, round=NEW, restore=restore)
-            place = [after.snapshots.place(local) for local in (0, 1)]
-            ranks = [await after.call(Rank, where, start, "/runs/b") for where in place]
-            assert [rank.resume.step for rank in ranks] == [NONE, NONE]
-            shard = await asyncio.to_thread(ranks[0].ask, s.WantShard(0), s.ShardHere)
-            assert not shard.ok
-            for rank in ranks:
-                assert (await asyncio.to_thread(rank.need, layout_of())).ok
-            await after.both(ranks, 1)
-            await after.both(ranks, 2)
-            assert after.held() == [(1, 2, (CONTENT,) * 2, False), (1, 1, (CONTENT,) * 2, False)]
-
-        await follow(node, another)
-
-    play(body)
-
-
-def test_fewer_local_ranks_go_on_from_what_more_of_them_had() -> None:
-    async def body(node: Node) -> None:
-        node.begin(1)
-        await node.both(await node.ranks(), 1)
-
-        async def one_rank(after: Node) -> None:
-            report = await said(after)
-            assert [one.contents for one in report.held] == [(CONTENT, CONTENT)]
-            after.begin(1, round=NEW, restore=FROM_1, world_size=1)
-            rank = await after.rank(0)
-            for old in (0, 1):
-                shard = await asyncio.to_thread(rank.ask, s.WantShard(old), s.ShardHere)
-                assert (shard.ok, shard.rank) == (True, old)
+    async def another(after: Node) -> None:
+        restore = m.Restore(ONE, 7, 2)
+        start = after.begin(1, round=NEW, restore=restore)
+        place = [after.snapshots.place(local) for local in (0, 1)]
+        ranks = [await after.call(Rank, where, start, "/runs/b") for where in place]
+        assert [rank.resume.step for rank in ranks] == [NONE, NONE]
+        shard = await asyncio.to_thread(ranks[0].ask, s.WantShard(0), s.ShardHere)
+        assert not shard.ok
+        for rank in ranks:
             assert (await asyncio.to_thread(rank.need, layout_of())).ok
-            assert len(list(folder_of(after).glob("1-*"))) == 1
-            await after.both([rank], 2)
-            async with asyncio.timeout(240):
-                while after.snapshots._segments._tasks:  # what it gives back, and what it makes
-                    await asyncio.wait(after.snapshots._segments._tasks)
-            assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"
+        await after.both(ranks, 1)
+        await after.both(ranks, 2)
+        assert after.held() == [(1, 2, (CONTENT,) * 2, False), (1, 1, (CONTENT,) * 2, False)]
 
-        await follow(node, one_rank, nproc=1)
+    await follow(node, another)
 
-    play(body)
+
+@played()
+async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) -> None:
+    node.begin(1)
+    await node.both(await node.ranks(), 1)
+
+    async def one_rank(after: Node) -> None:
+        report = await said(after)
+        assert [one.contents for one in report.held] == [(CONTENT, CONTENT)]
+        after.begin(1, round=NEW, restore=FROM_1, world_size=1)
+        rank = await after.rank(0)
+        for old in (0, 1):
+            shard = await asyncio.to_thread(rank.ask, s.WantShard(old), s.ShardHere)
+            assert (shard.ok, shard.rank) == (True, old)
+        assert (await asyncio.to_thread(rank.need, layout_of())).ok
+        assert len(list(folder_of(after).glob("1-*"))) == 1
+        await after.both([rank], 2)
+        async with asyncio.timeout(240):
+            while after.snapshots._segments._tasks:  # what it gives back, and what it makes
+                await asyncio.wait(after.snapshots._segments._tasks)
+        assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"
+
+    await follow(node, one_rank, nproc=1)
 
 
 def test_lives_of_an_older_release_are_read() -> None:
