@@ -28,7 +28,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-from elasticrun import config as config_json
 from elasticrun.config import (
     ETCD_CALL_LIMIT,
     EXIT_NOT_LEADING,
@@ -41,12 +40,14 @@ from elasticrun.config import (
     SAVED_KEPT,
     MasterConfig,
     Tls,
+    dumps,
+    loads,
 )
 from elasticrun.core.persisted import Facts
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
 from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes, parse_place
-from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.rpc import etcd, protobuf
 
 CAMPAIGN_LIMIT: Final = 10.0
 """Seconds to win or lose; an etcd that does not answer for so long is the agent's to wait for."""
@@ -329,7 +330,7 @@ class EtcdStore:
         lease = self._record_lease if facts.outcome is None else self._outcome_lease
         then = [etcd.put(self._keys.record, data, lease)]
         if facts.outcome is not None:
-            end = codec.order_to_wire(facts.outcome)
+            end = protobuf.order_to_wire(facts.outcome)
             then.append(etcd.put(self._keys.outcome, end, lease))
         ours = (etcd.created_at(self._keys.master, self.term),)
         answer = await self._persist(lambda: self._etcd.txn(ours, tuple(then)))
@@ -369,7 +370,7 @@ def facts_to_bytes(facts: Facts) -> bytes:
     etcd takes requests of 1.5 MB. Ten thousand nodes are 2.5 MB of JSON and about 0.5 MB
     compressed (tests/etcd/test_store.py).
     """
-    data = HEAD + zlib.compress(config_json.dumps(facts).encode(), 6)
+    data = HEAD + zlib.compress(dumps(facts).encode(), 6)
     if len(data) > MAX_BYTES:
         raise ValueError(f"the job's record of {len(data)} bytes is more than etcd takes")
     return data
@@ -386,4 +387,4 @@ def facts_from_bytes(data: bytes) -> Facts:
         raise ValueError(f"it is damaged: {wrong}") from None
     if unpack.unconsumed_tail or not unpack.eof:
         raise ValueError("it is damaged: it does not end")
-    return config_json.loads(text, Facts)
+    return loads(text, Facts)

@@ -61,7 +61,7 @@ from elasticrun.wire.messages import (
     Steps,
     Welcome,
 )
-from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import RoundName
 
 OVERSLEPT: Final = 0.2
@@ -326,7 +326,7 @@ class Loop:
         elif isinstance(order, Start):
             self.figures.started(order.round, order.group_world_size)
         try:
-            data = codec.order_to_wire(order)
+            data = protobuf.order_to_wire(order)
         except WireError as wrong:
             logger.error("a defect: an order that cannot be sent: %s", wrong)
             return

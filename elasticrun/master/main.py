@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
 import json
 import logging
@@ -29,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun import config as config_json, operator_log
+from elasticrun import operator_log
 from elasticrun.config import (
     EXIT_FAILED,
     EXIT_NOT_LEADING,
@@ -39,18 +38,20 @@ from elasticrun.config import (
     MASTER_LOST_TIMEOUT,
     MasterConfig,
     Tls,
+    typed,
 )
 from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.master.lifetime import Lifetime
 from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
-from elasticrun.master.page import StatusPage, page_url
+from elasticrun.master.page import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
-from elasticrun.master.server import MAX_CALLS, Ear
+from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
+from elasticrun.system.processes import set_name
 from elasticrun.trace.writer import Life
-from elasticrun.wire import auth as tls, ended, run_folder as published
+from elasticrun.wire import auth, ended, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import JobSpec, JobStatus
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
@@ -58,8 +59,6 @@ from elasticrun.wire.types import mint_nonce
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""
-
-PR_SET_NAME: Final = 15
 
 STOP_GRACE: Final = 0.5
 """Seconds that streams have to close when the server stops; agents have heard the outcome."""
@@ -127,9 +126,9 @@ async def _anyway(what: str, step: Callable[[], object]) -> None:
 def _name_process(job_id: str) -> None:
     """In `ps -o comm` and `top` it is not one more python; the kernel keeps 15 bytes. `job_id`: of
     an agent's master; one that a user has started keeps what was typed."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_NAME, b"elasticrun-mast", 0, 0, 0)
-        if job_id:
+    set_name(b"elasticrun-mast")
+    if job_id:
+        with contextlib.suppress(OSError, AttributeError):
             title.set_title(os.fsencode(title.MASTER.format(job_id)))
 
 
@@ -159,22 +158,23 @@ class Master:
         config = self._config
         life = self._lifetime(
             dialling=lambda: any(
-                node.state == "suspect" and node.node in ear.broken for node in loop.status().nodes
+                node.state == "suspect" and node.node in servicer.broken
+                for node in loop.status().nodes
             ),
-            several=lambda: len(ear.nodes) > 1,
+            several=lambda: len(servicer.nodes) > 1,
         )
         self._watch(life)
         # The port first: whoever holds it is this job's master, and the record is that one's.
         server = make_server(
-            lambda context: ear.attend(context),
-            lambda context: ear.status(context),
-            lambda context: ear.reach(context),
+            lambda context: servicer.attend(context),
+            lambda context: servicer.status(context),
+            lambda context: servicer.reach(context),
             most=MAX_CALLS,
             options=server_options(
                 config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
             ),
         )
-        pem = tls.read(config.tls, serving=True) if config.tls is not None else None
+        pem = auth.read(config.tls, serving=True) if config.tls is not None else None
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
@@ -185,7 +185,9 @@ class Master:
             store=records.store,
             tracer=records.trace,
         )
-        ear = Ear(loop, config.job_id, token=config.token, term=self._term, on_count=life.counted)
+        servicer = Servicer(
+            loop, config.job_id, token=config.token, term=self._term, on_count=life.counted
+        )
         page = StatusPage(loop)
         status_port = self._open(page)
         loop.status_url = page_url(config.status_host, status_port) if status_port else ""
@@ -312,14 +314,13 @@ class Listing:
     stand on a file system that hangs, and the loop must not."""
 
     def __init__(self, config: MasterConfig, port: int, loop: Loop) -> None:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(config.host, config.host)
-        self._entry = published.Published(
+        self._entry = run_folder.Published(
             job_id=config.job_id,
-            host=host,
+            host=reachable(config.host),
             port=port,
             status_url=loop.status_url,
             pid=os.getpid(),
-            started=published.start_time(os.getpid()) or 0,
+            started=run_folder.start_time(os.getpid()) or 0,
             reader=reader_token(config.token),
             tls=config.tls is not None,
             began=time.time(),
@@ -344,10 +345,10 @@ class Listing:
     def _keep(self) -> None:
         folder: Path | None = None
         with contextlib.suppress(OSError):
-            folder = published.run_folder(os.environ)
+            folder = run_folder.run_folder(os.environ)
             self._go_on_counting(folder)
-            published.published(folder)  # clears away what killed masters have left
-            self._path = published.publish(folder, self._entry)
+            run_folder.published(folder)  # clears away what killed masters have left
+            self._path = run_folder.publish(folder, self._entry)
         self._over.wait()
         with contextlib.suppress(OSError):
             if folder is not None and self._ended is not None:
@@ -358,7 +359,7 @@ class Listing:
 
     def _go_on_counting(self, folder: Path) -> None:
         """The job is as old as the first of its masters that were killed here says."""
-        before = published.began_before(folder, self._entry.job_id, self._entry.port)
+        before = run_folder.began_before(folder, self._entry.job_id, self._entry.port)
         if 0 < before < self._entry.began:
             self._figures.began -= self._entry.began - before
             self._entry = replace(self._entry, began=before)
@@ -372,7 +373,7 @@ def config_from_json(text: str) -> MasterConfig:
     try:
         fields = json.loads(text)
         if fields.get("spec") is not None:
-            fields["spec"] = config_json.typed(fields["spec"], JobSpec)
+            fields["spec"] = typed(fields["spec"], JobSpec)
         if fields.get("tls") is not None:
             fields["tls"] = Tls(**fields["tls"])
         return MasterConfig(**fields)

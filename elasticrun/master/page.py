@@ -180,10 +180,14 @@ def status_json(status: JobStatus) -> bytes:
     return json.dumps(fields, indent=1).encode() + b"\n"
 
 
+def reachable(host: str) -> str:
+    """Where who listens on `host` is reached from here: at a wildcard, by the loopback."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
 def page_url(host: str, port: int) -> str:
-    """The address of the page for people; a wildcard is told as this host's loopback."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://{Endpoint(shown, port)}/status"
+    """The address of the page for people."""
+    return f"http://{Endpoint(reachable(host), port)}/status"
 
 
 def _bounded_protocol() -> Any:

@@ -20,7 +20,7 @@ from elasticrun.config import EXIT_USAGE, MasterConfig
 from elasticrun.core.persisted import Facts
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.trace.writer import Life, TraceWriter
-from elasticrun.wire import env, run_folder as record_folder
+from elasticrun.wire import env, run_folder
 
 TRACE_END: Final = 1.0
 """Seconds that the last lines of the trace may take to reach the disk."""
@@ -127,7 +127,7 @@ class Records:
         if not kept or not self._hosted or self._folder is None:
             return self._folder
         job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
-        launch = self._folder.name.removeprefix(record_folder.PREFIX)
+        launch = self._folder.name.removeprefix(run_folder.PREFIX)
         return Path(kept).absolute() / f"{job}-{launch}"
 
     def told(self, facts: Facts) -> Facts:
@@ -204,9 +204,9 @@ class Records:
 
     def _hold(self, folder: Path) -> int:
         if self._hosted:
-            return record_folder.hold(folder)
-        record_folder.prepare(folder)
-        return record_folder.hold(folder, alone=True)
+            return run_folder.hold(folder)
+        run_folder.prepare(folder)
+        return run_folder.hold(folder, alone=True)
 
     def _do_without(self, why: str) -> None:
         if not self._hosted:

@@ -1,5 +1,5 @@
-"""The master's ear: one handler per stream, which lets in, decodes, checks, and enqueues; and the
-bounds on those who are not in yet, on those who say too much, and on what readers ask for.
+"""What the master serves: a handler a stream, which lets in, decodes, checks, and enqueues; and
+the bounds on those who are not in yet, on those who say too much, and on what readers ask for.
 
 Nothing of a stream reaches the brain or the trace before its peer has proved the job's token
 (`wire.proof`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
@@ -45,7 +45,7 @@ from elasticrun.wire.messages import (
     Report,
     Role,
 )
-from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.channel import grpc
 
 RATE: Final = 50.0
@@ -123,7 +123,7 @@ class Allowance:
         return self.at - self.since
 
 
-class Ear:
+class Servicer:
     """Handlers of the gRPC methods, and the count of who is attached."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Ear:
         self._most = most
         self._flood_limit = flood_limit
         self._on_count = on_count
-        self._doorstep = Doorstep(prove_limit, most_unproved)
+        self._pending = PendingHandshakes(prove_limit, most_unproved)
         self._refusals = Refusals()
         self._listening = Listening()
         self._sessions = itertools.count(1)
@@ -164,21 +164,21 @@ class Ear:
     @property
     def unproved(self) -> int:
         """Streams that are on their way in."""
-        return len(self._doorstep)
+        return len(self._pending)
 
     # ------------------------------------------------------------ the methods
 
     async def status(self, context: Any) -> None:
         """One reader, from its knock to the page."""
-        await self._received(context, Role.READER, codec.answer_to_wire, self._show)
+        await self._received(context, Role.READER, protobuf.answer_to_wire, self._show)
 
     async def reach(self, context: Any) -> None:
         """One reader that wants to be dialled."""
-        await self._received(context, Role.READER, codec.answer_to_wire, self._dial)
+        await self._received(context, Role.READER, protobuf.answer_to_wire, self._dial)
 
     async def attend(self, context: Any) -> None:
         """One agent's stream, from its first byte to its end."""
-        await self._received(context, Role.AGENT, codec.order_to_wire, self._serve)
+        await self._received(context, Role.AGENT, protobuf.order_to_wire, self._serve)
 
     async def _received(
         self,
@@ -205,7 +205,7 @@ class Ear:
     ) -> None:
         """Carry the introduction. Denied, Wrong."""
         try:
-            async with self._doorstep.step(lambda: keeper.awaits):
+            async with self._pending.step(lambda: keeper.awaits):
                 while not keeper.is_in:
                     answer = keeper.hear(await _first(context, keeper.awaits))
                     if answer is not None:
@@ -220,15 +220,15 @@ class Ear:
         status = self._loop.status()
         if self._page is None or self._page[0] is not status:
             try:
-                self._page = (status, codec.answer_to_wire(status))
+                self._page = (status, protobuf.answer_to_wire(status))
             except WireError as wrong:
                 raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
 
     async def _dial(self, context: Any, _keeper: Doorkeeper) -> None:
         """Hear where the reader wants to be dialled, and tell what came of it."""
-        # Who says no more takes a place on the doorstep and none here.
-        async with self._doorstep.step(lambda: "ReachMe"):
+        # Who says no more takes a place among the pending and none here.
+        async with self._pending.step(lambda: "ReachMe"):
             asked = await _first(context, "ReachMe")
         if not isinstance(asked, ReachMe):
             raise Wrong(f"{type(asked).__name__} came in the place of ReachMe")
@@ -240,7 +240,7 @@ class Ear:
             reached = await reach(context.peer(), asked)
         finally:
             self._reaching -= 1
-        await context.write(codec.answer_to_wire(reached))
+        await context.write(protobuf.answer_to_wire(reached))
 
     # ------------------------------------------------------------ an agent
 
@@ -268,7 +268,7 @@ class Ear:
             if reader.done():
                 # gRPC reads the same end whether the agent closed its side or its host vanished.
                 # What is written now arrives in the first case and raises in the second.
-                box.put("Echo", codec.order_to_wire(Echo(reader.result())))
+                box.put("Echo", protobuf.order_to_wire(Echo(reader.result())))
                 box.close()
                 await asyncio.wait((writer,))
             # The writer ends well when it was told to and every order is on its way.
@@ -301,7 +301,7 @@ class Ear:
         last = 0
         while (data := await context.read()) is not grpc.aio.EOF:
             try:
-                report = codec.report_from_wire(data)
+                report = protobuf.report_from_wire(data)
             except WireError as wrong:
                 raise Wrong(str(wrong)) from None
             if isinstance(report, Hello | Knock | Proof):
@@ -327,8 +327,8 @@ async def _first(context: Any, awaited: str) -> Report:
     if data is grpc.aio.EOF:
         raise Wrong(f"the stream ended before its {awaited}")
     try:
-        return codec.report_from_wire(data)
-    except codec.ProtocolMismatch as other:
+        return protobuf.report_from_wire(data)
+    except protobuf.ProtocolMismatch as other:
         raise Denied(
             f"this agent is elasticrun {other.version or '(unknown)'} with protocol "
             f"{other.protocol}, the master is elasticrun {__version__} with protocol "
@@ -347,7 +347,7 @@ async def _write(context: Any, box: Mailbox) -> None:
 # ---------------------------------------------------------------- who is on the way in
 
 
-class Doorstep:
+class PendingHandshakes:
     """The streams that are on their way in, oldest first: of peers who have not proved yet that
     they belong to the job.
 
@@ -471,7 +471,7 @@ async def reach(peer: str, asked: ReachMe) -> Reached:
     The one place where the master opens a connection.
 
     It dials the address that the reader's stream comes from and no other, at a port above the
-    system's (the codec lets no other through), reads a nonce that the reader chose, and says
+    system's (`protobuf` lets no other through), reads a nonce that the reader chose, and says
     nothing: nobody can aim it at a third host.
     """
     began = time.time_ns()

@@ -16,7 +16,7 @@ from elasticrun import __version__
 from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
 from elasticrun.master import server
 from elasticrun.master.loop import Loop
-from elasticrun.master.server import MAX_CALLS, Ear
+from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Pem
 from elasticrun.wire.rpc.channel import (
@@ -127,7 +127,7 @@ class Served:
 
     brain: Recorder
     loop: Loop
-    ear: Ear
+    servicer: Servicer
     endpoint: Endpoint
     over: list[JobOver]
 
@@ -153,7 +153,7 @@ class Served:
         async with asyncio.timeout(LIMIT):
             while asked[-1:] != [due]:  # noqa: ASYNC110  (nothing tells of it)
                 await asyncio.sleep(0)
-        (limit,) = self.ear._doorstep._waiting
+        (limit,) = self.servicer._pending._waiting
         limit.reschedule(asyncio.get_running_loop().time())
 
     async def is_well(self, token: str = "") -> None:
@@ -176,7 +176,7 @@ async def enter(stream: Attendance, said: m.Hello, token: str = "") -> m.Order |
 
 
 def asking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ears have asked of streams on their way in, the newest last; it grows."""
+    """What the master has asked of streams on their way in, the newest last; it grows."""
     asked: list[str] = []
     first = server._first
 
@@ -197,19 +197,21 @@ async def serving(
     tls: Pem | None = None,
     transport: Mapping[str, int] = UNHURRIED,
     prove_limit: float = LIMIT,
-    **ear_options: Any,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     """A master's loop and server around `brain` (a Recorder)."""
     brain = brain or Recorder()
     over: list[JobOver] = []
     loop = Loop(brain, on_over=over.append, store=store)
-    ear = Ear(loop, "job", prove_limit=prove_limit, **ear_options)
-    made = make_server(ear.attend, ear.status, ear.reach, most=MAX_CALLS, options=transport)
+    servicer = Servicer(loop, "job", prove_limit=prove_limit, **options)
+    made = make_server(
+        servicer.attend, servicer.status, servicer.reach, most=MAX_CALLS, options=transport
+    )
     port = listen(made, "127.0.0.1", port, tls)
     await made.start()
     turning = asyncio.ensure_future(loop.run())
     try:
-        yield Served(brain, loop, ear, Endpoint("127.0.0.1", port), over)
+        yield Served(brain, loop, servicer, Endpoint("127.0.0.1", port), over)
         assert not turning.done(), turning
     finally:
         turning.cancel()

@@ -74,7 +74,7 @@ def test_an_agent_is_welcomed_and_echoed() -> None:
                 assert before <= welcome.clock_us <= time.time_ns() // 1000
                 await stream.send(m.Beat(1))
                 assert await hear(stream) == m.Echo(1)
-                assert served.ear.attached == 1
+                assert served.servicer.attached == 1
 
     aio.run(run())
 
@@ -95,7 +95,7 @@ def test_a_clean_departure_and_a_break_are_told_apart() -> None:
             broke = await served.brain.until(lambda e: isinstance(e, Detached) and e != left)
             assert isinstance(broke, Detached)
             assert not broke.clean
-            assert served.ear.attached == 0
+            assert served.servicer.attached == 0
 
     aio.run(run())
 
@@ -134,7 +134,7 @@ def test_a_process_that_dies_or_stalls_is_no_clean_departure(number: signal.Sign
                 gone = await served.brain.until(lambda e: isinstance(e, Detached))
                 assert isinstance(gone, Detached)
                 assert not gone.clean
-                assert served.ear.attached == 0
+                assert served.servicer.attached == 0
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     agent.kill()

@@ -133,7 +133,7 @@ def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
                 assert b"evil" not in data
                 assert await call.read() is grpc.aio.EOF
             assert not served.brain.events
-            assert served.ear.attached == 0
+            assert served.servicer.attached == 0
 
     with caplog.at_level(logging.WARNING, "elasticrun"):
         aio.run(run())
@@ -197,11 +197,11 @@ def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.MonkeyPatc
         who = Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i")
         async with open_channel(served.endpoint) as channel:
             call = await _silent(channel, (report_to_wire(who.knock),))
-            (limit,) = served.ear._doorstep._waiting
+            (limit,) = served.servicer._pending._waiting
             due = limit.when()
             await call.write(report_to_wire(m.Proof(b"")))
             await _until(lambda: asked[-1] == "Hello")
-            assert [one.when() for one in served.ear._doorstep._waiting] == [due]
+            assert [one.when() for one in served.servicer._pending._waiting] == [due]
             await served.too_late("Hello", asked)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "no Hello came in time" in await call.details()
@@ -245,12 +245,12 @@ HURRY = 2.0
 def hurried(served: Served) -> Iterator[None]:
     """Who is to prove itself has little time; for others, on a machine that stands still now and
     then, it would be too little."""
-    doorstep = served.ear._doorstep
-    usual, doorstep._limit = doorstep._limit, HURRY
+    pending = served.servicer._pending
+    usual, pending._limit = pending._limit, HURRY
     try:
         yield
     finally:
-        doorstep._limit = usual
+        pending._limit = usual
 
 
 OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
@@ -301,8 +301,8 @@ def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
             with hurried(served):
                 _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
                 writer.write(shut)
-                await _until(lambda: served.ear.unproved == 1)
-                await _until(lambda: served.ear.unproved == 0)
+                await _until(lambda: served.servicer.unproved == 1)
+                await _until(lambda: served.servicer.unproved == 0)
             await agent.send(m.Beat(1))
             assert await hear(agent) == m.Echo(1)
             await served.is_well()

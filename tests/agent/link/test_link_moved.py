@@ -68,7 +68,7 @@ def test_a_session_that_stands_is_left_for_the_new_place() -> None:
                 await heard.until(lambda _: len(heard.orders(Welcome)) == 2)
                 assert heard.count(LinkLost) == 0
                 assert isinstance(heard.events[-2], Ordered)
-                assert new.ear.attached == 1
+                assert new.servicer.attached == 1
 
     run(main())
 
