@@ -20,3 +20,43 @@ def names(nodes: Sequence[str]) -> str:
     if len(nodes) < 2:
         return "".join(nodes)
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
+
+
+COUNT_ALL = 64
+"""Nodes of a job in which each is told of every one that joins."""
+
+COUNT_SOON = 2.0
+"""Seconds that a count stands at least in a larger job, the first time; then twice as long each
+time."""
+
+COUNT_LATE = 60.0
+"""And at most; agents say what they wait for once a minute."""
+
+
+class Count:
+    """How many nodes are here, as sentences say it. A sentence that changes with every join is n
+    messages to each of n nodes: in a large job the count stands for some seconds, whoever joins,
+    and what a node is told goes by how long it waits and not by how many nodes there are."""
+
+    def __init__(self) -> None:
+        self.told = 0
+        self._told_at: float | None = None
+        self._pause = COUNT_SOON
+
+    def begin(self) -> None:
+        """The sentence is a new one."""
+        self._told_at = None
+
+    def look(self, here: int, needed: int, now: float) -> float | None:
+        """`here` nodes of `needed` are here. When to look again, if the count is to be renewed."""
+        if self._told_at is None:
+            self._pause = COUNT_SOON
+        elif here == self.told:
+            return None
+        elif needed > COUNT_ALL and self.told > 0:  # nobody who is here is told that nobody is
+            due = self._told_at + self._pause
+            if now < due:
+                return due
+            self._pause = min(2.0 * self._pause, COUNT_LATE)
+        self.told, self._told_at = here, now
+        return None

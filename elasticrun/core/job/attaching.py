@@ -11,8 +11,8 @@ from elasticrun import __version__
 from elasticrun.core import events as fx
 from elasticrun.core.job.checking import Checking
 from elasticrun.core.nodes.node import Health, differences
-from elasticrun.core.rounds.crew import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.round import adopt, adopted_seat
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -48,20 +48,19 @@ class Attaching(Checking):
             self._roster.forget(admission.forgotten)
             self._doubt(admission.forgotten)
         self._roster.enter(hello)
-        self._rdzv.back(node)
-        unseen = self._rdzv.is_unseen(node)
-        if self._rdzv.seen(node, now):
+        unseen = node in self._rdzv.takeover.unseen
+        if self._rdzv.back(node, now):
             self._note("every node of the round is heard again")
         if admission.returned or (suspect and not unseen and not admission.newer):
             self._note(f"node {node} is heard again")
-        blind = self._rdzv.is_blind
+        expecting = self._rdzv.takeover.expected_until
         if hello.last_term > self._recorded_term and hello.last_term != self._term:
-            self._rdzv.succeed_another(now)
-        if self._rdzv.is_blind and not blind:
+            self._rdzv.takeover.expect_round(now)
+        if self._rdzv.takeover.expected_until != expecting:
             self._record()  # or our own successor would believe that no round runs
         self._tell(session, self._welcome())
-        if hello.last_term:
-            self._rdzv.passed_by(node, hello.local_world_size)
+        if hello.last_term and node not in self._rdzv.last.stages:
+            self._rdzv.takeover.elsewhere[node] = hello.local_world_size
         if hello.spec != self.spec:
             otherwise = ", ".join(differences(hello.spec, self.spec))
             self._note(f"node {node} was started otherwise: {otherwise}", "warning")
@@ -74,7 +73,7 @@ class Attaching(Checking):
             self._say_over(self._outcome)
         elif hello.attached is not None:
             self._reattached(session, node, hello, hello.attached, now)
-        elif self._rdzv.is_member(node):
+        elif self._rdzv.last.is_member(node):
             self._repeat_start(session, node, now)
         else:
             self._rdzv.returned(node, now, within=self.spec.last_call_timeout)
@@ -129,14 +128,14 @@ class Attaching(Checking):
         if current is None or (current.inherited and current.is_older_than(report.round)):
             self._adopt(node, hello, report, now)
         elif report.round == current.name:
-            if not self._rdzv.is_member(node) and self._rdzv.is_adopting:
+            if not self._rdzv.last.is_member(node) and not self._rdzv.is_whole:
                 self._adopt_member(node, hello, report)
-            if not self._rdzv.is_member(node):
+            if not self._rdzv.last.is_member(node):
                 self._tell(session, m.Stop(report.round, "this node had been given up"))
                 self._rdzv.returned(node, now, within=self.spec.restart_grace + SURVIVOR_SLACK)
             elif self._rdzv.phase is Phase.GATHERING:
                 self._tell(session, m.Stop(report.round, current.why_stopped))
-        elif self._rdzv.is_member(node):
+        elif self._rdzv.last.is_member(node):
             self._repeat_start(session, node, now)
         else:
             self._tell(session, m.Stop(report.round, "the job has gone on without this node"))
@@ -155,7 +154,7 @@ class Attaching(Checking):
             self._rdzv.stopped(node, now)
 
     def _adopt(self, node: str, hello: m.Hello, report: m.RoundReport, now: float) -> None:
-        old, members = self._round, tuple(self._rdzv.stages)
+        old, members = self._round, tuple(self._rdzv.last.stages)
         self._round = adopt(report)
         self._settlement.budget.adopt(report.restart_count)
         self._settlement.new_round(adopted=True)
@@ -184,7 +183,9 @@ class Attaching(Checking):
         node = self._membership.node_of(event.session)
         if node is None:
             return
-        seen = self._rdzv.is_concerned(node) and self._settlement.window.reported_by_another(node)
+        seen = self._rdzv.last.is_concerned(node) and self._settlement.window.reported_by_another(
+            node
+        )
         self._membership.detached(
             event.session,
             now,
@@ -210,13 +211,13 @@ class Attaching(Checking):
     def _bury(self, now: float) -> None:
         """Nodes whose time is up are dead."""
         rdzv = self._rdzv
-        if rdzv.size:
-            deaths = self._membership.due(now, rdzv.is_member, rdzv.size)
+        if members := len(rdzv.last.stages):
+            deaths = self._membership.due(now, rdzv.last.is_member, members)
         else:
             deaths = self._membership.due(now, lambda _: True, self._membership.present())
         for death in deaths:
             # where a round needed it, every agent says so itself (Start.why, Wait)
-            level = "info" if rdzv.is_concerned(death.node) else "warning"
+            level = "info" if rdzv.last.is_concerned(death.node) else "warning"
             self._note(f"node {death.node} is dead: {death.reason}", level)
             last_heard = self._membership.member(death.node).last_heard
             self._end_stay(death.node, death.since, now)
@@ -233,7 +234,7 @@ class Attaching(Checking):
 
     def _end_stay(self, node: str, at: float, now: float) -> None:
         """A life of this node is over since `at`: a loss, if the round still needed it."""
-        if self._rdzv.is_concerned(node):
+        if self._rdzv.last.is_concerned(node):
             self._stays.lost(node, at, now)
         else:
             self._stays.over(node)

@@ -20,8 +20,7 @@ from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Roster
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.budget import Settlement
-from elasticrun.core.rounds.crew import Phase
-from elasticrun.core.rounds.rendezvous import Rendezvous
+from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.snapshots.types import Key

@@ -24,9 +24,8 @@ from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.job.saving import Saving
 from elasticrun.core.nodes.admission import FAILED, SLOW
-from elasticrun.core.rounds.crew import Phase
 from elasticrun.core.rounds.failures import Ending, code_of
-from elasticrun.core.rounds.rendezvous import Decision, Verb
+from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -125,7 +124,7 @@ class Checking(Saving):
         check, rdzv = self._netcheck, self._rdzv
         if check is None or not self.spec.checks.network or rdzv.phase is not Phase.RUNNING:
             return False
-        if rdzv.is_member(node):
+        if rdzv.last.is_member(node):
             return False
         if node in self._unresolved:
             rdzv.keep_out(node, self._unresolved[node])
@@ -145,7 +144,7 @@ class Checking(Saving):
         check = self._netcheck
         if check is None or not self.spec.checks.network:
             return
-        for node in self._rdzv.left_out:
+        for node in self._rdzv.barred:
             if check.standing(node) is Standing.UNKNOWN and node not in self._at_door:
                 self._at_door[node] = None
                 self._order((check.at_door(node, self._check_time(now)),))

@@ -15,9 +15,8 @@ from elasticrun.core.job.attaching import Attaching
 from elasticrun.core.job.saving import OF_SNAPSHOTS
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.rounds.attribution import Cause
-from elasticrun.core.rounds.crew import Phase
 from elasticrun.core.rounds.failures import Bill, Ending, code_of
-from elasticrun.core.rounds.rendezvous import Decision, Verb
+from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import begin
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -104,7 +103,7 @@ class Job(Attaching):
         elif isinstance(report, OF_SNAPSHOTS):
             self._heard_of_snapshots(node, report)
         elif isinstance(report, m.Leaving):
-            if rdzv.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
+            if rdzv.last.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
                 self._left_a_round = True
             self._look_what_is_left()
             self._are_going((node,), signalled=report.signal != 0)
@@ -119,7 +118,7 @@ class Job(Attaching):
                 return  # of a round that is over
             if isinstance(report, m.Running):
                 self._roster[node].pids = report.pids
-                rdzv.running(node)
+                rdzv.last.running(node)
             elif isinstance(report, m.RanksFailed):
                 self._ranks_failed(node, report, now)
             elif isinstance(report, m.Stopping):
@@ -130,17 +129,17 @@ class Job(Attaching):
                 self._newest_step = max(self._newest_step, report.step)
                 self._stepped(node, report, now)
             else:
-                rdzv.finished(node)
+                rdzv.last.finished(node)
 
     def _ranks_failed(self, node: str, report: m.RanksFailed, now: float) -> None:
-        stopped = self._rdzv.is_stopping(node)
+        stopped = self._rdzv.last.is_stopping(node)
         if not self._settlement.add(node, report.failures, now, stopped=stopped):
             return
-        self._membership.corroborate(node, self._rdzv.is_concerned, now)
-        if self._rdzv.phase is Phase.RUNNING and self._rdzv.is_member(node):
+        self._membership.corroborate(node, self._rdzv.last.is_concerned, now)
+        if self._rdzv.phase is Phase.RUNNING and self._rdzv.last.is_member(node):
             verdict = self._settlement.verdict(self._trouble(), now)
             reason = verdict.reason
-            if verdict.bill is Bill.NOTHING and self._rdzv.is_incomplete(now):
+            if verdict.bill is Bill.NOTHING and self._rdzv.takeover.is_incomplete(now):
                 # who is to blame is open until all have dialled again; what has failed is known
                 reason = self._settlement.verdict("", now).reason
             self._last_failure = reason
@@ -208,7 +207,7 @@ class Job(Attaching):
         if self._rdzv.loss:
             return self._rdzv.loss
         for node in self._membership.suspects():
-            if self._rdzv.is_concerned(node):
+            if self._rdzv.last.is_concerned(node):
                 return f"node {node} is suspect"
         cause, why = self._culprit()
         return f"node {cause.node} is left out: {why}" if cause else ""

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from elasticrun.config import EXIT_OK
 from elasticrun.core import events as fx
 from elasticrun.core.job.base import JobBase
-from elasticrun.core.rounds.crew import SURVIVOR_SLACK, Phase
-from elasticrun.core.rounds.rendezvous import Decision, Verb
+from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.types import key_of, order_of
@@ -52,7 +51,7 @@ class Saving(JobBase):
 
     def _saves_again(self, node: str) -> None:
         """An agent has attached: what it may not have been told."""
-        self._saves.attached(node, self._now, member=self._rdzv.is_member(node))
+        self._saves.attached(node, self._now, member=self._rdzv.last.is_member(node))
         self._tell_saves()
 
     def _are_going(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
@@ -67,7 +66,7 @@ class Saving(JobBase):
         round_ = self._round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return  # it is told to stop anyway
-        members = tuple(one for one in self._rdzv.stages if self._rdzv.is_member(one))
+        members = tuple(one for one in self._rdzv.last.stages if self._rdzv.last.is_member(one))
         self._saves.departing(node, report, round_.name, members)
         self._tell_saves()
 

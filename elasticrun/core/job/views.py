@@ -15,10 +15,8 @@ from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Health, Member, Roster
 from elasticrun.core.persisted import Facts, RoundFacts
 from elasticrun.core.rounds.budget import Budget, Settlement
-from elasticrun.core.rounds.crew import Phase
-from elasticrun.core.rounds.rendezvous import Rendezvous
+from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
 from elasticrun.core.rounds.round import Round, restore
-from elasticrun.core.rounds.takeover import Standing
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire.messages import End, ExcludedNode, JobSpec, JobStatus, NodeStatus
 
@@ -43,7 +41,6 @@ def facts_of(
     now: float,
 ) -> Facts:
     """All that must outlive this master; O(nodes)."""
-    was = rdzv.standing(now)
     keep = {
         member.node
         for member in membership.nodes()
@@ -54,16 +51,16 @@ def facts_of(
         spec=spec,
         term=term,
         number=number,
-        round=_round_facts(round_, was, settlement.window.excused) if round_ else None,
+        round=_round_facts(round_, rdzv, settlement.window.excused, now) if round_ else None,
         order=roster.order(keep, others=spec.max_nodes),
         charges=settlement.budget.ages(now),
         restart_count=settlement.budget.count,
         short_lives=settlement.budget.short_lives,
         left_out=tuple(one.fact(node, now) for node, one in membership.pasts(now)[-MAX_LEFT_OUT:]),
         fickle=stays.record(now),
-        starved=was.starved,
+        starved=rdzv.starved(now),
         outcome=outcome,
-        blind=rdzv.is_blind,
+        blind=rdzv.takeover.expected_until is not None,
         blamed=settlement.blame.record(now),
         excluded=exclusions.page(now),
         slow_ages=exclusions.slow_ages(now),
@@ -74,24 +71,25 @@ def facts_of(
     )
 
 
-def _round_facts(round_: Round, was: Standing, excuse: str) -> RoundFacts:
+def _round_facts(round_: Round, rdzv: Rendezvous, excuse: str, now: float) -> RoundFacts:
+    last, running = rdzv.last, rdzv.phase is Phase.RUNNING
     return RoundFacts(
         name=round_.name,
         world_size=round_.world_size,
         restart_count=round_.restart_count,
         store=round_.store,
         store_node=round_.store_node,
-        age=was.age,
+        age=now - rdzv.formed_at,
         seats=tuple(round_.members.values()),
         adopted=round_.adopted,
-        over="" if was.running else round_.why_stopped or "it is over",
-        lost=was.lost,
+        over="" if running else round_.why_stopped or "it is over",
+        lost=last.lost[0] if last.lost else "",
         excuse=excuse,
-        gone=was.gone,
-        done=was.done,
-        waiting=was.waiting,
-        fenced=was.fenced,
-        silent=was.silent,
+        gone=tuple(last.away),
+        done=tuple(node for node in last.away if node in last.completed),
+        waiting=() if running else tuple(n for n in rdzv.ready if not last.is_member(n)),
+        fenced=last.fenced,
+        silent=now - last.last_word,
         restore=round_.restore,
         rewound_from=round_.rewound_from,
         suspect=round_.suspect,
@@ -122,9 +120,9 @@ def load(
     if facts.outcome is not None:
         return restore(facts.round) if facts.round else None
     if facts.round is None:
-        rdzv.restore_wait(facts.starved, now)
+        rdzv.restore(None, facts.starved, now, 0.0)
         if facts.blind:
-            rdzv.succeed_another(now)
+            rdzv.takeover.expect_round(now)
         return None
     was = facts.round
     settlement.restore_round(was.excuse, adopted=was.adopted)
@@ -136,24 +134,7 @@ def load(
             membership.recall(seat.node, seat.incarnation, now)
         else:
             membership.expect(seat.node, seat.incarnation, now, redial=redial)
-    rdzv.restore(
-        {seat.node: seat.ranks for seat in was.seats},
-        was.world_size,
-        Standing(
-            running=not was.over,
-            lost=was.lost,
-            gone=was.gone,
-            done=was.done,
-            waiting=was.waiting,
-            fenced=was.fenced,
-            age=was.age,
-            silent=was.silent,
-            starved=facts.starved,
-        ),
-        now,
-        redial=redial,
-    )
-    rdzv.restore_wait(facts.starved, now)
+    rdzv.restore(was, facts.starved, now, redial)
     round_ = restore(was)
     saves.begin_round(was.name, was.world_size, was.restore, round_.seats)
     saves.points.expect(node for node in round_.seats if node not in gone)
@@ -249,7 +230,7 @@ def _node(
     health: str,
 ) -> NodeStatus:
     entry = roster.get(member.node)  # None: of a restored round, and not heard yet
-    here = rdzv.is_member(member.node)
+    here = rdzv.last.is_member(member.node)
     seat = round_.members.get(member.node) if round_ and here else None
     ranks = seat.ranks if seat else 0
     return NodeStatus(

@@ -117,7 +117,14 @@ DOUBT = 1e-5
 class Burst:
     """One series of happenings; times are monotonic seconds."""
 
-    def __init__(self, *, window: float, least: float, most: float, longest: float) -> None:
+    def __init__(
+        self,
+        *,
+        least: float,
+        most: float = STORM_QUIET,
+        window: float = STORM_WINDOW,
+        longest: float = STORM_LONGEST,
+    ) -> None:
         """`window`: happenings further apart are different events. `least` and `most` bound the
         silence that ends an event, `longest` the whole wait; all in seconds."""
         self._window = window
@@ -187,8 +194,8 @@ class Door:
         # the series goes on over the rounds that newcomers cause: nodes that come back one after
         # another are let in together, and not each by a round of its own
         self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
-        self._starts = self._burst()  # of nodes, up to the job's second round
-        self._returns = self._burst()  # and after the first
+        self._starts = Burst(least=LAST_CALL_QUIET)  # of nodes, up to the job's second round
+        self._returns = Burst(least=LAST_CALL_QUIET)  # and after the first
         self._appeared = 0
         self._running = False  # a round was formed
         self._starting = False  # it is the job's first
@@ -266,9 +273,3 @@ class Door:
             reason = "at the door: nodes come one after another; let in together when no more come"
             return None if due is None else Entry(due, reason)
         return None
-
-    @staticmethod
-    def _burst() -> Burst:
-        return Burst(
-            window=STORM_WINDOW, least=LAST_CALL_QUIET, most=STORM_QUIET, longest=STORM_LONGEST
-        )

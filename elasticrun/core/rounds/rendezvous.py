@@ -18,15 +18,14 @@ named and SURVIVOR_SLACK more: left out, it would come back and cost another res
 the others go on without it.
 
 *While RUNNING*, a member that dies or leaves before its ranks are done reopens the round at once. A
-newcomer waits at the door while training goes on; when it is let in is the affair of `door`. Nodes
+newcomer waits at the door while training goes on; when it is let in is the affair of `Door`. Nodes
 that `max` or `node_unit` leave over are spares; they replace the lost.
 
 Storms. The round that follows a loss forms at once, with all who are left. In a job of STORM_NODES
-and more, when that round is broken by the loss of another node within STORM_WINDOW, the two may be
-one event (a switch, a rack), and the next round waits for the event's end, as `burst` judges it
-from the pace of the losses so far. So an event costs two rounds, however it is spread, and one that
-was over within seconds costs seconds. Nodes that return meanwhile are in that round. A successor of
-the master knows nothing of a storm; the first loss that it sees is answered at once.
+and more, when that round is broken by another loss within STORM_WINDOW, the two may be one event,
+and the next round waits for the event's end, as `Burst` judges it. Nodes that return meanwhile are
+in that round. A successor of the master knows nothing of a storm; the first loss that it sees is
+answered at once.
 
 The fence. A round whose ranks may still run somewhere must not be followed by another that writes
 the same checkpoints. Collectives need every rank, so it is enough that *one* member of the round
@@ -36,56 +35,51 @@ the last word of the last of them, `heartbeat_timeout` for it to notice (two bea
 which beats slowly), `master_lost_timeout` in which it goes on, `restart_grace` for its ranks to
 end, and FENCE_SLACK.
 
-A successor with a record takes the round of the record as RUNNING, or as ended, with its members:
-none begins beside it, whoever finds the new master first. A member that was never told its place is
-told it now; one that comes back as a newer life has passed the fence; who is not heard for
-REATTACH_GRACE has gone. A round that agents report wins over an older one in the record (a disk may
-have lost its last writes); what neither the record nor any agent tells, nobody can know.
-
-A successor without a record *adopts* the highest round that agents report, as RUNNING, and waits
-REATTACH_GRACE for the nodes of it that have not been heard. Where these hold half of its ranks or
-more, they may be in a later round of which only they know: unless `max` nodes are here all the
-same, it forms none until they have had the time to stop by themselves, as for the fence. It learns
-that there was a master before it from any agent that has obeyed one, be it a spare: from then on it
-forms nothing until the grace is over or a round was reported. What remains: a successor without a
-record that only new agents have found cannot know; it may begin a round, which it ends when the
-first old agent attaches.
-
 Invariants: a node is in `ready` only while no rank of an earlier round lives on it and its stream
 stands. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
 unless something happens before; only a running round that lacks nothing waits without end.
 
 What the caller owes: `decide` after every event that is not a beat and at the time it named; to
 choose at most `Decision.nodes` of `ready` and tell `formed`; to tell every loss of contact, leave,
-death and rebirth; not to tell `join` for a node whose ranks may live. Sentences for agents that
-count nodes change seldom in a large job (Count), so that a thousand joins are not a million
-messages; the numbers are in `detail`.
+death and rebirth; not to tell `join` for a node whose ranks may live.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elasticrun.config import STORM_NODES
+from elasticrun.config import GROW_YOUNG, STORM_NODES, STORM_QUIET
+from elasticrun.core.deadlines import Deadlines
+from elasticrun.core.nodes.admission import Bars
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.rounds.crew import Phase, Stage
-from elasticrun.core.rounds.takeover import Succession
-from elasticrun.core.words import names, some
+from elasticrun.core.persisted import RoundFacts
+from elasticrun.core.rounds.join_window import Burst, Door, LastCall
+from elasticrun.core.rounds.round import LastRound, Stage
+from elasticrun.core.rounds.takeover import Takeover
+from elasticrun.core.words import Count, names, some
 from elasticrun.wire.messages import JobSpec
 
-COUNT_ALL = 64
-"""Nodes of a job in which each is told of every one that joins."""
+SURVIVOR_SLACK = 2.0
+"""A survivor is waited for this much longer than the stopping time it has named."""
 
-COUNT_SOON = 2.0
-"""Seconds that a count stands at least in a larger job, the first time; then twice as long each
-time."""
+SLOW_START = 10.0
+"""Seconds after which a node whose ranks are still being started is shown with that."""
 
-COUNT_LATE = 60.0
-"""And at most; agents say what they wait for once a minute."""
+REJOIN_WAIT = 30.0
+"""A survivor without ranks is waited for this long to offer a store again: a fork server that died
+must import torch once more, which takes up to 20 s from a cluster's file system."""
 
 FENCE_SLACK = 5.0
 """Seconds of doubt about how soon an agent notices that its master has gone."""
+
+
+class Phase(StrEnum):
+    """What the job is doing about rounds."""
+
+    GATHERING = "gathering"
+    RUNNING = "running"
 
 
 class Verb(StrEnum):
@@ -109,103 +103,452 @@ class Decision:
     nodes: int = 0  # FORM: how many at most
 
 
-class Count:
-    """How many nodes are here, as sentences say it. A sentence that changes with every join is n
-    messages to each of n nodes: in a large job the count stands for some seconds, whoever joins,
-    and what a node is told goes by how long it waits and not by how many nodes there are."""
-
-    def __init__(self) -> None:
-        self.told = 0
-        self._told_at: float | None = None
-        self._pause = COUNT_SOON
-
-    def begin(self) -> None:
-        """The sentence is a new one."""
-        self._told_at = None
-
-    def look(self, here: int, needed: int, now: float) -> float | None:
-        """`here` nodes of `needed` are here. When to look again, if the count is to be renewed."""
-        if self._told_at is None:
-            self._pause = COUNT_SOON
-        elif here == self.told:
-            return None
-        elif needed > COUNT_ALL and self.told > 0:  # nobody who is here is told that nobody is
-            due = self._told_at + self._pause
-            if now < due:
-                return due
-            self._pause = min(2.0 * self._pause, COUNT_LATE)
-        self.told, self._told_at = here, now
-        return None
-
-
-class Rendezvous(Succession):
-    """The rounds of one job; see the module's head. The books are kept by `Crew`, those of a round
-    that another master formed by `Succession`."""
+class Rendezvous:
+    """The rounds of one job; see the module's head."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
-        super().__init__(spec, now)
+        self._spec = spec
+        self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
+        self._impatient = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
+        self._stop_time = spec.restart_grace + SURVIVOR_SLACK
+        self.phase = Phase.GATHERING
+        self.ready: dict[str, None] = {}
+        """Nodes that could start now, in the order of their joins."""
+        self.last = LastRound({}, now)
+        self.takeover = Takeover(now)
+        self._announced: dict[str, None] = {}  # attached, not joined
+        self.barred = Bars()
+        """Nodes that are left out: they wait at the door until their time is over."""
+        self._kept: dict[str, str] = {}  # kept out until the network check passes them, and why
+        self._shortage = ""  # which node was excluded since the last round was formed
+        self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when
+        self._call = LastCall(spec.last_call_timeout)
+        self._door = Door(spec)
+        # of losses; the news of one takes `heartbeat_timeout` at most
+        self._storm = Burst(least=min(spec.heartbeat_timeout, STORM_QUIET))
+        self._struck: list[str] = []  # nodes just lost, until `decide` knows when
+        self._recount = False  # whether there are nodes enough is to be asked again
+        self._formed_at: float | None = None
+        self._starved_since: float | None = now
         self._count = Count()
 
-    def decide(self, now: float) -> Decision:
-        """What is to be done at `now`."""
-        self._note_losses(now)
-        for node in self._barred.due(now):
-            self._door.appeared(node, now)
-            self.join(node, now, not_before=now)
-        decision = self._success(now)
-        if self._unseen_ranks and now >= self._unseen_until(now):
-            self._lost.append(self.loss)
-            self._given_up_ranks, self._unseen_ranks = self._unseen_ranks, 0
-            self._recount = True
-        settled = now >= self._grace_until  # not while a new master waits for those who dial again
-        if decision is None and self._recount and self._lost and self._impatient and settled:
-            self._recount = False
-            if self._within_reach() < self._spec.min_nodes:
-                return Decision(Verb.GIVE_UP, self.loss)
-        if decision is None:
-            running = self.phase is Phase.RUNNING
-            decision = self._running(now) if running else self._gathering(now)
-        wakes = [decision.wake, self._barred.next(), None if settled else self._grace_until]
-        wake = min((when for when in wakes if when is not None), default=None)
-        if decision.verb is Verb.WAIT and wake is not None:
-            return replace(decision, wake=wake)
-        return decision
+    # ------------------------------------------------------------ questions
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """Nodes that wait at the door until their time is over."""
-        return tuple(self._barred)
+    def loss(self) -> str:
+        """Which member was lost first since the round was formed, in a sentence; empty if none."""
+        if self.last.lost:
+            return self.last.lost[0]
+        unseen = self.takeover.unseen_ranks
+        return "nodes of the adopted round have not been heard of" if unseen else ""
+
+    def is_barred(self, node: str) -> bool:
+        """Whether it waits at the door whatever room there is."""
+        return node in self.barred or node in self._kept
+
+    @property
+    def formed_at(self) -> float:
+        """When the last round was formed; 0.0 if there was none."""
+        return 0.0 if self._formed_at is None else self._formed_at
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank of the last round ended with 0."""
+        last = self.last
+        return 0 < len(last.stages) <= len(last.completed) and self.is_whole
+
+    def is_waiting_for_survivors(self) -> bool:
+        """Whether members of the last round are still to stop or to come back."""
+        return len(self._awaited) > 0
+
+    def activity(self, node: str) -> str:
+        """The word of `NodeStatus.activity`."""
+        if node in self.ready:
+            return "joining" if self.phase is Phase.GATHERING else "at-the-door"
+        if self.last.is_member(node):
+            stage = self.last.stages[node]
+            return "joining" if stage is Stage.STOPPED else stage.value
+        if self.is_barred(node):
+            return "at-the-door"
+        return "joining" if node in self._announced else "stopping"
+
+    def reason_of(self, node: str, now: float) -> str:
+        """Why this one node waits, where that is an affair of its own; else empty."""
+        if node in self._kept:
+            return self._kept[node]
+        if node in self.barred:
+            return self.barred.sentence(node, now)
+        if node in self._announced:
+            return "it has not joined yet: its store is being made ready"
+        if self.last.is_member(node):
+            age = now - self.formed_at
+            if self.last.stages[node] is Stage.STARTING and age >= SLOW_START:
+                return f"its ranks have not all been started yet, {age:.0f} s after its round began"
+        elif node not in self.ready:
+            return "it has not said yet that its ranks of an earlier round are gone"
+        return ""
+
+    def detail(self) -> str:
+        """The numbers behind the reason, for the status page."""
+        ready, low, high = len(self.ready), self._spec.min_nodes, self._spec.max_nodes
+        text = f"{ready} ready, {low} needed, {high} at most"
+        if self.phase is Phase.GATHERING and self.is_waiting_for_survivors():
+            text += f"; waiting for {', '.join(sorted(self._awaited)[:5])}"
+            text += f" and {len(self._awaited) - 5} more" if len(self._awaited) > 5 else ""
+        return text
+
+    def can_spare(self, node: str) -> bool:
+        """Whether the next round could do without this member; O(n)."""
+        staying = self.last.is_member(node) and node not in self.last.leaving
+        return staying and self.is_enough_without(node)
+
+    def is_enough_without(self, node: str) -> bool:
+        """Whether a round could form if this node, member or not, were not there; O(n)."""
+        others = self.last.staying().union(self.ready) - {node, *self._kept}
+        unit = self._spec.node_unit
+        return len(others) // unit * unit >= self._spec.min_nodes
+
+    # ------------------------------------------------------------ nodes come and go
+
+    def announce(self, node: str, now: float) -> None:
+        """A stream of this node stands; it is expected to join."""
+        if node not in self.ready and not self.last.is_member(node):
+            if not self.last.stages and node not in self._announced:
+                self._call.arrival(now)
+            self._announced[node] = None
+            self._door.appeared(node, now)
+
+    def join(self, node: str, now: float, *, not_before: float, why: str = "") -> None:
+        """No rank lives on this node and it offers a store. `not_before`: when it is let in, for a
+        node that keeps falling silent or whose ranks keep failing, as `why` says in a clause."""
+        if self.last.is_member(node) and self.last.stages[node] is not Stage.STOPPED:
+            return  # it said so before it read the Start of the present round
+        announced = node in self._announced
+        self._announced.pop(node, None)
+        self._awaited.disarm(node)
+        if not_before > now and not self.last.is_member(node):
+            self.barred.put(node, not_before, why)  # it has come back; the next round is not its
+        elif node not in self.ready and node not in self._kept:
+            self.ready[node] = None
+            if not self.last.stages:
+                self._call.ready(now) if announced else self._call.arrival(now)
+            if self.phase is Phase.RUNNING:
+                self._door.joined(node, now)
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds: the answers of survivors are not late."""
+        self._awaited.shift(by)
+        self.takeover.overslept(by)
+
+    def lost_contact(self, node: str, now: float, patience: float) -> None:
+        """Its stream broke; it may come back within `patience` seconds, and joins again then."""
+        if node in self._announced or node in self.ready:
+            self._door.went(node)
+        self._away_from_gate(node)
+        if self.last.is_concerned(node):
+            self.last.unheard.add(node)
+        if node in self.last.away:
+            self._awaited.disarm(node)
+        if node in self.ready:
+            del self.ready[node]
+            if self.phase is Phase.GATHERING and self.last.is_member(node):
+                self._awaited.arm(node, now + patience)
+
+    def back(self, node: str, now: float) -> bool:
+        """A stream of this node stands again; whether it was the last of a restored round's
+        members that had not been heard."""
+        self.last.unheard.discard(node)
+        unseen = self.takeover.unseen
+        if node not in unseen:
+            return False
+        del unseen[node]
+        if node in self._awaited:
+            self._awaited.arm(node, now + self._stop_time)
+        return not unseen
+
+    def leaving(self, node: str, now: float, reason: str) -> None:
+        """The node says that it goes; its ranks may live until it says that they have ended."""
+        over = (Stage.STOPPED, Stage.FINISHED)
+        if not self.last.is_member(node) or self.last.stages[node] in over:
+            self.gone(node, f"left: {reason}", last_word=now)
+        elif node not in self.last.leaving:
+            self.last.leaving.add(node)
+            self._lose(node, f"left: {reason}")
+            self._awaited.arm(node, now + self._stop_time)
 
     def excluded(self, node: str, now: float, reason: str) -> None:
         """It is told to go, and will not come back for long."""
         self._shortage = f"node {node} is excluded: {reason}"
         self.leaving(node, now, f"it is excluded: {reason}")
 
+    def gone(self, node: str, reason: str, *, last_word: float, reborn: bool = False) -> None:
+        """The node is dead or has left, and its agent with it. `last_word`: when it was last
+        heard. `reborn`: a newer life of it is there, so its ranks are not."""
+        last = self.last
+        if node in self.takeover.unseen:
+            del self.takeover.unseen[node]
+            if not reborn:
+                self.takeover.vanished.add(node)
+        self._away_from_gate(node)
+        self._awaited.disarm(node)
+        self.ready.pop(node, None)
+        last.unheard.discard(node)
+        if last.is_member(node):
+            if node not in last.completed and node not in last.leaving:
+                self._lose(node, reason)
+            last.away[node] = None
+            over = last.stages[node] in (Stage.STOPPED, Stage.FINISHED)
+            last.fenced = last.fenced or reborn or over
+            last.last_word = max(last.last_word, last_word)
+
+    def _away_from_gate(self, node: str) -> None:
+        self._announced.pop(node, None)
+        self._kept.pop(node, None)
+        self.barred.lift(node)
+        self._recount = True
+
+    def _lose(self, node: str, reason: str) -> None:
+        self.last.lost.append(f"node {node} {reason}")
+        self._struck.append(node)
+        self._recount = True
+
+    def leave_out(self, node: str, until: float, why: str) -> None:
+        """This member waits at the door until then. It is no loss that others would follow."""
+        self.last.away[node] = None
+        self._awaited.disarm(node)
+        self.last.lost.append(f"node {node} is left out: {why}")
+        if node in self.ready:  # else it is barred when it joins
+            del self.ready[node]
+            self.barred.put(node, until, why)
+
+    def keep_out(self, node: str, why: str) -> None:
+        """This node may not be in a round before the network check has passed it."""
+        self._kept[node] = why
+        self._awaited.disarm(node)
+        self._announced.pop(node, None)
+        self.ready.pop(node, None)
+
+    def admit(self, node: str) -> bool:
+        """It need not be kept out any more, and may join; whether it was."""
+        return self._kept.pop(node, None) is not None
+
+    def let_in(self, node: str, now: float) -> None:
+        """A node that was left out need not wait any more."""
+        if node in self.barred:
+            self.barred.put(node, now, "acquitted")
+
+    def reborn(self, node: str) -> None:
+        """A newer life of a node that had gone is there: none of its ranks lives on."""
+        self.last.fenced = self.last.fenced or node in self.last.away
+
+    def returned(self, node: str, now: float, *, within: float) -> None:
+        """A member that had gone is there again and will join; if the next round is still being
+        gathered it is waited for, `within` seconds, since two restarts cost more than a wait."""
+        self.announce(node, now)
+        if self.phase is Phase.GATHERING and node in self.last.away:
+            self._awaited.arm(node, now + within)
+
+    # ------------------------------------------------------------ what becomes of a round's ranks
+
+    def stopping(self, node: str, remaining: float, now: float) -> None:
+        """The ranks of this member are told to end and will be gone in `remaining` seconds."""
+        last = self.last
+        if not self.last.is_member(node) or last.stages[node] is Stage.STOPPED:
+            return
+        last.stages[node] = Stage.STOPPING
+        if self.phase is Phase.GATHERING or node in last.leaving:
+            self._awaited.arm(node, now + remaining + SURVIVOR_SLACK)
+        else:
+            last.broken = last.broken or f"node {node} is stopping its ranks"
+
+    def stopped(self, node: str, now: float) -> None:
+        """No process of this member's ranks is left."""
+        last = self.last
+        last.fenced = last.fenced or node in last.stages
+        if not self.last.is_member(node):
+            if node in self._awaited:
+                self._awaited.arm(node, now + REJOIN_WAIT)
+            return
+        last.stages[node] = Stage.STOPPED
+        if node in last.leaving:
+            self._awaited.disarm(node)
+            last.away[node] = None
+        elif self.phase is Phase.RUNNING:
+            last.broken = last.broken or f"the ranks of node {node} have been stopped"
+        elif node not in self.ready:
+            self._awaited.arm(node, now + REJOIN_WAIT)
+
+    # ------------------------------------------------------------ rounds
+
+    def formed(self, nodes: Iterable[str], now: float) -> None:
+        """These ready nodes have been given places in a new round."""
+        members = dict.fromkeys(nodes, Stage.STARTING)
+        for node in members:
+            del self.ready[node]
+        first = self._formed_at is None
+        self._begin(members, now)
+        self.takeover.elsewhere.clear()
+        if first:
+            self._door.job_began()
+
+    def _begin(self, members: dict[str, Stage], now: float) -> None:
+        self.phase = Phase.RUNNING
+        self.last = LastRound(members, now)
+        self.takeover.round_began()
+        self._awaited.clear()
+        self._shortage = ""
+        self._recount = False
+        self._storm.answered(now)
+        self._young_since(now)
+
+    def _young_since(self, now: float) -> None:
+        self._formed_at = now
+        self._door.formed(now, announced=bool(self._announced))
+
+    def reopen(self, now: float) -> tuple[str, ...]:
+        """End the running round; the members that must be told to stop their ranks. Who has not
+        been heard since the master is new has the grace to dial again."""
+        self.phase = Phase.GATHERING
+        self._starved_since = None
+        told = []
+        for node, stage in self.last.stages.items():
+            if node in self.last.away or node in self.last.leaving:
+                continue
+            if stage is not Stage.STOPPED:
+                self._awaited.arm(node, now + self._stop_time)
+                told.append(node)
+            elif node not in self.ready:
+                self._awaited.arm(node, now + REJOIN_WAIT)
+        grace = self.takeover.grace_until
+        for node in self.takeover.unseen:
+            due = self._awaited.when(node)
+            if due is not None and due < grace:
+                self._awaited.arm(node, grace)
+        return tuple(told)
+
+    # ------------------------------------------------------------ a round of another master
+
+    def starved(self, now: float) -> float:
+        """For how many seconds the job has been below its smallest size; 0.0: it is not."""
+        since = self._starved_since
+        return 0.0 if since is None or self.phase is Phase.RUNNING else now - since
+
+    def restore(self, was: RoundFacts | None, starved: float, now: float, redial: float) -> None:
+        """What the record says: of the last round, and for how long the job had been below its
+        smallest size. Its nodes have the grace to come back, whatever is left of `join_timeout`.
+        `redial`: seconds in which a living agent has dialled again."""
+        if was is not None:
+            self._restore_round(was, now, redial)
+        self.takeover.grant(now)
+        self._starved_since = now - starved if starved else None
+
+    def _restore_round(self, was: RoundFacts, now: float, redial: float) -> None:
+        members = {seat.node: seat.ranks for seat in was.seats}
+        self._begin(dict.fromkeys(members, Stage.STARTING), now - was.age)
+        gone = dict.fromkeys(was.gone)
+        unseen = [node for node in members if node not in gone]
+        missing = max(0, was.world_size - sum(members.values()))  # of one that was adopted
+        self.takeover.round_taken(was.world_size, missing, unseen, now)
+        last = self.last
+        last.away, last.completed, last.unheard = gone, set(was.done), set(unseen)
+        last.fenced = was.fenced
+        # who was not gone may have been heard until the last master's last moment
+        last.last_word = now if unseen or missing else now - was.silent
+        if was.lost:
+            last.lost.append(was.lost)
+            self._recount = True
+        if was.over:
+            self.phase = Phase.GATHERING
+            for node in unseen:
+                self._awaited.arm(node, self.takeover.grace_until)
+            for node in was.waiting:  # no reason to form without them, who dial again just now
+                self._awaited.arm(node, now + redial)
+
+    def begins_now(self, now: float) -> None:
+        """A member of the restored round is told its place only now: no step was done yet."""
+        if self.phase is Phase.RUNNING and not self.takeover.is_begun:
+            self.takeover.is_begun = True
+            self._young_since(now)
+
+    def adopt(self, world_size: int, now: float) -> None:
+        """A round that another master formed runs; this one learns of it from its nodes."""
+        self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
+        # But for the door it is: a record is lost with its host only, whose node is then about to
+        # come back, and the round may have been formed because it went.
+        self._door.formed(now, announced=bool(self._announced))
+        self.takeover.round_taken(world_size, world_size, (), now)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank of the last round is accounted for; further nodes of one that was
+        adopted are taken as its members until it is."""
+        return not self.takeover.unseen_ranks
+
+    def adopt_member(self, node: str, ranks: int, now: float) -> None:
+        """A node of the adopted round has been heard, with so many ranks."""
+        self.takeover.elsewhere.pop(node, None)
+        if node not in self.last.stages:
+            self.last.stages[node] = Stage.STARTING
+            self.takeover.ranks_heard(ranks, now)
+            if self.phase is Phase.GATHERING:
+                self._awaited.arm(node, now + self._stop_time)
+        self._announced.pop(node, None)
+        self.ready.pop(node, None)
+
+    # ------------------------------------------------------------ decisions
+
+    def decide(self, now: float) -> Decision:
+        """What is to be done at `now`."""
+        takeover, last = self.takeover, self.last
+        self._note_losses(now)
+        for node in self.barred.due(now):
+            self._door.appeared(node, now)
+            self.join(node, now, not_before=now)
+        decision = self._success(now)
+        if takeover.unseen_ranks and now >= self._unseen_until(now):
+            last.lost.append(self.loss)
+            takeover.give_up_unseen()
+            self._recount = True
+        settled = (
+            now >= takeover.grace_until
+        )  # not while those who are to dial again are waited for
+        if decision is None and self._recount and last.lost and self._impatient and settled:
+            self._recount = False
+            within_reach = self.last.staying().union(
+                self.ready, self._announced, self.barred, self._kept
+            )
+            if len(within_reach) < self._spec.min_nodes:
+                return Decision(Verb.GIVE_UP, self.loss)
+        if decision is None:
+            running = self.phase is Phase.RUNNING
+            decision = self._running(now) if running else self._gathering(now)
+        wakes = [decision.wake, self.barred.next(), None if settled else takeover.grace_until]
+        wake = min((when for when in wakes if when is not None), default=None)
+        if decision.verb is Verb.WAIT and wake is not None:
+            return replace(decision, wake=wake)
+        return decision
+
     def _note_losses(self, now: float) -> None:
         for node in self._struck:
             self._storm.seen(node, now)
         self._struck.clear()
 
-    def _within_reach(self) -> int:
-        """Nodes that could be in the next round; O(n), asked only when one was lost for good."""
-        there = {node for node in self.stages if self.is_member(node)} - set(self._leaving)
-        return len(there.union(self.ready, self._announced, self._barred, self._kept))
-
     def _success(self, now: float) -> Decision | None:
-        if not self._completed or len(self._completed) + len(self._vanished) < len(self.stages):
+        completed, vanished = self.last.completed, self.takeover.vanished
+        if not completed or len(completed) + len(vanished) < len(self.last.stages):
             return None
-        if not self._unseen_ranks and not self._vanished:
+        if self.is_whole and not vanished:
             return Decision(Verb.SUCCEED, "every rank ended with 0")
-        if now < self._grace_until:
+        if now < self.takeover.grace_until:
             return None
         return Decision(
             Verb.SUCCEED, "every rank that was heard of ended with 0; the others' result is unknown"
         )
 
     def _running(self, now: float) -> Decision:
-        if self._lost or self._broken:
-            return Decision(Verb.REOPEN, self.loss or self._broken)
-        if self.is_incomplete(now):
+        if self.last.lost or self.last.broken:
+            return Decision(Verb.REOPEN, self.loss or self.last.broken)
+        if self.takeover.is_incomplete(now):
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the nodes of the round that runs",
@@ -217,9 +560,9 @@ class Rendezvous(Succession):
         """Newcomers and a running round."""
         if not self.ready:
             return Decision(Verb.WAIT, "")
-        if self._completed:
+        if self.last.completed:
             return Decision(Verb.WAIT, "at the door: the job is finishing")
-        size = len(self.stages)
+        size = len(self.last.stages)
         possible = self._usable(size + len(self.ready))
         if possible <= size:
             why = (
@@ -229,31 +572,31 @@ class Rendezvous(Succession):
             )
             return Decision(Verb.WAIT, f"spare: {why}; takes the place of a node that is lost")
         entry = self._door.entry(size, possible, self._largest, bool(self._announced))
-        if now >= entry.due:
-            if self._unheard:  # their fate is decided first, and soon: membership has a deadline
-                return Decision(
-                    Verb.WAIT, "at the door: a node of the round cannot be heard just now"
-                )
-            new = tuple(self.ready)[: possible - size]
-            return Decision(Verb.REOPEN, f"node{'s' * (len(new) > 1)} {names(new)} joined")
-        return Decision(Verb.WAIT, entry.reason, entry.due)
+        if now < entry.due:
+            return Decision(Verb.WAIT, entry.reason, entry.due)
+        if self.last.unheard:  # their fate is decided first, and soon: membership has a deadline
+            return Decision(Verb.WAIT, "at the door: a node of the round cannot be heard just now")
+        new = tuple(self.ready)[: possible - size]
+        return Decision(Verb.REOPEN, f"node{'s' * (len(new) > 1)} {names(new)} joined")
 
     def _gathering(self, now: float) -> Decision:
+        takeover, last = self.takeover, self.last
         for node in self._awaited.pop_due(now):  # its time is over; it comes back as a newcomer
-            if self.is_member(node) and self.stages[node] in (Stage.STARTING, Stage.RUNNING):
+            if self.last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
                 self._lose(node, "does not answer")
                 self._note_losses(now)
-        if self.is_incomplete(now):
+        if self.takeover.is_incomplete(now):
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the other nodes of the last round",
-                self._grace_until,
+                takeover.grace_until,
             )
-        if self._successor_until is not None and not self.stages and now < self._successor_until:
+        expected = takeover.expected_until
+        if expected is not None and now < expected:
             return Decision(
                 Verb.WAIT,
                 "the master is new and waits for the nodes of a round that may run",
-                self._successor_until,
+                expected,
             )
         if len(self._awaited):
             return Decision(
@@ -261,17 +604,15 @@ class Rendezvous(Succession):
                 "waiting for the other nodes of the last round to stop their ranks and join",
                 self._awaited.next(),
             )
-        if self.stages and not self._fenced:
-            silence = self._silence()
-            if now < self._last_word + silence:
-                return Decision(
-                    Verb.WAIT,
-                    "no node of the last round can be heard, so its ranks may still run; the next "
-                    f"round waits until they have stopped by themselves ({silence:g} s)",
-                    self._last_word + silence,
-                )
-        if self._usable(len(self.ready)) < self._spec.min_nodes:
-            self._call_in_the_barred(now)
+        fence = 0.0 if last.fenced or not last.stages else last.last_word + self._silence()
+        if now < fence:
+            return Decision(
+                Verb.WAIT,
+                "no node of the last round can be heard, so its ranks may still run; the next "
+                f"round waits until they have stopped by themselves ({self._silence():g} s)",
+                fence,
+            )
+        self._call_in_the_barred(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
             return self._starve(now)
@@ -283,14 +624,14 @@ class Rendezvous(Succession):
                 "may be in a later one; the next round waits until they have stopped by themselves",
                 self._stopped_by(),
             )
-        storm = self._storm.holds() if len(self.stages) >= STORM_NODES else None
+        storm = self._storm.holds() if len(last.stages) >= STORM_NODES else None
         if storm is not None and now < storm:
             return Decision(
                 Verb.WAIT,
                 "nodes are lost one after another: the next round waits until no more are lost",
                 storm,
             )
-        if usable >= self._largest or self.stages:
+        if usable >= self._largest or last.stages:
             return Decision(Verb.FORM, "", nodes=usable)
         self._call.begin(now)
         ends = self._call.ends(announced=bool(self._announced))
@@ -301,33 +642,35 @@ class Rendezvous(Succession):
     def _silence(self) -> float:
         """Seconds after its last word in which a node that hears no master has stopped."""
         spec = self._spec
-        notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.stages)))
+        notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.last.stages)))
         return notice + spec.master_lost_timeout + spec.restart_grace + FENCE_SLACK
 
     def _unseen_until(self, now: float) -> float:
         """Until when the nodes of an adopted round that have not been heard are waited for. One
         that runs, runs on."""
-        late = now >= self._grace_until and self.phase is Phase.RUNNING
-        return self._stopped_by() if late and self._others_may_train() else self._grace_until
+        grace = self.takeover.grace_until
+        late = now >= grace and self.phase is Phase.RUNNING
+        return self._stopped_by() if late and self._others_may_train() else grace
 
     def _others_may_train(self) -> bool:
         """Whether nodes that this master has never heard may be enough for a round of their own: no
         more than half of the ranks of an adopted one are accounted for, nor are as many nodes here
         as the job may have. O(n), where few are here."""
-        if not self.is_minority:
+        if not self.takeover.is_minority:
             return False
-        here = {node for node in self.stages if self.is_member(node)}
+        here = self.last.stages.keys() - self.last.away.keys()
         return self._usable(len(here.union(self.ready))) < self._largest
 
     def _stopped_by(self) -> float:
         """When nodes that this master has never heard have stopped their ranks."""
-        return self._taken_over_at + self._silence()
+        return self.takeover.at + self._silence()
 
     def _call_in_the_barred(self, now: float) -> None:
         """Nodes are left out only while the job can go on without them."""
-        if self._usable(len(self.ready) + len(self._barred)) >= self._spec.min_nodes:
-            for node in tuple(self._barred):
-                self._barred.lift(node)
+        low, ready = self._spec.min_nodes, len(self.ready)
+        if self._usable(ready) < low <= self._usable(ready + len(self.barred)):
+            for node in tuple(self.barred):
+                self.barred.lift(node)
                 self.join(node, now, not_before=now)
 
     def _starve(self, now: float) -> Decision:
@@ -335,23 +678,19 @@ class Rendezvous(Succession):
         if self._starved_since is None:
             self._starved_since = now
             self._count.begin()
-        until = max(self._starved_since + self._spec.join_timeout, self._grace_until)
-        needed = self._needed()
+        until = max(self._starved_since + self._spec.join_timeout, self.takeover.grace_until)
+        unit = self._spec.node_unit
+        needed = -(-self._spec.min_nodes // unit) * unit
         why = self.loss or self._shortage or next(iter(self._kept.values()), "")
+        why = f" ({why})" if why else ""
         if now >= until:
             limit = f"{self._spec.join_timeout:g} s, the join_timeout"
-            reason = f"only {len(self.ready)} of {some(needed, 'node')} for {limit}"
-            reason += f" ({why})" if why else ""
-            return Decision(Verb.GIVE_UP, reason)
+            here = len(self.ready)
+            return Decision(Verb.GIVE_UP, f"only {here} of {some(needed, 'node')} for {limit}{why}")
         wake = self._count.look(len(self.ready), needed, now)
-        reason = f"waiting for nodes: {self._count.told} of {some(needed, 'node')}"
-        reason += f" ({why})" if why else ""
+        reason = f"waiting for nodes: {self._count.told} of {some(needed, 'node')}{why}"
         return Decision(Verb.WAIT, reason, until, wake)
 
     def _usable(self, nodes: int) -> int:
         """How many of so many nodes can be in a round."""
         return min(nodes // self._spec.node_unit * self._spec.node_unit, self._largest)
-
-    def _needed(self) -> int:
-        unit = self._spec.node_unit
-        return -(-self._spec.min_nodes // unit) * unit

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from elasticrun.core.persisted import RoundFacts, Seat
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
@@ -249,3 +250,56 @@ def begin(
             )
         )
     return round_
+
+
+class Stage(StrEnum):
+    """A member of the last round that was formed."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class LastRound:
+    """A member that goes stays in it, because its ranks may live on: see the fence in
+    `rendezvous`."""
+
+    stages: dict[str, Stage]
+    last_word: float  # when the last member that has gone was last heard
+    away: dict[str, None] = field(default_factory=dict)  # whose agents have gone, in that order
+    leaving: set[str] = field(default_factory=set)  # who go as soon as their ranks have ended
+    completed: set[str] = field(default_factory=set)  # all of whose ranks ended with 0
+    unheard: set[str] = field(default_factory=set)  # whose stream is broken
+    lost: list[str] = field(default_factory=list)  # who went before its ranks were done, sentences
+    broken: str = ""  # why the round cannot go on although nobody is lost
+    fenced: bool = False  # it can complete no further collective
+
+    def is_member(self, node: str) -> bool:
+        """Whether the node has a place in the last round and its agent has not gone."""
+        return node in self.stages and node not in self.away
+
+    def is_concerned(self, node: str) -> bool:
+        """Whether the work of the round needs this node still."""
+        return self.is_member(node) and node not in self.completed
+
+    def is_stopping(self, node: str) -> bool:
+        """Whether the ranks of this member are being stopped, or were."""
+        return self.stages.get(node) in (Stage.STOPPING, Stage.STOPPED)
+
+    def staying(self) -> set[str]:
+        """Members that are there and do not go; O(n)."""
+        return self.stages.keys() - self.away.keys() - self.leaving
+
+    def running(self, node: str) -> None:
+        """All ranks of this member have been started."""
+        if self.is_member(node) and self.stages[node] is Stage.STARTING:
+            self.stages[node] = Stage.RUNNING
+
+    def finished(self, node: str) -> None:
+        """All ranks of this member have ended with 0."""
+        if self.is_member(node) and self.stages[node] in (Stage.STARTING, Stage.RUNNING):
+            self.stages[node] = Stage.FINISHED
+            self.completed.add(node)
