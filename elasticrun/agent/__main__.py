@@ -2,7 +2,7 @@
 of the Python API (`elasticrun.launcher`), in a process of its own, so that the caller may fork
 without gRPC's threads. With `--spawner-fd` the caller starts the ranks itself.
 
-In: an AgentConfig as JSON (`config_json`). Out, at the end: core.effects.Exit as JSON on K, one end
+In: an AgentConfig as JSON (`wire.records`). Out, at the end: core.events.Exit as JSON on K, one end
 of a socketpair. Its EOF means that the caller has gone.
 """
 
@@ -16,9 +16,9 @@ import socket
 import sys
 import threading
 
-from elasticrun import config as config_json
-from elasticrun.config import EXIT_USAGE, AgentConfig
+from elasticrun.config import EXIT_USAGE, MAX_CONFIG_BYTES, AgentConfig
 from elasticrun.system.title import AGENT, set_title
+from elasticrun.wire.records import dumps, loads
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     try:
         with open(asked.config_fd, "rb") as pipe:
-            config = config_json.loads(pipe.read(config_json.MAX_CONFIG_BYTES), AgentConfig)
+            config = loads(pipe.read(MAX_CONFIG_BYTES), AgentConfig)
         for fd in set(config.console_fds) - {1, 2}:
             os.set_inheritable(fd, False)
         result = socket.socket(fileno=asked.result_fd)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=_die_with_caller, args=(result,), daemon=True).start()
     outcome = run_agent(config, spawner)
     with contextlib.suppress(OSError):
-        result.sendall(config_json.dumps(outcome).encode())
+        result.sendall(dumps(outcome).encode())
         result.shutdown(socket.SHUT_WR)
     return outcome.code
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from elasticrun import config as config_json
 from elasticrun.caller.consoles import Consoles
 from elasticrun.caller.rank_process import command
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import Exit
+from elasticrun.wire.records import dumps, loads
 
 END_LIMIT: Final = 60.0
 """Seconds for an agent to end its ranks when the caller gives up; after that it is killed, and its
@@ -46,7 +46,7 @@ class AgentProcess:
             fds["--spawner-fd"] = spawner.fileno()
         try:
             with open(config_fd, "wb", closefd=False) as file:
-                file.write(config_json.dumps(config).encode())
+                file.write(dumps(config).encode())
             os.lseek(config_fd, 0, os.SEEK_SET)
             self.process = subprocess.Popen(
                 command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
@@ -82,7 +82,7 @@ class AgentProcess:
         code = self.process.wait()
         self._consoles.wait()
         try:
-            return config_json.loads(bytes(self._heard), Exit)
+            return loads(bytes(self._heard), Exit)
         except ValueError:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             reason = f"the agent {how} without a word about the job"

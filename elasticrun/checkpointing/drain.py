@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from elasticrun.checkpointing.line import Line, LineError
 from elasticrun.shm.segment import NONE
-from elasticrun.wire.signals import SAID_AGAIN
 from elasticrun.wire.snapshots import Missed, PutsOff
+from elasticrun.wire.types import SAID_AGAIN
 
 ASKED_LIMIT: Final = 5.0
 """Seconds that a snapshot which is asked for waits for a slot."""

@@ -40,13 +40,12 @@ from elasticrun.config import (
     SAVED_KEPT,
     MasterConfig,
     Tls,
-    dumps,
-    loads,
 )
 from elasticrun.core.persisted import Facts
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
 from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes, parse_place
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.rpc import etcd, protobuf
 
 CAMPAIGN_LIMIT: Final = 10.0

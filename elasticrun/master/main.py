@@ -38,7 +38,6 @@ from elasticrun.config import (
     MASTER_LOST_TIMEOUT,
     MasterConfig,
     Tls,
-    typed,
 )
 from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
@@ -54,6 +53,7 @@ from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, ended, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import JobSpec, JobStatus
+from elasticrun.wire.records import typed
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
 from elasticrun.wire.types import mint_nonce
 

@@ -28,8 +28,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from elasticrun.config import plain, typed
 from elasticrun.core.persisted import Facts, aged
+from elasticrun.wire.records import plain, typed
 
 FILE: Final = "state.sqlite"
 SCHEMA: Final = 1

@@ -23,7 +23,6 @@ from typing import Any, BinaryIO, Final
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.config import typed
 from elasticrun.core.events import (
     Attached,
     Detached,
@@ -48,6 +47,7 @@ from elasticrun.trace.words import (
     report_in_words,
 )
 from elasticrun.wire.messages import Beat, JobSpec, RoundReport, Start, Welcome
+from elasticrun.wire.records import typed
 
 OLDER: Final = ".1"
 """Added to the name of the ring's file in use: the one before it."""

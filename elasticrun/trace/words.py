@@ -9,11 +9,11 @@ from __future__ import annotations
 import typing
 from typing import Any, Final
 
-from elasticrun.config import plain, typed
 from elasticrun.core.events import Hangup, Heard, JobEffect, JobEvent, JobOver, Note, Record, Tell
 from elasticrun.core.persisted import Facts
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
+from elasticrun.wire.records import plain, typed
 
 TRACE_VERSION: Final = 1
 """Raised with every change of the lines that an older reader cannot read."""

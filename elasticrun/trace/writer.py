@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun import __version__
-from elasticrun.config import plain
 from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Record
 from elasticrun.core.persisted import Facts
 from elasticrun.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
 from elasticrun.wire.messages import Beat, JobSpec
+from elasticrun.wire.records import plain
 from elasticrun.wire.types import mint_nonce
 
 FILE: Final = "trace"

@@ -1,8 +1,8 @@
 """Frames of messages: four bytes of length (big endian), then one JSON object.
 
-Used between the agent (or a caller of elastic_launch) and the fork server (`wire.spawner`), between
-ranks, savers and their agent (`wire.snapshots`), and between savers (`wire.bulk`). Pure functions
-and a buffer, no socket; whoever owns the socket feeds bytes in.
+Used between the agent (or a caller of elastic_launch) and the fork server (`wire.spawning`),
+between ranks, savers and their agent (`wire.snapshots`), and between savers (`wire.bulk`). Pure
+functions and a buffer, no socket; whoever owns the socket feeds bytes in.
 Anything that is not exactly one of the expected messages raises `FrameError`, whose text is one
 sentence for the operator: there is no second guess about what a peer may have meant.
 """
@@ -13,10 +13,9 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import StrEnum
-from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from elasticrun.wire.records import plain, resolve, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,7 +24,6 @@ MAX_FRAME_BYTES = 4 * 1024 * 1024
 """Room for an environment of 2 MB (Linux' own bound for one exec) with its JSON escapes."""
 
 LENGTH_BYTES = 4
-_INT_BOUND = 2**63
 
 
 class FrameError(ValueError):
@@ -38,7 +36,7 @@ class FrameError(ValueError):
 def encode(message: DataclassInstance) -> bytes:
     """One whole frame of a message of one of the unions. Raises FrameError if it would be longer
     than MAX_FRAME_BYTES."""
-    body = {"type": type(message).__name__, **_plain(message)}
+    body = {"type": type(message).__name__, **plain(message)}
     payload = json.dumps(body, separators=(",", ":")).encode("ascii")
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(
@@ -46,16 +44,6 @@ def encode(message: DataclassInstance) -> bytes:
             f"{MAX_FRAME_BYTES} bytes that a frame may have"
         )
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, StrEnum):
-        return str(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 # ---------------------------------------------------------------- decoding
@@ -70,8 +58,7 @@ class FrameBuffer:
     def __init__(self, union: Any) -> None:
         """`union`, such as `ToSpawner` or `FromRank`: the messages that may come."""
         self._types = types_of(union)
-        for cls in self._types.values():
-            _fields(cls)
+        resolve(union)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
@@ -115,63 +102,10 @@ def decode(payload: bytes, types_by_name: dict[str, type]) -> Any:
     name = body.pop("type", None)
     if not isinstance(name, str) or name not in types_by_name:
         raise FrameError(f"a frame holds a message of unknown type {str(name)[:60]!r}")
-    return _object(types_by_name[name], body, name)
-
-
-def _object(cls: type, body: dict[str, Any], where: str) -> Any:
-    known = _fields(cls)
-    for key in body:
-        if key not in known:
-            raise FrameError(f"{where} has no field {key[:60]!r}")
-    values = {}
-    for name, (field, annotation) in known.items():
-        if name in body:
-            values[name] = _value(annotation, body[name], f"{where}.{name}")
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise FrameError(f"{where} comes without {name}")
-    return cls(**values)
-
-
-@cache
-def _fields(cls: type) -> dict[str, tuple[Field[Any], Any]]:
-    """Names, fields and resolved annotations; once a class, while sys.modules still has it (the
-    fork server hides its modules before it reads its second message)."""
-    hints = typing.get_type_hints(cls)
-    for annotation in hints.values():
-        if is_dataclass(annotation) and isinstance(annotation, type):
-            _fields(annotation)
-    return {f.name: (f, hints[f.name]) for f in fields(cls)}
-
-
-def _value(annotation: Any, value: Any, where: str) -> Any:
-    origin = typing.get_origin(annotation)
-    if origin is tuple and isinstance(value, list):
-        item = typing.get_args(annotation)[0]
-        return tuple(_value(item, v, where) for v in value)
-    if origin is dict and isinstance(value, dict):
-        return {_value(str, k, where): _value(str, v, where) for k, v in value.items()}
-    if origin is None and isinstance(annotation, type):
-        return _scalar(annotation, value, where)
-    raise FrameError(f"{where} has the wrong type {type(value).__name__}")
-
-
-def _scalar(cls: type, value: Any, where: str) -> Any:
-    if is_dataclass(cls) and isinstance(value, dict):
-        return _object(cls, value, where)
-    if issubclass(cls, StrEnum) and isinstance(value, str):
-        try:
-            return cls(value)
-        except ValueError:
-            raise FrameError(f"{where} is {value[:60]!r}, which is none of its words") from None
-    if cls is str and isinstance(value, str) and "\0" not in value:
-        return value
-    if cls is bool and isinstance(value, bool):
-        return value
-    if cls is int and type(value) is int and -_INT_BOUND <= value < _INT_BOUND:
-        return value
-    if cls is float and type(value) in (int, float) and value == value and abs(value) < 1e18:
-        return float(value)
-    raise FrameError(f"{where} has the wrong type or is out of range")
+    try:
+        return typed(body, types_by_name[name], name, strict=True)
+    except ValueError as wrong:
+        raise FrameError(str(wrong)) from None
 
 
 def types_of(union: types.UnionType) -> dict[str, type]:

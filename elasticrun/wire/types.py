@@ -6,9 +6,14 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from elasticrun.wire.bounds import INT64, Name, whole
+
+SAID_AGAIN: Final = 1.0
+"""Seconds after a SIGTERM in which another one is the same: Slurm says it twice within
+milliseconds, to every process, at a time limit and where another job takes the place. (A second ^C
+is meant.)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ import pytest
 from msgspec import structs
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-from elasticrun import config as config_json, errors
+from elasticrun import errors
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.events import Exit
 from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, entry_of, raise_for
 from elasticrun.wire.messages import Failure, FailureKind
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import EntryKind
 from tests.api import functions
 from tests.harness import LIMIT
@@ -126,9 +127,9 @@ def test_a_configuration_survives_its_journey() -> None:
     )
     made = agent_config_of(one_node(start_method="fork"), sys.executable, ["-u", "s.py"])
     config = dataclasses.replace(made, logs=plan, env={"A": "ü"}, local_addr=None)
-    assert config_json.loads(config_json.dumps(config), AgentConfig) == config
+    assert loads(dumps(config), AgentConfig) == config
     outcome = Exit(1, "why", (BOOM,), 15)
-    assert config_json.loads(config_json.dumps(outcome), Exit) == outcome
+    assert loads(dumps(outcome), Exit) == outcome
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_configuration_survives_its_journey() -> None:
 )  # fmt: skip
 def test_rubbish_is_no_configuration(text: str) -> None:
     with pytest.raises(ValueError, match="Exit") as caught:
-        config_json.loads(text, Exit)
+        loads(text, Exit)
     assert "\n" not in str(caught.value)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config import dumps, loads
 from elasticrun.core import events as fx
 from elasticrun.core.persisted import Facts
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import Master, failure, hello
 from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, fails_soon, step_of

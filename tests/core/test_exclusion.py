@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from elasticrun.config import STRAGGLERS_PER_HOUR, dumps, loads, plain, typed
+from elasticrun.config import STRAGGLERS_PER_HOUR
 from elasticrun.core.nodes.admission import FAILED, HOUR, SLOW, Exclusions
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.wire.messages import MAX_EXCLUDED, CheckSpec, ExcludedNode
+from elasticrun.wire.records import dumps, loads, plain, typed
 from tests.master.facts import facts
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER, dumps, loads
+from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER
 from elasticrun.core.nodes.admission import BAR_UNIT, MAX_RECORDS, MEMORY, Stays
 from elasticrun.core.persisted import Facts
 from elasticrun.wire import messages as m
+from elasticrun.wire.records import dumps, loads
 from tests.core.by_hand import Master
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun import config as config_json
 from elasticrun.config import MasterConfig, Tls
 from elasticrun.master.main import config_from_json
 from elasticrun.wire.messages import CheckSpec
+from elasticrun.wire.records import dumps
 from tests.simulator.script import DEFAULT_SPEC
 
 
@@ -19,8 +19,8 @@ def test_it_arrives_as_it_was(tls: Tls | None) -> None:
     """Also what is nested in it: the checks are of their own type again, not a dict."""
     spec = structs.replace(DEFAULT_SPEC, checks=CheckSpec(network=True, slow_ratio=2.5))
     config = MasterConfig("job", "localhost", 0, spec, tls=tls)
-    assert config_from_json(config_json.dumps(config)) == config
-    assert config_from_json(config_json.dumps(replace(config, spec=None))).spec is None
+    assert config_from_json(dumps(config)) == config
+    assert config_from_json(dumps(replace(config, spec=None))).spec is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"spec": {"colour": 1}}', '{"spec": 3}', "{}"])

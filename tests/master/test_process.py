@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elasticrun import config as config_json
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
 from elasticrun.wire import ended, messages as m, run_folder as published
+from elasticrun.wire.records import dumps
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint
 from tests import aio
@@ -80,7 +80,7 @@ def _spawn(config: MasterConfig, lifeline: tuple[int, int] | None = None) -> Pro
     for fd in (config_read, ready_write, life_read):
         os.close(fd)
     with open(config_write, "w") as pipe:
-        pipe.write(config_json.dumps(config))
+        pipe.write(dumps(config))
     with open(ready_read) as pipe:
         line = pipe.readline()
     return Process(popen, json.loads(line) if line else {}, life_write)

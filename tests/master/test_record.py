@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.config import dumps, loads
 from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.wire import messages as m
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.facts import facts
@@ -389,7 +389,7 @@ WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from msgspec import structs
-from elasticrun.config import loads
+from elasticrun.wire.records import loads
 from elasticrun.core.persisted import Facts
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore

@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config import dumps, loads
 from elasticrun.core.events import JobEffect, JobEvent, Record
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Order, Start
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import RoundName
 from tests.further import cases
 from tests.simulator.node import Node

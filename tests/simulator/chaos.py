@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from elasticrun.config import dumps, loads
 from elasticrun.core.events import Attached, Heard, JobEvent
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import RoundName
 from tests.simulator.master import Master
 from tests.simulator.node import Node, NodeSetup

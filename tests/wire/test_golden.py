@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import pytest
 
-from elasticrun import config
 from elasticrun.core.persisted import Facts
 from elasticrun.wire import bulk, frames, messages as m, progress, snapshots, spawning, warm
 from elasticrun.wire.etcd_place import Leader, leader_from_bytes
+from elasticrun.wire.records import dumps, fields_of, is_record, loads
 from elasticrun.wire.rpc import protobuf
 
 GOLDEN: Final = Path(__file__).with_name("golden.json")
@@ -65,7 +65,7 @@ CONVERSATIONS: Final = {
 
 def sample(of: type, *, least: bool) -> Any:
     """A value of a record in which everything is said, or as little as may be."""
-    hints = config.fields_of(of)
+    hints = fields_of(of)
     made = {
         name: _value(kind, f"{of.__name__}.{name}", least=least)
         for name, kind in hints.items()
@@ -98,7 +98,7 @@ def _value(kind: Any, where: str, *, least: bool) -> Any:
     if origin is dict:
         key, item = (_value(part, where, least=least) for part in inner)
         return {} if least else {key: item}
-    if config.is_record(kind):
+    if is_record(kind):
         return sample(kind, least=least)
     if issubclass(kind, Enum):
         return list(kind)[-1]
@@ -132,8 +132,8 @@ def everything() -> Iterator[tuple[str, str]]:
                 yield name, f"{data[:4].hex()} {data[4:].decode('ascii')}"
     for least in (False, True):
         facts = sample(Facts, least=least)
-        text = config.dumps(facts)
-        assert config.loads(text, Facts) == facts
+        text = dumps(facts)
+        assert loads(text, Facts) == facts
         yield f"json.Facts.{'least' if least else 'full'}", text
     leader = sample(Leader, least=False)
     assert leader_from_bytes(leader.to_bytes()) == leader

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from elasticrun import config as config_json
 from elasticrun.agent.processes import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire import run_folder
+from elasticrun.wire.records import dumps
 from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.types import Endpoint
@@ -186,7 +186,7 @@ class MasterProcess:
             for fd in (*passed, output_write):
                 os.close(fd)
         with contextlib.suppress(BrokenPipeError), open(config_write, "wb") as pipe:
-            pipe.write(config_json.dumps(master).encode())
+            pipe.write(dumps(master).encode())
 
     def watch(self, reaper: Reaper) -> None:
         """Remember how it ends; before anything is reaped, or its end is missed."""

@@ -32,7 +32,7 @@ from elasticrun.core.rounds.failures import Ending, code_for, code_of
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import ENDINGS, State
 from elasticrun.wire import messages as m
-from elasticrun.wire.signals import SAID_AGAIN
+from elasticrun.wire.types import SAID_AGAIN
 
 if TYPE_CHECKING:
     from elasticrun.core.worker.group import WorkerGroup
