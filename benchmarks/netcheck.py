@@ -33,7 +33,7 @@ from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
 from elasticrun.core.events import Heard
-from elasticrun.testing.steps import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Watch
 from elasticrun.trace.replay import Step, read
 from elasticrun.wire.messages import Probed
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from elasticrun.testing.plan import free_port as free_port
+from elasticrun.testing.node import free_port as free_port
 
 TORCHRUN, ELASTICRUN = "torchrun", "elasticrun"
 COMMANDS = {

@@ -26,8 +26,8 @@ import rows
 from stage import ELASTICRUN, TORCHRUN, Fact, Job, job
 
 from elasticrun.agent import warm
+from elasticrun.system.processes import start_time
 from elasticrun.wire.env import WARM_SERVER
-from elasticrun.wire.run_folder import start_time
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.testing.waits import World
+from elasticrun.testing.steps import World
 from tests.harness import SCRIPTS, shm_entries, shm_since
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import plan, plugin as warm, processes
+from elasticrun.testing import node, plugin as warm, processes
 
 LIMIT = 240.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -87,7 +87,7 @@ def clean_environment() -> dict[str, str]:
 def free_port() -> int:
     """A TCP port that is free on loopback, and that the kernel gives to nobody who asks for any:
     it is bound seconds later, while other tests run."""
-    return plan.free_port()
+    return node.free_port()
 
 
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from report import report
 from state import State
 
-from elasticrun.testing.steps import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Watch
 from elasticrun.training import Checkpointer, Keep
 
 PAUSE = 1.0

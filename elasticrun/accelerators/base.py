@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
+from elasticrun.system.processes import read_process
 from elasticrun.wire.types import Finding, State
 
 
@@ -167,11 +168,10 @@ def descends_from_us(pid: int) -> bool | None:
     for _ in range(MAX_GENERATIONS):
         if pid == os.getpid():
             return True
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
+        process = read_process(pid)
+        if process is None:
             return None
+        pid = process.parent
         if pid <= 0:  # its line of parents has ended
             return False
     return None

@@ -7,69 +7,19 @@ inherited over a fork. The same reaping makes the agent a fair process 1 of a co
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
+from elasticrun.system.processes import below, everybody
+
 if TYPE_CHECKING:
     import asyncio
 
-PR_SET_CHILD_SUBREAPER: Final = 36  # <linux/prctl.h>
-
 RESCAN: Final = 0.05
 """Seconds between looks at /proc while a sweep waits: a process may fork between look and kill."""
-
-
-def become_subreaper() -> bool:
-    """Adopt orphaned descendants from now on; false where the kernel does not offer it."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return int(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
-    except (OSError, AttributeError):
-        return False
-
-
-def state(pid: int) -> str:
-    """The letter of proc(5) for what a process does ("T": it is stopped); "" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0].decode()
-    except (OSError, IndexError):
-        return ""
-
-
-def parents() -> dict[int, int]:
-    """Every process of the machine with its parent, as /proc shows them at this moment."""
-    table: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdecimal():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as stat:
-                text = stat.read()
-        except OSError:  # ended since the listing
-            continue
-        # The command may contain blanks and brackets; the fields begin after its last bracket.
-        table[int(name)] = int(text[text.rindex(b")") + 2 :].split()[1])
-    return table
-
-
-def below(root: int, *, without: Collection[int] = ()) -> set[int]:
-    """All descendants of `root`; the processes of `without` and what is below them left out."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents().items():
-        children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    todo = [root]
-    while todo:
-        for pid in children.get(todo.pop(), ()):
-            if pid not in without and pid not in found:
-                found.add(pid)
-                todo.append(pid)
-    return found
 
 
 def _children_now() -> frozenset[int]:
@@ -78,7 +28,7 @@ def _children_now() -> frozenset[int]:
     except ChildProcessError:
         return frozenset()  # the common case, without a look at every process of the machine
     me = os.getpid()
-    return frozenset(pid for pid, parent in parents().items() if parent == me)
+    return frozenset(process.pid for process in everybody() if process.parent == me)
 
 
 class Reaper:
@@ -125,12 +75,12 @@ class Reaper:
         if info.si_pid not in self._foreign:
             return info.si_pid
         # A caller's own child lies in front and is the caller's to reap: look past it.
-        for pid, parent in parents().items():
-            if parent == os.getpid() and pid not in self._foreign:
+        for process in everybody():
+            if process.parent == os.getpid() and process.pid not in self._foreign:
                 try:
                     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                    if os.waitid(os.P_PID, pid, options) is not None:
-                        return pid
+                    if os.waitid(os.P_PID, process.pid, options) is not None:
+                        return process.pid
                 except ChildProcessError:
                     continue
         return None

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from elasticrun.agent import processes, warm
+from elasticrun.agent import warm
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.processes import Reaper
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
+from elasticrun.system.processes import state
 from elasticrun.wire import frames
 from elasticrun.wire.spawning import (
     CloseStore,
@@ -133,7 +134,7 @@ class Spawner:
         if self._loop.time() > self._due + STALLED:
             self._wait_for_answer()
             return
-        stopped = processes.state(self.process.pid or 0) in ("T", "t")
+        stopped = state(self.process.pid or 0) in ("T", "t")
         how = "it stands still (SIGSTOP, a debugger)" if stopped else "it hangs"
         self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 

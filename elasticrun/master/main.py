@@ -48,7 +48,7 @@ from elasticrun.master.page import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
-from elasticrun.system.processes import set_name
+from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, ended, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
@@ -320,7 +320,7 @@ class Listing:
             port=port,
             status_url=loop.status_url,
             pid=os.getpid(),
-            started=run_folder.start_time(os.getpid()) or 0,
+            started=start_time(os.getpid()) or 0,
             reader=reader_token(config.token),
             tls=config.tls is not None,
             began=time.time(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,39 +39,81 @@ def become_subreaper() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One living process (not a zombie) as /proc shows it."""
+    """One process as /proc/PID/stat shows it."""
 
     pid: int
     parent: int
     group: int
     session: int
     state: str
+    """The letter of proc(5): R, S, D, "T" where it is stopped, "Z" where it has ended..."""
+    started: int
+    """When the kernel started it, in clock ticks since boot."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in "ZX"
+
+
+def stat_fields(pid: int | str) -> list[bytes]:
+    """What /proc/PID/stat says from field 3 of proc(5) on. OSError where there is no such process.
+
+    The command before may contain blanks and brackets; the fields begin after its last bracket."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def read_process(pid: int) -> Process | None:
     """None if there is no such process (any more)."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+        words = stat_fields(pid)
+    except OSError:
         return None
-    words = text.rpartition(b")")[2].split()
-    return Process(pid, int(words[1]), int(words[2]), int(words[3]), words[0].decode())
+    parent, group, session, started = (int(words[n]) for n in (1, 2, 3, 19))
+    return Process(pid, parent, group, session, words[0].decode(), started)
+
+
+def start_time(pid: int) -> int | None:
+    """When the kernel started this process, in clock ticks since boot; None if there is none."""
+    process = read_process(pid)
+    return None if process is None or process.has_ended else process.started
+
+
+def state(pid: int) -> str:
+    """The letter of proc(5) for what a process does ("T": it is stopped); "" if there is none."""
+    process = read_process(pid)
+    return process.state if process is not None else ""
+
+
+def everybody() -> list[Process]:
+    """Every process of the machine, zombies among them, as /proc shows them at this moment."""
+    found = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
+    return [process for process in found if process is not None]
+
+
+def below(root: int, *, without: Collection[int] = ()) -> set[int]:
+    """All descendants of `root`, zombies among them; the processes of `without` and what is below
+    them left out."""
+    return set(_walk(root, _family(), without))
 
 
 def descendants(root: int) -> list[Process]:
     """All processes below `root`, parents before children; zombies are left out."""
-    found = [read_process(pid) for pid in _walk(root)]
-    return [process for process in found if process is not None and process.state not in "ZX"]
-
-
-def _walk(root: int) -> Iterator[int]:
     has_files = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-    children = _children if has_files else _Family().children
-    waiting = [root]
+    found = map(read_process, _walk(root, _children if has_files else _family()))
+    return [process for process in found if process is not None and not process.has_ended]
+
+
+def _walk(
+    root: int, children: Callable[[int], Iterable[int]], without: Collection[int] = ()
+) -> Iterator[int]:
+    waiting, seen = [root], set(without)
     while waiting:
         for pid in children(waiting.pop()):
-            yield pid
-            waiting.append(pid)
+            if pid not in seen:
+                seen.add(pid)
+                yield pid
+                waiting.append(pid)
 
 
 def _children(pid: int) -> list[int]:
@@ -85,18 +127,12 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-class _Family:
-    """Who is whose child, from one scan of /proc, for kernels without `children` files."""
-
-    def __init__(self) -> None:
-        self._below: dict[int, list[int]] = {}
-        for name in os.listdir("/proc"):
-            process = read_process(int(name)) if name.isdigit() else None
-            if process is not None:
-                self._below.setdefault(process.parent, []).append(process.pid)
-
-    def children(self, pid: int) -> list[int]:
-        return self._below.get(pid, [])
+def _family() -> Callable[[int], list[int]]:
+    """Who is whose child, from one scan of /proc, as for kernels without `children` files."""
+    below: dict[int, list[int]] = {}
+    for process in everybody():
+        below.setdefault(process.parent, []).append(process.pid)
+    return lambda pid: below.get(pid, [])
 
 
 def has_thread(thread: int) -> bool:

@@ -42,11 +42,10 @@ def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.getuid():
             return Tie.NONE
-        # The command may contain blanks and brackets; the fields begin after its last bracket.
-        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        if stat[0] in b"ZX":
+        process = linux.read_process(pid)
+        if process is None or process.has_ended:
             return Tie.NONE
-        if int(stat[2]) in ranks or int(stat[3]) in ranks:  # group, session
+        if process.group in ranks or process.session in ranks:
             return Tie.SESSION
         marked = mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return Tie.MARK if marked else Tie.NONE

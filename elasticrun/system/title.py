@@ -1,15 +1,13 @@
-"""What `ps -ef` and psutil show of a process: its command line, and its variables.
-
-Stands in `wire/` because the master and the fork server, which do not know each other, both set it.
-"""
+"""What `ps -ef` and psutil show of a process: its command line, and its variables."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
+
+from elasticrun.system.processes import stat_fields
 
 FORK_SERVER: Final = b"elasticrun: fork server"
 MASTER: Final = "elasticrun: master of {}"
@@ -129,5 +127,4 @@ def _overwrite(start: int, end: int, title: bytes) -> None:
 
 def _stat_fields() -> dict[int, int]:
     """Fields of /proc/self/stat by their numbers in proc(5)."""
-    words = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    return {number: int(word) for number, word in enumerate(words[1:], start=4)}
+    return {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}

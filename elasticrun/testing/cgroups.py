@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from elasticrun.system.processes import start_time
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Impossible, LabError
-from elasticrun.wire.run_folder import start_time
 
 ROOT: Final = Path("/sys/fs/cgroup")
 PERIOD_US: Final = 100_000

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from elasticrun.system.processes import start_time
 from elasticrun.testing import processes
-from elasticrun.wire.run_folder import start_time
 
 NETNS: Final = Path("/run/netns")
 NETWORK: Final = "192.0.2."

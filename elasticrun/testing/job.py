@@ -8,31 +8,79 @@ long it took.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, overload
 
 from elasticrun.testing import page, processes
 from elasticrun.testing.cgroups import Group
-from elasticrun.testing.fleet import (
-    LEFTOVER_LIMIT,
-    TIMEOUT,
-    JobError,
-    Where,
-    mistake,
-    variables,
+from elasticrun.testing.hosts import Lab
+from elasticrun.testing.node import ELASTICRUN, Node, Plan, environment
+from elasticrun.testing.processes import Deadline, Watch
+from elasticrun.testing.steps import (
+    STEP_LOG,
+    STEP_NODE,
+    Step,
+    StepLog,
+    World,
+    candidates,
+    earliest,
+    gap,
+    overlap,
+    story,
+    worlds,
 )
-from elasticrun.testing.plan import Plan
-from elasticrun.testing.waits import Result, Watched
 from elasticrun.wire.messages import JobStatus
-
-__all__ = ["ElasticJob", "JobError", "Result", "start"]
 
 KILL: Final = int(signal.SIGKILL)
 
-__tracebackhide__ = mistake  # of the test: its own line is what is shown
+TIMEOUT: Final = 60.0
+"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
+
+LEFTOVER_LIMIT: Final = 30.0
+"""Seconds after the end of an agent in which all that it started must be gone."""
+
+Where = int | Literal["master"]
+
+
+class JobError(AssertionError):
+    """The job did not do what a test waited for."""
+
+
+mistake = methodcaller("errisinstance", (JobError, ValueError))
+"""For pytest: whether an error is what a test has done or found, not a defect of these modules."""
+
+__tracebackhide__ = mistake  # pytest shows the line of the test
+
+
+def variables(env: Mapping[str, object] | None) -> dict[str, str]:
+    """Variables as a process wants them."""
+    return {name: str(value) for name, value in (env or {}).items()}
+
+
+ASK_AGAIN: Final = 1.0
+"""The status is asked for when an agent or a master has said something, and at the latest after so
+many seconds, since not every change has a line."""
+
+ASK_SPACING: Final = 0.05
+"""Seconds between two looks at what grows all the time, however much ranks print."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """How a job ended, by node."""
+
+    exit_codes: tuple[int | None, ...]
+    """Of the agents, as subprocess has them."""
+    outcomes: tuple[str, ...]
+    """The same in words; a node that the test had killed is told from one that failed."""
+    ok: bool
+    """Every node that the test had not killed ended with 0."""
 
 
 def start(
@@ -88,8 +136,345 @@ def start(
     return job
 
 
-class ElasticJob(Watched):
-    """See the module's head."""
+class ElasticJob:
+    """See the module's head. `nodes`: those that were started so far, by their number. `timeout`,
+    where a method has it: the job's own where none is given; JobError when what is waited for has
+    not come by then, or when every agent has ended. `since`: see the module's head."""
+
+    def __init__(self, plan: Plan, scratch: Path, *, hosts: bool, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        """Seconds that anything awaited may take where no other limit is given."""
+        self.nodes: list[Node] = []
+        self.master_node: Node | None = None
+        """The master that was started by hand."""
+        self._plan = plan
+        self._scratch = scratch
+        self._consoles = scratch / "consoles"
+        self._log_folder = scratch / "steps"
+        for folder in (self._consoles, self._log_folder):
+            folder.mkdir()
+        self._log = StepLog(str(self._log_folder / "steps.jsonl"))
+        self._said = Watch()  # what agents, ranks and masters say
+        self._said.folder(str(self._consoles))
+        self._stepped = Watch()
+        self._stepped.folder(str(self._log_folder))
+        self._runs: dict[Path, None] = {}
+        self._closed = False
+        self.lab: Lab | None = Lab(scratch) if hosts else None
+        """The hosts and their switch, where there are some."""
+
+    # ------------------------------------------------------------ nodes come
+
+    def begin(
+        self,
+        count: int,
+        *,
+        master: bool,
+        master_options: Sequence[str],
+        together: bool,
+    ) -> None:
+        """Start the master, then `count` nodes; called once by `start`."""
+        if master:
+            self.master_node = self._made("master")
+            self._plan.place(self.master_node.host)
+            command = self._plan.master_command(master_options)
+            self._start(self.master_node, command, {})
+            self._await_master(self.master_node)
+        for number in range(count):
+            node = self.add_node()
+            if not master and number == (count - 1 if together else 0):
+                self._await_master(node)
+
+    def add_node(
+        self,
+        *,
+        options: Sequence[str] = (),
+        env: Mapping[str, object] | None = None,
+        nproc_per_node: str | int | None = None,
+    ) -> Node:
+        """Start one more agent, on a host of its own where nodes have hosts; the new node."""
+        node = self._made(f"node{len(self.nodes)}")
+        if not self.nodes and self.master_node is None:
+            self._plan.place(node.host)
+        self.nodes.append(node)
+        command = self._plan.agent_command(
+            node.name, options, None if nproc_per_node is None else str(nproc_per_node)
+        )
+        node.command = command
+        node.env = variables(env)
+        if self._plan.cpus is not None or self._plan.memory is not None:
+            node.group = Group(node.name)
+            node.group.cpus(self._plan.cpus)
+            node.group.memory(self._plan.memory)
+        self._start(node, command, node.env)
+        return node
+
+    def restart_node(self, number: int) -> Node:
+        """Start the agent of a node that has ended again: the same node, a new life."""
+        node = self._node(number)
+        if node.exit_code is None:
+            raise ValueError(f"node {number} still runs: kill it before it is started again")
+        if node.off and self.lab is not None:
+            self.lab.plug(node.name)
+            node.off = False
+        self._start(node, node.command, node.env)
+        return node
+
+    def _made(self, name: str) -> Node:
+        console = self._consoles / f"{name}.txt"
+        console.touch()
+        host = self.lab.add(name) if self.lab else None
+        return Node(name, f"{self._plan.job_id}.{name}", console, host)
+
+    def _start(self, node: Node, command: Sequence[str], env: Mapping[str, str]) -> None:
+        own = self._scratch / (node.name if self.lab else "host")
+        told = {**self._plan.env, **env, STEP_LOG: self._log.path}
+        if node in self.nodes:
+            told[STEP_NODE] = str(self.nodes.index(node))
+        environ = environment(own, node.mark, told)
+        folder = page.run_folder(own / "run")
+        if folder not in self._runs:
+            self._runs[folder] = None
+            self._said.folder(str(folder))
+        prefix = self.lab.prefix(node.name) if self.lab else []
+        node.start([*ELASTICRUN, *command], environ, prefix)
+        self._said.process(node.pid)
+        self._stepped.process(node.pid)
+
+    def _await_master(self, node: Node) -> None:
+        deadline = Deadline(self.timeout)
+        while True:
+            ended = node.exit_code
+            if page.masters(self._runs):
+                return
+            if ended is not None or deadline.over():
+                how = "no master serves" if ended is None else f"{node.name} {node.outcome()}"
+                raise JobError(f"the job did not start: {how}; it said:\n{node.tail()}")
+            self._said.wait(deadline.left())
+
+    # ------------------------------------------------------------ what is seen
+
+    def status(self) -> JobStatus:
+        """The job as its master sees it. JobError where no master answers."""
+        try:
+            return page.status(self._runs)
+        except page.NoAnswer as error:
+            raise JobError(str(error)) from None
+
+    def steps(self) -> list[Step]:
+        """What the ranks have written with `elasticrun.testing.step` so far."""
+        self._log.read()
+        return list(self._log.steps)
+
+    def output(self, number: Where) -> str:
+        """What a node's agent and ranks have written to their standard streams so far."""
+        return self._named(number).output()
+
+    # ------------------------------------------------------------ for those who do things to it
+
+    def _everybody(self) -> list[Node]:
+        return [*self.nodes, *([self.master_node] if self.master_node else [])]
+
+    def _over(self) -> bool:
+        return bool(self.nodes) and all(node.exit_code is not None for node in self.nodes)
+
+    def _node(self, number: int) -> Node:
+        if not 0 <= number < len(self.nodes):
+            raise ValueError(f"there is no node {number}: {len(self.nodes)} were started, from 0")
+        return self.nodes[number]
+
+    def _named(self, where: Where) -> Node:
+        if where != "master":
+            return self._node(where)
+        if self.master_node is None:
+            raise ValueError("no master was started by hand: start the job with master=True")
+        return self.master_node
+
+    def _cable(self, where: Where) -> tuple[Lab, str]:
+        if self.lab is None:
+            raise ValueError("nodes on one host have no cables: start the job with hosts=True")
+        return self.lab, self._named(where).name
+
+    # ------------------------------------------------------------ worlds
+
+    def one_world(self) -> None:
+        """Assert that no two worlds of this job have completed steps at a time."""
+        if wrong := overlap(self.steps()):
+            raise JobError(f"two worlds at a time: {wrong}")
+
+    def no_gap(self) -> None:
+        """Assert that every step, from the first to the one before the last, was completed by all
+        ranks of one world: the script took up its work where it had been saved."""
+        if wrong := gap(self.worlds()):
+            raise JobError(f"steps are missing: {wrong}")
+
+    def worlds(self) -> list[World]:
+        """The worlds that have completed a step so far, in the order of their first."""
+        return worlds(self.steps())
+
+    def wait_for_world(
+        self,
+        world_size: int | None = None,
+        *,
+        step: int | None = None,
+        round: int | None = None,
+        since: float | None = None,
+        timeout: float | None = None,
+    ) -> World:
+        """Wait for a world, every rank of which has completed a step (`step`: that or a later one).
+        JobError when there is none within `timeout` seconds, or when every agent has ended.
+
+        `world_size`: its ranks. `round`: that world (`World.round`) and no other. `since`: the
+        first such world of those that began after this moment. Without both: the newest world.
+        """
+        deadline = self._deadline(timeout)
+        while True:
+            over = self._over()
+            found = self.worlds()
+            for world in candidates(found, round, since):
+                if world_size in (None, world.world_size) and world.has_done(step):
+                    return world
+            if over or deadline.over():
+                size = "" if world_size is None else f" of {world_size} ranks"
+                what = "a step" if step is None else f"step {step}"
+                raise self._failed(
+                    f"a world{size} all of which completed {what}", over, deadline, story(found)
+                )
+            self._stepped.wait(deadline.left())
+            time.sleep(min(ASK_SPACING, deadline.left()))
+
+    # ------------------------------------------------------------ words, steps, status
+
+    def wait_for_output(
+        self, number: Where, text: str | re.Pattern[str], *, timeout: float | None = None
+    ) -> str:
+        """Wait until a node's agent or ranks have printed `text` (a pattern is searched for); all
+        that they have printed then. JobError when they have not within `timeout` seconds, or when
+        the agent has ended."""
+        node = self._named(number)
+        deadline = self._deadline(timeout)
+        while True:
+            over = node.exit_code is not None
+            said = node.output()
+            if text in said if isinstance(text, str) else text.search(said):
+                return said
+            if over or deadline.over():
+                words = text if isinstance(text, str) else text.pattern
+                tail = f"its last words:\n{node.tail()}"
+                raise self._failed(f"{node.name} to print {words!r}", over, deadline, tail)
+            self._said.wait(deadline.left())
+
+    @overload
+    def wait_for(
+        self, *, step: int, world_size: int | None = ..., since: float | None = ...,
+        timeout: float | None = ...,
+    ) -> Step: ...  # fmt: skip
+
+    @overload
+    def wait_for(
+        self, condition: Callable[[JobStatus], object] | None = ..., *,
+        world_size: int | None = ..., round: int | None = ..., phase: str | None = ...,
+        reason: str | None = ..., timeout: float | None = ...,
+    ) -> JobStatus: ...  # fmt: skip
+
+    def wait_for(
+        self,
+        condition: Callable[[JobStatus], object] | None = None,
+        *,
+        step: int | None = None,
+        world_size: int | None = None,
+        round: int | None = None,
+        phase: str | None = None,
+        reason: str | None = None,
+        since: float | None = None,
+        timeout: float | None = None,
+    ) -> Step | JobStatus:
+        """Wait until the job is as described; JobError when it is not within `timeout` seconds, or
+        when every agent has ended.
+
+        With `step`: until a rank of the newest world has completed that step or a later one, in a
+        world of `world_size` ranks where that is given, in a world that began `since` some moment
+        where that is given; returns the first such step. Else: until the master's status shows
+        this world size (running), this round or a later one, this phase, this text in the reason of
+        the job or of a node, and satisfies `condition`; returns that status.
+        """
+        if step is not None:
+            if condition or round or phase or reason:
+                raise ValueError("wait for a step or for a state of the job: not for both at once")
+            return self._wait_step(step, world_size, since, timeout)
+        if since is not None:
+            raise ValueError("since= needs step=: a status has no time")
+
+        def fits(status: JobStatus) -> bool:
+            return (
+                (world_size is None or (status.world_size, status.phase) == (world_size, "running"))
+                and (round is None or (status.round is not None and status.round.number >= round))
+                and (phase is None or status.phase == phase)
+                and (reason is None or any(reason in text for text in _reasons(status)))
+                and (condition is None or bool(condition(status)))
+            )
+
+        wanted = {"world_size": world_size, "round": round, "phase": phase, "reason": reason}
+        words = [f"{name}={value!r}" for name, value in wanted.items() if value is not None]
+        return self._wait_status(fits, ", ".join(words) or "the condition", timeout)
+
+    def _wait_step(
+        self, step: int, world_size: int | None, since: float | None, timeout: float | None
+    ) -> Step:
+        deadline = self._deadline(timeout)
+        while True:
+            over = self._over()
+            if found := earliest(self.steps(), step, world_size, since):
+                return found
+            if over or deadline.over():
+                size = "" if world_size is None else f" of a world of {world_size}"
+                last = self._log.steps[-1] if self._log.steps else "none"
+                raise self._failed(f"step {step}{size}", over, deadline, f"the last step: {last}")
+            self._stepped.wait(deadline.left())
+
+    def _wait_status(
+        self, fits: Callable[[JobStatus], bool], what: str, timeout: float | None
+    ) -> JobStatus:
+        deadline = self._deadline(timeout)
+        last: JobStatus | str = "never asked"
+        while True:
+            over = self._over()
+            try:
+                last = self.status()
+                if fits(last):
+                    return last
+            except JobError as error:
+                last = str(error)
+            if over or deadline.over():
+                raise self._failed(what, over, deadline, f"the last status: {last}")
+            self._said.wait(min(ASK_AGAIN, deadline.left()))
+            time.sleep(ASK_SPACING)
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait until every agent has ended. JobError when one has not within `timeout` seconds."""
+        deadline = self._deadline(timeout)
+        while not self._over():
+            if deadline.over():
+                running = [n.name for n in self.nodes if n.exit_code is None]
+                raise self._failed(f"the end of {', '.join(running)}", False, deadline, "")
+            self._stepped.wait(deadline.left())
+        if self.master_node is not None and not self.master_node.killed:
+            processes.await_end([self.master_node.pid], deadline.left())
+        return Result(
+            exit_codes=tuple(node.exit_code for node in self.nodes),
+            outcomes=tuple(node.outcome() for node in self.nodes),
+            ok=all(node.killed or node.exit_code == 0 for node in self.nodes),
+        )
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self.timeout if timeout is None else timeout)
+
+    def _failed(self, what: str, over: bool, deadline: Deadline, seen: str) -> JobError:
+        ends = ", ".join(f"{node.name} {node.outcome()}" for node in self.nodes)
+        when = f"it did not come within {deadline.seconds:g} s"
+        if over:
+            when = "every agent ended" if self._over() else "it ended"
+        return JobError(f"waited for {what}, but {when} ({ends}); {seen}")
 
     # ------------------------------------------------------------ what befalls nodes
 
@@ -199,47 +584,100 @@ class ElasticJob(Watched):
 
     def cut(self, one: Where, other: Where | None = None) -> float:
         """Pull the cable of a host, or let two hosts not reach each other."""
-        lab, name = self._cable(one)
         if other is None:
-            lab.cut(name)
-        else:
-            lab.part(name, self._cable(other)[1])
-        return _now()
+            return self._on_cable(one, Lab.cut)
+        return self._on_cable(one, Lab.part, self._cable(other)[1])
 
     def one_way(self, sender: Where, receiver: Where) -> float:
         """What `sender` sends does not reach `receiver`; the other way is open."""
-        lab, name = self._cable(sender)
-        lab.one_way(name, self._cable(receiver)[1])
-        return _now()
+        return self._on_cable(sender, Lab.one_way, self._cable(receiver)[1])
 
     def loss(self, where: Where, percent: float) -> float:
         """So much of what a host receives is lost."""
-        lab, name = self._cable(where)
-        lab.loss(name, percent / 100)
-        return _now()
+        return self._on_cable(where, Lab.loss, percent / 100)
 
     def delay(self, where: Where, milliseconds: float) -> float:
         """Every packet to or from a host arrives so much later."""
-        lab, name = self._cable(where)
-        lab.delay(name, milliseconds / 1000)
-        return _now()
+        return self._on_cable(where, Lab.delay, milliseconds / 1000)
 
     def slow(self, where: Where, megabits: float) -> float:
         """So many Mbit per second pass the cable of a host, each way."""
-        lab, name = self._cable(where)
-        lab.slow(name, megabits * 1e6 / 8)
-        return _now()
+        return self._on_cable(where, Lab.slow, megabits * 1e6 / 8)
 
     def flap(self, where: Where, *, down: float, up: float) -> float:
         """The link of a host is down for `down` seconds, up for `up` seconds, and so on."""
+        return self._on_cable(where, Lab.flap, down, up)
+
+    def _on_cable(self, where: Where, befall: Callable[..., None], *how: object) -> float:
         lab, name = self._cable(where)
-        lab.flap(name, down, up)
+        befall(lab, name, *how)
         return _now()
 
     def mend(self) -> float:
         """End all of these."""
         self._cable(0 if self.nodes else "master")[0].mend()
         return _now()
+
+    # ------------------------------------------------------------ the end
+
+    def sections(self, title: str) -> list[tuple[str, str]]:
+        """What a failing test shows: how each node stands, and what it said last."""
+        shown = [
+            (f"{title}: {n.name}, which {n.outcome()}", n.tail() or "(nothing yet)")
+            for n in self._everybody()
+        ]
+        steps = "\n".join(map(str, self.steps()[-10:]))
+        return [*shown, (f"{title}: the last steps", steps)] if steps else shown
+
+    def close(self) -> str:
+        """End everything and remove it; what should have ended by itself before, in a sentence."""
+        if self._closed:
+            return ""
+        self._closed = True
+        try:
+            complaints = [*self._leftovers(), overlap(self.steps())]
+        finally:
+            self._remove()
+        return "; ".join(filter(None, complaints))
+
+    def _leftovers(self) -> list[str]:
+        """What has outlived agents that ended, by themselves or by `kill_agent`."""
+        told = []
+        masters = self._told_outcome()
+        for node in self.nodes:
+            if node.exit_code is None or node.frozen:
+                continue
+            left = node.pids(masters=masters)
+            if left := sorted(processes.await_end(left, LEFTOVER_LIMIT)):
+                words = ", ".join(f"{pid} ({processes.command(pid)[:120]})" for pid in left)
+                told.append(f"{node.name} has ended, but left processes: {words}")
+        return told
+
+    def _told_outcome(self) -> bool:
+        """Whether the job's master has no reason to live: it outlives its agent while it serves
+        others, but here all agents ended by themselves, or those that the test had not killed with
+        success, of which they tell the master."""
+        own_ends = [node.exit_code for node in self.nodes if not node.killed]
+        if not self._over() or not own_ends or any(node.frozen for node in self.nodes):
+            return False
+        return len(own_ends) == len(self.nodes) or set(own_ends) == {0}
+
+    def _remove(self) -> None:
+        try:
+            for node in self._everybody():
+                node.kill(masters=True)
+                if node.group is not None:
+                    node.group.close()
+        finally:
+            if self.lab is not None:
+                self.lab.close()
+            self._log.close()
+            self._said.close()
+            self._stepped.close()
+
+
+def _reasons(status: JobStatus) -> list[str]:
+    return [status.reason, status.outcome, *(node.reason for node in status.nodes)]
 
 
 def _pid(status: JobStatus, rank: int) -> int:

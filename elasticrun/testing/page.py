@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from elasticrun.testing import processes
+from elasticrun.system.processes import state
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.run_folder import Published, published
 
@@ -46,7 +46,7 @@ def ask(master: Published) -> JobStatus:
     """The job as this master sees it. NoAnswer."""
     if not master.status_url:
         raise NoAnswer(f"the master of process {master.pid} has no status page")
-    if processes.state(master.pid) == "T":
+    if state(master.pid) == "T":
         raise NoAnswer(f"the master of process {master.pid} is stopped")
     where = urlsplit(master.status_url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_LIMIT)

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from elasticrun.wire import env
-
 if TYPE_CHECKING:
     from elasticrun.testing.job import ElasticJob
 
@@ -145,6 +143,8 @@ def end(folder: str) -> None:
 def named(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable by which a launcher with these variables finds the run's warm process, which is
     started with them if there is none yet; nothing where the run has none."""
+    from elasticrun.wire import env
+
     folder = os.environ.get(WARM_FOLDER, "")
     if folder in ("", "off") or env.WARM_SERVER in environ:
         return {}

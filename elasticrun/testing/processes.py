@@ -1,5 +1,5 @@
 """Processes of a job under test: found by a mark in their environment or by their network, whoever
-their parent has become; signalled together; waited for by the kernel's word.
+their parent has become; signalled together; waited for by the kernel's word, like files.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+from elasticrun.agent.logs.tail import IN_MODIFY, Inotify
+from elasticrun.system.processes import Process, everybody
 from elasticrun.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
@@ -22,28 +24,16 @@ ROUNDS: Final = 100
 """How often processes are looked for again while new ones appear; a fork bomb ends somewhere."""
 
 
-def living() -> Iterator[int]:
+def living() -> list[Process]:
     """Every process of this machine that runs, zombies aside; never ourselves."""
-    mine = os.getpid()
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and int(name) != mine and state(int(name)) not in ("", "Z", "X"):
-            yield int(name)
-
-
-def state(pid: int) -> str:
-    """The kernel's letter for what a process does (R, S, D, T, Z ...); "" where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]  # the name before may hold anything
+    return [p for p in everybody() if not p.has_ended and p.pid != os.getpid()]
 
 
 def marked(mark: str) -> list[int]:
     """The processes that were started with $ELASTICRUN_TEST_NODE=`mark`, and what they forked."""
     wanted = f"{MARK}={mark}".encode()
     found = []
-    for pid in living():
+    for pid in (process.pid for process in living()):
         with contextlib.suppress(OSError):  # it has gone, or it is another user's
             if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
@@ -54,7 +44,7 @@ def in_network(namespace: str) -> list[int]:
     """The processes whose network is the one that `namespace` (a file) stands for."""
     there = os.stat(namespace)
     found = []
-    for pid in living():
+    for pid in (process.pid for process in living()):
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there):
                 found.append(pid)
@@ -80,7 +70,7 @@ def is_fork_server(pid: int) -> bool:
 def children(pid: int) -> list[int]:
     """The children of a process; of an agent also fork servers that a warm process forked for it,
     which are their guard's children."""
-    parents = {each: _parent(each) for each in living()}
+    parents = {process.pid: process.parent for process in living()}
     guard = f"elasticrun: guard of agent {pid}"
     guards = {each for each, parent in parents.items() if parent != pid and command(each) == guard}
     return [each for each, parent in parents.items() if parent == pid or parent in guards]
@@ -94,13 +84,6 @@ def below(pid: int) -> list[int]:
         found += below_it
         waiting += below_it
     return found
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def command(pid: int) -> str:
@@ -158,3 +141,64 @@ def await_end(pids: Iterable[int], limit: float) -> set[int]:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+IN_MOVED: Final = 0x0000_00C0  # from and to
+IN_CREATE_DELETE: Final = 0x0000_0300
+
+
+class Watch:
+    """Wakes when something in the watched folders is written, made or removed, or a watched
+    process ends. OSError where the kernel has no inotify (instance) to give."""
+
+    def __init__(self) -> None:
+        self._inotify = Inotify()
+        self._poller = select.poll()
+        self._poller.register(self._inotify.fileno(), select.POLLIN)
+        self._ends: dict[int, int] = {}
+
+    def folder(self, path: str) -> None:
+        """Watch the files in this folder."""
+        self._inotify.watch(path, IN_MODIFY | IN_MOVED | IN_CREATE_DELETE)
+
+    def process(self, pid: int) -> None:
+        """Watch for the end of a child of ours that has not been waited for."""
+        fd = os.pidfd_open(pid)
+        self._ends[fd] = pid
+        self._poller.register(fd, select.POLLIN)
+
+    def wait(self, limit: float) -> bool:
+        """Until something happens, `limit` seconds at most; whether it did. What has happened
+        since the last call counts, so nothing is missed between looking and waiting."""
+        happened = self._poller.poll(max(0.0, limit) * 1000)
+        for fd, _ in happened:
+            if fd in self._ends:
+                self._poller.unregister(fd)
+                del self._ends[fd]
+                os.close(fd)
+            else:
+                self._inotify.read()
+        return bool(happened)
+
+    def close(self) -> None:
+        """Give everything back to the kernel."""
+        for fd in self._ends:
+            os.close(fd)
+        self._ends.clear()
+        self._inotify.close()
+
+
+class Deadline:
+    """The time by which something has to have happened."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds that are left, never less than 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return self.left() <= 0

@@ -12,7 +12,8 @@ variable it does nothing, so the call may stay in the script. `time` is CLOCK_MO
 which is one clock for all processes of a machine; `world` tells the worlds of a job apart: where
 their store is, and how often ranks had been restarted. `node` is $ELASTICRUN_STEP_NODE.
 
-Waiting for what happens to a job: files that grow, files that appear, processes that end.
+A world is the ranks that trained together, from when to when, and on which nodes: what ranks did,
+not what the launcher believes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-
-from elasticrun.agent.logs.tail import IN_MODIFY, Inotify
 
 STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
 """Variable with the path of the step log; unset outside a test."""
@@ -202,62 +200,114 @@ def _steps_world(record: Step) -> tuple[str, int]:
     return record.world, record.round
 
 
-IN_MOVED: Final = 0x0000_00C0  # from and to
-IN_CREATE_DELETE: Final = 0x0000_0300
+MOST_SHOWN: Final = 10
+"""Numbers of steps that a sentence names."""
 
 
-class Watch:
-    """Wakes when something in the watched folders is written, made or removed, or a watched
-    process ends. OSError where the kernel has no inotify (instance) to give."""
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that trained together, as far as they have said so."""
 
-    def __init__(self) -> None:
-        self._inotify = Inotify()
-        self._poller = select.poll()
-        self._poller.register(self._inotify.fileno(), select.POLLIN)
-        self._ends: dict[int, int] = {}
+    round: int
+    """Its number, as in the steps of its ranks; see `elasticrun.testing.Step`."""
+    world_size: int
+    restarts: int
+    """Restarts that the job had been charged when it began; -1 where the script does not say."""
+    began: float
+    """When its first step was completed: CLOCK_MONOTONIC, seconds."""
+    ended: float
+    """When the last one was, so far."""
+    nodes: Mapping[int, int]
+    """Number of the node by group rank; empty where the script does not say."""
+    pids: Mapping[int, int]
+    """Process by rank."""
+    first: int
+    """The lowest step that a rank of it has completed: where it took up the work."""
+    last: int
+    """The highest."""
+    whole: frozenset[int]
+    """The steps that every one of its ranks has completed."""
 
-    def folder(self, path: str) -> None:
-        """Watch the files in this folder."""
-        self._inotify.watch(path, IN_MODIFY | IN_MOVED | IN_CREATE_DELETE)
-
-    def process(self, pid: int) -> None:
-        """Watch for the end of a child of ours that has not been waited for."""
-        fd = os.pidfd_open(pid)
-        self._ends[fd] = pid
-        self._poller.register(fd, select.POLLIN)
-
-    def wait(self, limit: float) -> bool:
-        """Until something happens, `limit` seconds at most; whether it did. What has happened
-        since the last call counts, so nothing is missed between looking and waiting."""
-        happened = self._poller.poll(max(0.0, limit) * 1000)
-        for fd, _ in happened:
-            if fd in self._ends:
-                self._poller.unregister(fd)
-                del self._ends[fd]
-                os.close(fd)
-            else:
-                self._inotify.read()
-        return bool(happened)
-
-    def close(self) -> None:
-        """Give everything back to the kernel."""
-        for fd in self._ends:
-            os.close(fd)
-        self._ends.clear()
-        self._inotify.close()
+    def has_done(self, step: int | None) -> bool:
+        """Whether all its ranks have completed a step (`step`: that or a later one)."""
+        return bool(self.whole) and (step is None or max(self.whole) >= step)
 
 
-class Deadline:
-    """The time by which something has to have happened."""
+def worlds(steps: Iterable[Step]) -> list[World]:
+    """Every world in which at least one rank has completed a step, in the order of their first."""
+    lives: dict[int, list[Step]] = {}
+    for record in steps:
+        lives.setdefault(record.round, []).append(record)
+    return sorted(map(_world, lives.values()), key=lambda world: world.began)
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
 
-    def left(self) -> float:
-        """Seconds that are left, never less than 0."""
-        return max(0.0, self._end - time.monotonic())
+def _world(steps: Sequence[Step]) -> World:
+    size = steps[0].world_size
+    who: dict[int, set[int]] = {}
+    for record in steps:
+        who.setdefault(record.step, set()).add(record.rank)
+    return World(
+        round=steps[0].round,
+        world_size=size,
+        restarts=steps[0].restarts,
+        began=min(record.time for record in steps),
+        ended=max(record.time for record in steps),
+        nodes={r.group_rank: r.node for r in steps if r.group_rank >= 0 and r.node >= 0},
+        pids={record.rank: record.pid for record in steps},
+        first=min(who),
+        last=max(who),
+        whole=frozenset(step for step, ranks in who.items() if len(ranks) == size),
+    )
 
-    def over(self) -> bool:
-        """Whether it has passed."""
-        return self.left() <= 0
+
+def gap(found: Sequence[World]) -> str:
+    """The steps that no whole world has completed though a later one was: a sentence, or "".
+
+    A script that goes on from its last checkpoint may do a step twice, but leaves none out; the
+    last step of all may have been interrupted."""
+    if not found:
+        return ""
+    done = frozenset().union(*(world.whole for world in found))
+    steps = range(min(world.first for world in found), max(world.last for world in found))
+    if missing := [step for step in steps if step not in done]:
+        more = " ..." if len(missing) > MOST_SHOWN else ""
+        named = ", ".join(map(str, missing[:MOST_SHOWN]))
+        return f"no whole world completed step {named}{more}; {story(found)}"
+    return ""
+
+
+def story(found: Sequence[World]) -> str:
+    """The worlds in a few words, for a test that fails."""
+    if not found:
+        return "no rank has completed a step"
+    start = found[0].began
+    return "; ".join(
+        f"a world of {world.world_size} from {world.began - start:.2f} s to "
+        f"{world.ended - start:.2f} s, steps {world.first} to {world.last}"
+        for world in found
+    )
+
+
+def earliest(
+    steps: Sequence[Step], step: int, world_size: int | None, since: float | None
+) -> Step | None:
+    """The earliest step that fits, of the newest world or of those that began `since`."""
+    began: dict[int, float] = {}
+    for record in steps:
+        began[record.round] = min(record.time, began.get(record.round, record.time))
+    newest = max(began, default=0)
+    fitting = [
+        record
+        for record in steps
+        if (record.round == newest if since is None else began[record.round] > since)
+        and record.step >= step
+        and world_size in (None, record.world_size)
+    ]
+    return min(fitting, key=lambda record: record.time, default=None)
+
+
+def candidates(found: Sequence[World], round: int | None, since: float | None) -> Sequence[World]:
+    """The world of this number, those that began `since`, or else the newest."""
+    if round is not None:
+        return [world for world in found if world.round == round]
+    return found[-1:] if since is None else [world for world in found if world.began > since]

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from elasticrun.system.processes import start_time
 from elasticrun.wire.types import Endpoint
 
 MAX_FILE_BYTES: Final = 16 * 1024
@@ -83,16 +84,6 @@ def run_folder(environ: Mapping[str, str]) -> Path:
         raise OSError(f"{folder} is not a folder of this user")
     folder.chmod(0o700)
     return folder
-
-
-def start_time(pid: int) -> int | None:
-    """When the kernel started this process, in clock ticks since boot; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def publish(folder: Path, master: Published) -> Path:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.boot import start_spawner
-from elasticrun.agent.processes import Reaper, below
+from elasticrun.agent.processes import Reaper
 from elasticrun.agent.spawner import Spawner, Spawners
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.config import EXIT_USAGE
 from elasticrun.core.events import AgentEvent, ProbeEnded, StoreReady
+from elasticrun.system.processes import below
 from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
 from elasticrun.wire.spawning import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening

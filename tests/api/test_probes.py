@@ -15,10 +15,10 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from elasticrun.agent.processes import below
 from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.function_spawner import FunctionSpawner
 from elasticrun.caller.probes import Probes
+from elasticrun.system.processes import below
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.spawning import (
     CloseStore,

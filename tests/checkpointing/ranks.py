@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.forkserver import _forkserver
 from typing import Any
 
-from elasticrun.testing.plan import free_port
+from elasticrun.testing.node import free_port
 
 LIMIT = 240.0
 

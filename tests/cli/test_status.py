@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.cli.verbs import status as jobs_table, status as verb
+from elasticrun.system.processes import start_time
 from elasticrun.wire import auth as tls, ended, run_folder as published
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
@@ -53,7 +54,7 @@ async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
 def _entry(served: Served, pid: int | None = None) -> published.Published:
     pid = pid or os.getpid()
     return published.Published(
-        "job", "127.0.0.1", served.endpoint.port, "", pid, published.start_time(pid) or 1
+        "job", "127.0.0.1", served.endpoint.port, "", pid, start_time(pid) or 1
     )
 
 
@@ -211,7 +212,7 @@ def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
             assert "round 1" in out
             assert not stale.exists()
             assert [path.name for path in folder.glob("master-*")] == [
-                f"master-{os.getpid()}-{published.start_time(os.getpid())}.json"
+                f"master-{os.getpid()}-{start_time(os.getpid())}.json"
             ]
 
     aio.run(run())

@@ -15,6 +15,7 @@ import pytest
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.shm.segment import SegmentError
+from elasticrun.system.processes import state
 from elasticrun.testing import processes
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.containers.conftest import Box
@@ -39,7 +40,7 @@ def test_it_reaps_orphans_and_forwards_signals(box: Box, world: World) -> None:
     peers = world.hub.ranks(2)
     assert allreduce(world, peers) == [2, 2]
     assert container.run("sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo left") == "left"
-    (orphan,) = (pid for pid in orphans(container.pid) if processes.state(pid) != "Z")
+    (orphan,) = (pid for pid in orphans(container.pid) if state(pid) != "Z")
     os.kill(orphan, signal.SIGKILL)
     for peer in peers:
         peer.order("trap", signums=[signal.SIGUSR1], how="note")
@@ -158,5 +159,5 @@ def test_sigterm_before_there_is_an_agent(box: Box) -> None:
 def orphans(parent: int) -> list[int]:
     """The children of process 1 that it has not started, those that were not reaped among them."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    named = {int(pid): (processes.state(int(pid)), processes.command(int(pid))) for pid in children}
+    named = {int(pid): (state(int(pid)), processes.command(int(pid))) for pid in children}
     return [pid for pid, (how, what) in named.items() if how == "Z" or what.startswith(SLEEPS)]

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 import pytest
 
-from elasticrun.testing.steps import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Watch
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, TORCHRUN, Launched, World
 

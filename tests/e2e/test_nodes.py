@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from elasticrun.system.processes import state
 from elasticrun.testing import processes
 from tests import needs
 from tests.compat.live import PUPPET, agents, allreduce, finish, job
@@ -29,7 +30,7 @@ def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
     at = counted.freeze_node(first.nodes[2])
     others = counted.wait_for_world(2, since=at)
     assert others.restarts == 0
-    assert processes.state(first.pids[2]) == "T", "its rank of the old round is still there"
+    assert state(first.pids[2]) == "T", "its rank of the old round is still there"
     at = counted.thaw_node(first.nodes[2])
     assert not processes.await_end([first.pids[2]], LIMIT)
     again = counted.wait_for_world(3, since=at)
@@ -117,7 +118,7 @@ def test_an_agent_that_is_pid_1(world: World) -> None:
     again = world.hub.ranks(2, restart=1)
     assert allreduce(world, again) == [2, 2]
     # a store of the old round is reaped in its turn
-    await_true(lambda: not any(processes.state(p.pid) == "Z" for p in launched.below()), "reaping")
+    await_true(lambda: not any(state(p.pid) == "Z" for p in launched.below()), "reaping")
     for peer in again:
         peer.order("trap", signums=[int(signal.SIGTERM)])
         world.hub.word(peer, "done", what="trap")

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from elasticrun.testing import processes
-from elasticrun.testing.waits import World
+from elasticrun.testing.steps import World
 from tests.counting import QUICK, Counting, keeps_ranks
 from tests.harness import LIMIT
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.testing import processes
+from elasticrun.system.processes import state
 from tests.counting import let_pass, times
 from tests.faults.relay import Relay, relay_to
 from tests.faults.team import Team, descriptors
@@ -212,7 +212,7 @@ def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: floa
             peer.order("chat")
             world.hub.word(peer, "done", what="chat")
             with frozen_volume(folder):
-                await_true(lambda: processes.state(peer.pid) == "D", "rank asleep in the kernel")
+                await_true(lambda: state(peer.pid) == "D", "rank asleep in the kernel")
                 held = last(rank)
                 let_pass(seconds)
                 assert last(rank) == held  # the disk holds the rank that prints

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.testing.waits import World
+from elasticrun.testing.steps import World
 from elasticrun.wire.messages import ExcludedNode
 from tests.counting import times
 from tests.harness import (

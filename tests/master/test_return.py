@@ -15,6 +15,7 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
+from elasticrun.system.processes import start_time
 from elasticrun.wire import run_folder as published
 from elasticrun.wire.run_folder import PREFIX
 from tests.compat.live import agents, allreduce, finish, job
@@ -78,7 +79,7 @@ def next_master(world: World, old: published.Published | None = None) -> publish
         while True:
             listed = [published._read(path) for path in folder.glob("master-*.json")]
             found = [m for m in listed if m is not None and (old is None or m.pid != old.pid)]
-            found = [m for m in found if published.start_time(m.pid) == m.started]
+            found = [m for m in found if start_time(m.pid) == m.started]
             if found:
                 return found[0]
             rest = end - time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.testing import processes
-from elasticrun.testing.waits import World
+from elasticrun.testing.steps import World
 from tests.further import further
 from tests.harness import processes_of
 from tests.snapshots.conftest import Training, asked, ends, told, watermark

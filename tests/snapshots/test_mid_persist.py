@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from elasticrun.testing import processes
-from elasticrun.testing.steps import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Watch
 from tests.further import further
 from tests.harness import LIMIT
 from tests.snapshots.conftest import Training, fork_server, saver

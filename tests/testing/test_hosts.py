@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.testing import hosts, processes
 from elasticrun.testing.hosts import NETNS, Lab
-from elasticrun.testing.steps import Deadline
+from elasticrun.testing.processes import Deadline
 from tests import needs
 from tests.harness import LIMIT
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elasticrun.system.processes import state
 from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob, JobError
 from tests.harness import SCRIPTS
@@ -81,7 +82,7 @@ def test_everything_that_can_befall_nodes_on_one_host(elastic_job: Factory) -> N
     at = job.freeze_node(1)
     job.wait_for(step=1, world_size=2, since=at)
     frozen = job.nodes[1].pids(masters=False)  # the next master may have been started there
-    assert {processes.state(pid) for pid in frozen} == {"T"}
+    assert {state(pid) for pid in frozen} == {"T"}
     at = job.thaw_node(1)
     job.wait_for(step=1, world_size=3, since=at)
 

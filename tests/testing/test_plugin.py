@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.system.processes import state
 from elasticrun.testing import processes
 from tests.further import further
 from tests.harness import SCRIPTS
@@ -117,13 +118,13 @@ def test_a_leftover_is_an_error_of_the_fixture_and_goes(inner: Inner) -> None:
     inner.write(
         "test_left.py",
         "import subprocess\n"
-        "from elasticrun.testing import fleet, processes\n"
+        "from elasticrun.testing import job, processes\n"
         "def test_left(elastic_job, monkeypatch):\n"
-        "    fleet.LEFTOVER_LIMIT = 0.5\n"
-        "    job = elastic_job('ends.py')\n"
-        "    left = subprocess.Popen(['sleep', '1000'], env={processes.MARK: job.nodes[0].mark})\n"
+        "    job.LEFTOVER_LIMIT = 0.5\n"
+        "    ours = elastic_job('ends.py')\n"
+        "    left = subprocess.Popen(['sleep', '1000'], env={processes.MARK: ours.nodes[0].mark})\n"
         "    open('pid', 'w').write(str(left.pid))\n"
-        "    assert job.result().ok\n",
+        "    assert ours.result().ok\n",
     )
     code, said = inner.run("-q")
     assert code == 1, said
@@ -131,7 +132,7 @@ def test_a_leftover_is_an_error_of_the_fixture_and_goes(inner: Inner) -> None:
     assert "node0 has ended, but left processes:" in said
     assert "sleep 1000" in said
     pid = int((inner.folder / "pid").read_text())
-    assert processes.state(pid) in ("", "Z")
+    assert state(pid) in ("", "Z")
 
 
 @pytest.mark.slow

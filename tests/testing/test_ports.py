@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.testing import plan
+from elasticrun.testing import node
 
 
 def residues(monkeypatch: pytest.MonkeyPatch, worker: str, count: str) -> set[int]:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", count)
-    ports = [plan.free_port() for _ in range(60)]
-    assert min(ports) >= plan.LOWEST_PORT
-    return {(port - plan.LOWEST_PORT) % 3 for port in ports}
+    ports = [node.free_port() for _ in range(60)]
+    assert min(ports) >= node.LOWEST_PORT
+    return {(port - node.LOWEST_PORT) % 3 for port in ports}
 
 
 def test_processes_of_xdist_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

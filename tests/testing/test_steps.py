@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, overlap
-from elasticrun.testing.waits import gap, worlds
+from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, gap, overlap, worlds
 
 RANK = {
     "RANK": "1",

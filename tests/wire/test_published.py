@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.system.processes import start_time
 from elasticrun.wire.run_folder import (
     DEAD_KEPT,
     Published,
     began_before,
     publish,
     published,
-    start_time,
     was_killed,
 )
 

@@ -38,7 +38,7 @@ from typing import Any, Final, TypeVar
 
 from elasticrun.agent.runtime import Tasks, in_thread, threadsafe
 from elasticrun.operator_log import logger
-from elasticrun.wire.run_folder import start_time
+from elasticrun.system.processes import start_time
 
 T = TypeVar("T")
 
