@@ -156,8 +156,8 @@ class Tasks:
         tell_failure(task, tell or self._fatal, what)
         return task
 
-    async def over(self, limit: float) -> None:
-        """Wait so many seconds for those that are under way."""
+    async def over(self, limit: float | None = None) -> None:
+        """Wait so many seconds (None: as long as it takes) for those that are under way."""
         if self._running:
             await asyncio.wait(self._running, timeout=limit)
 

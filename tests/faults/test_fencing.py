@@ -82,19 +82,6 @@ def test_an_agent_that_was_replaced_while_it_stood_still(world: World) -> None:
     assert len(team.finish(but=(old, twin))) == 2
 
 
-@further("test_an_agent_that_was_replaced_while_it_stood_still")
-def test_two_agents_of_one_node(world: World) -> None:
-    """The first one is alive: the second is told who holds the node, and the job goes on."""
-    team = Team(world, "1:2")
-    first = team.start(2)
-    twin = team.add(name="n1")
-    assert twin.agent.wait() == 1
-    assert "node n1 is held by another agent" in twin.agent.stderr
-    assert len(twin.agent.stderr.strip().splitlines()) < 10
-    team.log.goes_on(first)
-    assert len(team.finish(but=(twin,))) == 1
-
-
 @further("faults/test_master::test_while_ranks_are_restarted")
 def test_a_survivor_that_takes_its_time_to_stop(world: World) -> None:
     """Its rank needs longer than any last call to obey SIGTERM. It keeps its place: one round, not

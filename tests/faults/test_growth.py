@@ -76,8 +76,12 @@ def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
     assert len(counting.finish()) == 2
 
 
-def eight_agents(counting: Counting, request: pytest.FixtureRequest, spread: float) -> None:
-    """8 agents of 2:8, one after another: at most two worlds."""
+@further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
+@pytest.mark.parametrize("spread", [10.0, 40.0])
+def test_eight_agents_started_one_after_another(
+    counting: Counting, request: pytest.FixtureRequest, spread: float
+) -> None:
+    """8 agents of 2:8: at most two worlds."""
     began = time.monotonic()
     job = counting.start("2:8", nodes=1)
     for number in range(1, 8):
@@ -87,20 +91,6 @@ def eight_agents(counting: Counting, request: pytest.FixtureRequest, spread: flo
     tell(request, "first start to the first step of 8", whole.began - began)
     assert whole.restarts == 0
     assert len(counting.finish()) <= 2
-
-
-@further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
-def test_eight_agents_started_over_ten_seconds(
-    counting: Counting, request: pytest.FixtureRequest
-) -> None:
-    eight_agents(counting, request, 10.0)
-
-
-@further("sim/test_storms::test_eight_agents_started_unevenly_over_forty_seconds")
-def test_eight_agents_started_over_forty_seconds(
-    counting: Counting, request: pytest.FixtureRequest
-) -> None:
-    eight_agents(counting, request, 40.0)
 
 
 @further(

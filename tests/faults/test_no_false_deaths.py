@@ -85,22 +85,14 @@ def test_one_job_bears_one_stall_after_another(world: World) -> None:
 
 @further("test_one_job_bears_one_stall_after_another")
 @durations(SHORT, 30.0)
-def test_an_agents_loop_that_is_blocked(world: World, seconds: float) -> None:
-    """gRPC's own threads answer the master's pings; the loop's beats alone are missing."""
+@pytest.mark.parametrize("how", ["loop", "gil"])
+def test_an_agent_that_is_blocked(world: World, how: str, seconds: float) -> None:
+    """Its loop: gRPC's own threads answer the master's pings, and the beats alone are missing. Its
+    interpreter: no Python thread of it runs at all; the transport's threads are not Python's."""
     team = Team(world, "1:3", SILENCE)
     team.add().agent.until_text("the job's page")
     team.add(stalling=True)
-    unharmed(team, lambda: team.stall("n1", "loop", seconds))
-
-
-@further("test_one_job_bears_one_stall_after_another")
-@durations(SHORT, 30.0)
-def test_an_agents_interpreter_that_is_held(world: World, seconds: float) -> None:
-    """No Python thread of the agent runs at all; the transport's threads are not Python's."""
-    team = Team(world, "1:3", SILENCE)
-    team.add().agent.until_text("the job's page")
-    team.add(stalling=True)
-    unharmed(team, lambda: team.stall("n1", "gil", seconds))
+    unharmed(team, lambda: team.stall("n1", how, seconds))
 
 
 @further("test_one_job_bears_one_stall_after_another")

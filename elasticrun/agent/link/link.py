@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from elasticrun.agent.link.session import Session
 from elasticrun.agent.link.trust import NO_TRUST, Trust
@@ -42,6 +42,13 @@ TELL_AFTER: Final = 4
 STRANGER_AFTER: Final = 3
 """That many probes in a row of a port that was never a master's, WELCOME_LIMIT apart, must find
 somebody there who does not speak our protocol before we end with a sentence."""
+
+
+class Failed(NamedTuple):
+    """An attempt that came to nothing: why, and the exit code where no other can come to more."""
+
+    reason: str
+    code: int | None = None
 
 
 class Link:
@@ -214,34 +221,11 @@ class Link:
         """Dial once: a welcomed session, the end of all dialling, or None to dial again."""
         endpoint = self._dialled = self._endpoint()
         self._moved.clear()
-        session: Session | None = None
-        reason = "no answer"
-        final: Refused | None = None
-        kept = False
-        try:
-            session = Session(endpoint, self._trust, await self._pem())
-            answer = await self._answer(session)
-            if isinstance(answer, Welcome):
-                kept = True
-                return self._welcomed(session, answer)
-            if session.proved:
-                return answer
-            reason = answer.reason
-            final = Refused(f"{endpoint}: {reason}", answer.exit_code)
-        except Unproved as error:
-            reason = str(error)
-            final = Refused(f"{endpoint}: {reason}", code_of(Ending.REFUSED))
-        except LinkError as error:
-            reason = str(error)
-            if error.rejected:
-                final = Refused(f"{endpoint}: {reason}", EXIT_FAILED)
-        except tls.TlsError as error:
-            reason = str(error)
-        except TimeoutError:
-            pass
-        finally:
-            if session is not None and not kept:
-                await session.drop()
+        outcome = await self._dial(endpoint)
+        if not isinstance(outcome, Failed):
+            return outcome
+        reason, code = outcome
+        final = None if code is None else Refused(f"{endpoint}: {reason}", code)
         if self.connected.is_set():
             if final is not None:
                 self._warn(final.reason)
@@ -255,6 +239,30 @@ class Link:
         if final is None and self._tries == TELL_AFTER:
             self._waiting(reason)
         return final
+
+    async def _dial(self, endpoint: Endpoint) -> Session | Refused | Failed:
+        """A welcomed session, or what the job's own master says in its place."""
+        session: Session | None = None
+        kept = False
+        try:
+            session = Session(endpoint, self._trust, await self._pem())
+            answer = await self._answer(session)
+            if isinstance(answer, Welcome):
+                kept = True
+                self._welcomed(answer)
+                return session
+            return answer if session.proved else Failed(answer.reason, answer.exit_code)
+        except Unproved as error:
+            return Failed(str(error), code_of(Ending.REFUSED))
+        except LinkError as error:
+            return Failed(str(error), EXIT_FAILED if error.rejected else None)
+        except tls.TlsError as error:
+            return Failed(str(error))
+        except TimeoutError:
+            return Failed("no answer")
+        finally:
+            if session is not None and not kept:
+                await session.drop()
 
     async def _answer(self, session: Session) -> Welcome | Refused:
         """The answer to our hello. LinkError, also when the master is known to be elsewhere."""
@@ -281,13 +289,12 @@ class Link:
             return None
         return await in_thread(lambda: tls.read(files), limit=WELCOME_LIMIT, name="tls")
 
-    def _welcomed(self, session: Session, welcome: Welcome) -> Session:
+    def _welcomed(self, welcome: Welcome) -> None:
         self._strange = 0
         self._warned = ""
         if welcome.status_url not in ("", self._page):
             self._page = welcome.status_url
             logger.log(self._page_level, "the job's page: %s", self._page)
-        return session
 
     def _warn(self, reason: str) -> None:
         """A running job is not ended by whoever has taken its master's port meanwhile; told once

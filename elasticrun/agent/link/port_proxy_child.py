@@ -1,7 +1,7 @@
-"""The door: one port of the user's, behind which the master and the current store both live.
+"""The port proxy: one port of the user's, behind which the master and the current store both live.
 
 Where a user names a master port, ranks see exactly that MASTER_PORT, as under torchrun, and agents
-dial the same port for the job master (decision 008). The door holds it and reads the first bytes of
+dial the same port for the job master (decision 008). It holds it and reads the first bytes of
 each connection: what begins as HTTP/2 or TLS does goes to the master, all else to the store of the
 current round. When the agent names another store, connections to the older one are closed. While
 there is no store, or no master yet, connections wait.
@@ -14,8 +14,8 @@ one JSON object per line to the control descriptor (a pipe or socket):
     {"store": "10.0.0.7:51234"}       the store of the round that starts now
     {"store": null}                   that round is over; hold what comes
 
-The end of the control stream ends the door. Hosts are addresses; a name is looked up when it is
-told, which holds up the door for as long as that takes.
+The end of the control stream ends the proxy. Hosts are addresses; a name is looked up when it is
+told, which holds up the proxy for as long as that takes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Address = tuple[int, tuple[object, ...]]
 
 
 def command(listen_fd: int, control_fd: int, python: str = sys.executable) -> list[str]:
-    """The command line of a door that serves the listening socket `listen_fd`."""
+    """The command line of a proxy that serves the listening socket `listen_fd`."""
     return [python, "-I", "-S", os.path.abspath(__file__), str(listen_fd), str(control_fd)]
 
 
@@ -82,8 +82,8 @@ def parse_address(text: str) -> Address:
     return family, address
 
 
-class Link:
-    """One connection through the door: the visitor's socket and, once dialled, the one behind."""
+class Connection:
+    """One connection through the proxy: the visitor's socket and, once dialled, the one behind."""
 
     __slots__ = ("back", "dialling", "ended", "front", "held", "open", "target", "to_back")
 
@@ -107,7 +107,7 @@ class Link:
         return sides if self.back is None else [*sides, ("back", self.back)]
 
 
-class Door:
+class Proxy:
     """The event loop: one epoll, no thread, no timer but the nearest limit."""
 
     def __init__(self, listener: socket.socket, control_fd: int, most: int) -> None:
@@ -117,9 +117,9 @@ class Door:
         self._line = bytearray()
         self._told: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
-        self._links: dict[int, tuple[Link, str]] = {}  # fd -> link and side
+        self._links: dict[int, tuple[Connection, str]] = {}  # fd -> link and side
         self._masks: dict[int, int] = {}  # fd -> what epoll watches it for
-        self._limits: list[tuple[float, int, Link, Callable[[], bool]]] = []
+        self._limits: list[tuple[float, int, Connection, Callable[[], bool]]] = []
         self._limit_count = 0
         self._count = 0
         self._accepting = False
@@ -201,14 +201,14 @@ class Door:
                 self._accept_more()
             return
         _prepare(front)
-        link = Link(front)
+        link = Connection(front)
         self._count += 1
         self._links[front.fileno()] = (link, "front")
         self._limit(HEAD_LIMIT, link, lambda: not link.target)
         self._refresh(link)
         self._accept_more()
 
-    def _sort(self, link: Link) -> None:
+    def _sort(self, link: Connection) -> None:
         """Say where a connection belongs, as soon as its first bytes tell."""
         head = bytes(link.to_back[: len(PREFACE)])
         for start in (PREFACE, CLIENT_HELLO):
@@ -218,7 +218,7 @@ class Door:
         if self._where[link.target] is not None:
             self._dial(link)
 
-    def _dial(self, link: Link) -> None:
+    def _dial(self, link: Connection) -> None:
         where = self._where[link.target]
         assert where is not None
         family, address = where
@@ -242,7 +242,7 @@ class Door:
 
     # ------------------------------------------------------------ bytes
 
-    def _moved(self, link: Link, side: str, events: int) -> None:
+    def _moved(self, link: Connection, side: str, events: int) -> None:
         """Something happened to one socket of a link."""
         try:
             if link.back is None and events & (_HUNG | _HALF) and link.target:
@@ -265,7 +265,7 @@ class Door:
         if link.open:
             self._refresh(link)
 
-    def _take(self, link: Link, side: str) -> None:
+    def _take(self, link: Connection, side: str) -> None:
         source = link.front if side == "front" else link.back
         assert source is not None
         data = source.recv(CHUNK)
@@ -278,7 +278,7 @@ class Door:
         else:
             link.ended.setdefault(side, False)
 
-    def _give(self, link: Link) -> None:
+    def _give(self, link: Connection) -> None:
         """Pass on what lies here, and the end of a side once all of it has been passed on."""
         if link.back is None or link.dialling or not link.open:
             return
@@ -294,7 +294,7 @@ class Door:
         if all(link.ended.get(side) for side in ("front", "back")):
             self._close(link)
 
-    def _wants(self, link: Link, side: str) -> bool:
+    def _wants(self, link: Connection, side: str) -> bool:
         """Whether this side is to be read now."""
         if side in link.ended or (side == "back" and link.dialling):
             return False
@@ -302,7 +302,7 @@ class Door:
             return False  # the first bytes are enough until there is somebody to give them to
         return len(link.pending(side)) < BUFFER
 
-    def _refresh(self, link: Link) -> None:
+    def _refresh(self, link: Connection) -> None:
         """Watch each socket for what can be done with it now, and for nothing else."""
         for side, sock in link.sides():
             mask = _READ if self._wants(link, side) else 0
@@ -329,7 +329,7 @@ class Door:
             self._epoll.modify(fd, mask)
         self._masks[fd] = mask
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: Connection) -> None:
         if not link.open:
             return
         link.open = False
@@ -342,7 +342,7 @@ class Door:
         self._short_until = None
         self._accept_more()
 
-    def _limit(self, after: float, link: Link, still: Callable[[], bool]) -> None:
+    def _limit(self, after: float, link: Connection, still: Callable[[], bool]) -> None:
         """Close the link `after` seconds from now if `still` says yes then."""
         self._limit_count += 1
         heapq.heappush(self._limits, (time.monotonic() + after, self._limit_count, link, still))
@@ -374,7 +374,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def main(listen_fd: int, control_fd: int) -> int:
-    """The process: signals that go to every process of a job are not for the door."""
+    """The process: signals that go to every process of a job are not for the proxy."""
     for word in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, word), signal.SIG_IGN)
     with contextlib.suppress(OSError):  # the agent has given us a session already
@@ -382,7 +382,7 @@ def main(listen_fd: int, control_fd: int) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = MAX_CONNECTIONS if hard < 0 else min(MAX_CONNECTIONS, max(16, (hard - 16) // 2))
-    Door(socket.socket(fileno=listen_fd), control_fd, most).run()
+    Proxy(socket.socket(fileno=listen_fd), control_fd, most).run()
     return 0
 
 

@@ -5,9 +5,6 @@ so a folder whose lock is free has lost its agent: the next agent of the same no
 there. Agents of other jobs mark it when they find it so, and remove it some time later: at once if
 the machine was started anew since, for what is not on a tmpfs may be torn then. Nothing here is at
 a path that two jobs share.
-
-What killed agents of other jobs of this user have left in shared memory: looked at when this
-agent starts, and again when the time of the next one is over (`config.ORPHAN_GRACE`).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from elasticrun import config
-from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import round_key
 from elasticrun.wire.messages import Restore, Start
@@ -41,6 +38,9 @@ MAX_LIVES: Final = 256
 """Rounds of which snapshots may lie here; each local rank has a few slots."""
 
 MAX_LIVES_BYTES: Final = 4 * 1024 * 1024
+
+LOOK_LIMIT: Final = 60.0
+"""Seconds for one look at what others have left; the kernel takes a while to free gigabytes."""
 
 MAX_FILES: Final = 65536
 """Entries that are looked at in one folder."""
@@ -360,19 +360,16 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-LIMIT = 60.0
-"""Seconds for one look; the kernel takes a while to free gigabytes."""
-
-
 class Orphans:
-    """Of the folder `base`, apart from those of this job. Belongs to the loop's thread, but for
-    `look`."""
+    """What killed agents of other jobs of this user have left in the folder `base`: looked at when
+    this agent starts, and again when the time of the next one is over (`config.ORPHAN_GRACE`).
+    Belongs to the loop's thread, but for `look`."""
 
     def __init__(self, base: str, job_id: str) -> None:
         self._base = base
         self._job_id = job_id
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks(logger.error)
 
     def look(self, grace: float | None = None) -> Cleaned:
         """Remove those whose time is over; blocks."""
@@ -390,7 +387,7 @@ class Orphans:
     async def make_room(self) -> bool:
         """There is no room without what they have left: whether there was any of it."""
         try:
-            found = await in_thread(lambda: self.look(0.0), limit=LIMIT, name="orphans")
+            found = await in_thread(lambda: self.look(0.0), limit=LOOK_LIMIT, name="orphans")
         except (OSError, TimeoutError):
             return False
         if found.removed:
@@ -403,16 +400,14 @@ class Orphans:
     def close(self) -> None:
         """This agent ends; the next one looks."""
         self.again(None)
-        if self._task is not None:
-            self._task.cancel()
+        self._tasks.close()
 
     def _due(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._look_again())
-        tell_failure(self._task, logger.error, "looking for killed agents' snapshots")
+        self._tasks.start(self._look_again(), "looking for killed agents' snapshots")
 
     async def _look_again(self) -> None:
         try:
-            found = await in_thread(self.look, limit=LIMIT, name="orphans")
+            found = await in_thread(self.look, limit=LOOK_LIMIT, name="orphans")
         except (OSError, TimeoutError):
             return  # a folder that does not answer is the next agent's
         self.again(found.due)

@@ -1,6 +1,4 @@
-"""One segment in the agent's hands: what it was made for, what is in it, why it is needed.
-
-The segments of this node's local ranks: made, lent, taken over from a killed agent, removed.
+"""The segments of this node's local ranks: made, lent, taken over from a killed agent, removed.
 
 They outlive the ranks, and their pages stay warm: a rank that comes back with the same layout is
 given the same segment. A named file outlives this agent too; where its folder has no room, memory
@@ -16,13 +14,13 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-from elasticrun.agent.runtime import NoThread, in_thread, tell_failure
+from elasticrun.agent.runtime import NoThread, Tasks, in_thread
 from elasticrun.agent.snapshots.folder import (
     DEFAULT_BASE,
     Found,
@@ -45,6 +43,12 @@ from elasticrun.shm.segment import (
     segment_bytes,
 )
 from elasticrun.wire import env
+
+OPEN_LIMIT: Final = 5.0
+"""Seconds for finding the folder; a file system that hangs leaves us without one."""
+
+REMOVE_LIMIT: Final = 10.0
+"""Seconds for giving all of it back at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Sizes:
 
 @dataclass(eq=False)
 class Held:
-    """One segment in our hands."""
+    """One segment in our hands: what it was made for, what is in it, why it is needed."""
 
     key: int  # what a saver knows it by; never used twice
     local_rank: int  # -1: what another node's rank has, copied from there
@@ -133,11 +137,12 @@ def let_go(held: Held) -> None:
         held.map.close()
 
 
-OPEN_LIMIT: Final = 5.0
-"""Seconds for finding the folder; a file system that hangs leaves us without one."""
+class Adopted(NamedTuple):
+    """What a killed agent of this node has left."""
 
-REMOVE_LIMIT: Final = 10.0
-"""Seconds for giving all of it back at the end."""
+    folder: SegmentFolder
+    held: list[Held]
+    lives: list[Life]
 
 
 class Segments:
@@ -158,7 +163,7 @@ class Segments:
         self._taken = asyncio.Event()
         self._told: set[str] = set()
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(logger.error)
         self._to_note: list[Life] = []
         self._noted: list[Life] = []
         self._noting: asyncio.Task[None] | None = None
@@ -181,11 +186,10 @@ class Segments:
         self._folder, self.held, lives = adopted
         if self._folder.torn:
             logger.warning("snapshots of before this machine's last start are not used")
-        found = self.held
-        serials = [int(held.path.rpartition("-")[2]) for held in found]
+        serials = [int(held.path.rpartition("-")[2]) for held in self.held]
         self._serials = count(max(serials, default=0) + 1)
-        if found:
-            sizes = in_words(sum(held.sizes.nbytes for held in found))
+        if self.held:
+            sizes = in_words(sum(held.sizes.nbytes for held in self.held))
             logger.info("snapshots of the agent before this one are here: %s", sizes)
         return lives
 
@@ -230,9 +234,8 @@ class Segments:
                 f"there is room for {least} snapshots of a rank only: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
-            sizes = fewer
-            held = await self._make(local_rank, sizes, content, sizes.nbytes)
-        self._spawn(self._warm(held))
+            held = await self._make(local_rank, fewer, content, fewer.nbytes)
+        self._tasks.start(self._warm(held), "keeping segments")
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
@@ -261,7 +264,7 @@ class Segments:
         if held in self.held:
             self.held.remove(held)
             held.gone = True
-            self._spawn(_give_back([held]))
+            self._tasks.start(_give_back([held]), "keeping segments")
 
     async def close(self, *, job_over: bool) -> None:
         """Give everything back."""
@@ -277,8 +280,7 @@ class Segments:
                 await in_thread(
                     lambda: folder.remove(job_over=job_over), limit=REMOVE_LIMIT, name="segments"
                 )
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.close()
 
     # ------------------------------------------------------------ making
 
@@ -352,13 +354,8 @@ class Segments:
         fd, mapped = await in_thread(work, name="segments", late=late)
         for why in small:
             self._once(f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})", "info")
-        view = memoryview(mapped)
-        begin(
-            view,
-            layout_length=sizes.layout_length,
-            slot_bytes=sizes.slot_bytes,
-            slots=sizes.slots,
-        )
+        view, slots = memoryview(mapped), sizes.slots
+        begin(view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots)
         segment = Segment(view)
         held = Held(
             *(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment),
@@ -424,9 +421,7 @@ class Segments:
 
     # ------------------------------------------------------------ taking over
 
-    def _adopt(
-        self, node: str
-    ) -> tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]:
+    def _adopt(self, node: str) -> tuple[float | None, Adopted | None]:
         """When others' folders are to be looked at again, and what is ours here."""
         due = self._orphans.look().due
         folder = take(self._base, self._job_id, node, make=False)
@@ -444,7 +439,7 @@ class Segments:
                 os.unlink(file.path)
             if held is not None:
                 let_go(held)
-        return due, (folder, found, lives)
+        return due, Adopted(folder, found, lives)
 
     def _adopted(self, file: Found) -> Held | None:
         """A segment with snapshots of ours, or None for what is none."""
@@ -488,20 +483,13 @@ class Segments:
             self._told.add(sentence)
             getattr(logger, level)("%s", sentence)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        tell_failure(task, logger.error, "keeping segments")
 
-
-def _leave(found: tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None]) -> None:
+def _leave(found: tuple[float | None, Adopted | None]) -> None:
     """What was found too late stays for a later agent."""
-    if found[1] is not None:
-        folder, held, _ = found[1]
-        for one in held:
+    if (adopted := found[1]) is not None:
+        for one in adopted.held:
             let_go(one)
-        folder.leave()
+        adopted.folder.leave()
 
 
 async def _give_back(held: list[Held]) -> None:

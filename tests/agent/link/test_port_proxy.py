@@ -1,4 +1,4 @@
-"""The door as a process: who is let through to whom, and when it closes."""
+"""The port proxy as a process: who is let through to whom, and when it closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.link import port_proxy_child as door
+from elasticrun.agent.link import port_proxy_child as proxy
 from elasticrun.system.processes import state
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import get_status
@@ -28,8 +28,8 @@ from tests.master.people import LIMIT, at_once, enter, hear, hello, serving, sta
 
 
 @dataclasses.dataclass
-class Door:
-    """A running door."""
+class Opened:
+    """A running proxy."""
 
     popen: subprocess.Popen[bytes]
     port: int
@@ -45,17 +45,17 @@ class Door:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Door]:
-    """A door on a free port; it must end by itself when its control stream does."""
+def opened() -> Iterator[Opened]:
+    """A proxy on a free port; it must end by itself when its control stream does."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
     fds = (listener.fileno(), theirs.fileno())
-    popen = subprocess.Popen(door.command(*fds), pass_fds=fds, start_new_session=True)
+    popen = subprocess.Popen(proxy.command(*fds), pass_fds=fds, start_new_session=True)
     listener.close()
     theirs.close()
     try:
-        yield Door(popen, port, ours)
+        yield Opened(popen, port, ours)
         ours.close()
         assert popen.wait(LIMIT) == 0
     finally:
@@ -104,7 +104,7 @@ def test_the_first_bytes_decide() -> None:
     with opened() as gate, Behind() as store, Behind() as master:
         gate.tell(store=store.where)
         gate.tell(master=master.where)
-        for first, behind in ((b"\x00hello", store), (door.PREFACE + b"\r\n", master)):
+        for first, behind in ((b"\x00hello", store), (proxy.PREFACE + b"\r\n", master)):
             with gate.visit(first) as visitor, behind.accept() as inner:
                 assert read(inner, len(first)) == first
                 inner.sendall(b"answer")
@@ -135,7 +135,7 @@ def test_a_half_closed_connection_still_answers() -> None:
 
 
 def test_a_slow_reader_holds_up_its_writer_and_nobody_else() -> None:
-    """16 MB through a reader that looks later: nothing is lost, the door does not grow."""
+    """16 MB through a reader that looks later: nothing is lost, it does not grow."""
     size = 16 * 1024 * 1024
     data = os.urandom(1024) * (size // 1024)
     with opened() as gate, Behind() as store:
@@ -169,11 +169,11 @@ def test_a_new_store_closes_the_connections_of_the_older_round() -> None:
         with (
             gate.visit(b"a") as zombie,
             old.accept() as inner,
-            gate.visit(door.PREFACE) as agent,
+            gate.visit(proxy.PREFACE) as agent,
             master.accept() as session,
         ):
             assert read(inner, 1) == b"a"
-            assert read(session, len(door.PREFACE)) == door.PREFACE
+            assert read(session, len(proxy.PREFACE)) == proxy.PREFACE
             gate.tell(store=old.where)  # the same again: nothing happens
             gate.tell(store=new.where)
             assert ended(zombie)
@@ -218,7 +218,7 @@ def test_noise_on_the_control_stream_is_passed_over() -> None:
             assert read(inner, 1) == b"a"
 
 
-def test_signals_to_everybody_are_not_for_the_door() -> None:
+def test_signals_to_everybody_are_not_for_the_proxy() -> None:
     with opened() as gate, Behind() as store:
         gate.tell(store=store.where)
         with gate.visit(b"a"), store.accept() as inner:  # it runs, so its handlers stand
@@ -234,7 +234,7 @@ def test_killed_it_leaves_its_port_free() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     where = listener.getsockname()
     fds = (listener.fileno(), theirs.fileno())
-    popen = subprocess.Popen(door.command(*fds), pass_fds=fds)
+    popen = subprocess.Popen(proxy.command(*fds), pass_fds=fds)
     listener.close()
     theirs.close()
     popen.kill()
@@ -248,15 +248,15 @@ def test_who_says_nothing_is_dropped() -> None:
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     where = listener.getsockname()
-    limit, door.HEAD_LIMIT = door.HEAD_LIMIT, 0.2
-    made = door.Door(listener, theirs.fileno(), 16)
+    limit, proxy.HEAD_LIMIT = proxy.HEAD_LIMIT, 0.2
+    made = proxy.Proxy(listener, theirs.fileno(), 16)
     running = threading.Thread(target=made.run)
     running.start()
     try:
         with socket.create_connection(where, timeout=LIMIT) as silent:
             assert ended(silent)
     finally:
-        door.HEAD_LIMIT = limit
+        proxy.HEAD_LIMIT = limit
         ours.close()
         running.join(LIMIT)
         listener.close()
@@ -267,7 +267,7 @@ def test_connections_are_bounded_and_others_wait_their_turn() -> None:
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     where = listener.getsockname()
-    running = threading.Thread(target=door.Door(listener, theirs.fileno(), 2).run)
+    running = threading.Thread(target=proxy.Proxy(listener, theirs.fileno(), 2).run)
     running.start()
     try:
         with Behind() as store:
@@ -297,7 +297,7 @@ def test_connections_are_bounded_and_others_wait_their_turn() -> None:
 
 def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:
     """A connection that cannot be accepted stays in the kernel's queue, which tells of it at every
-    look: the door must not look again and again."""
+    look: it must not look again and again."""
     with opened() as gate, Behind() as store:
         gate.tell(store=store.where)
         with gate.visit(b"A") as visitor, store.accept() as inner:
@@ -307,7 +307,7 @@ def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:
             resource.prlimit(gate.popen.pid, resource.RLIMIT_NOFILE, (used + 1, limits[1]))
             waiting = [gate.visit() for _ in range(4)]
             # One that looks again and again never sleeps.
-            await_true(lambda: state(gate.popen.pid) == "S", "a door that rests")
+            await_true(lambda: state(gate.popen.pid) == "S", "a proxy that rests")
             visitor.close()
         for sock in waiting[1:]:
             sock.close()
@@ -321,7 +321,7 @@ def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:
 
 
 def test_grpc_goes_through() -> None:
-    async def run(gate: Door) -> None:
+    async def run(gate: Opened) -> None:
         async with serving() as served:
             gate.tell(master=str(served.endpoint))
             through = Endpoint("127.0.0.1", gate.port)

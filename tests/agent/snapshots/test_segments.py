@@ -18,7 +18,7 @@ import pytest
 from inotify_simple import INotify, flags
 
 from elasticrun.agent.snapshots import segments as segments_module
-from elasticrun.agent.snapshots.folder import Life, SegmentFolder, take
+from elasticrun.agent.snapshots.folder import Life, take
 from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
 from elasticrun.operator_log import logger
@@ -221,9 +221,7 @@ def test_what_a_thread_brings_too_late_is_given_back(
         assert goes_on.wait(LIMIT)
         return adopt(segments, node)
 
-    def late(
-        found: tuple[float | None, tuple[SegmentFolder, list[Held], list[Life]] | None],
-    ) -> None:
+    def late(found: tuple[float | None, segments_module.Adopted | None]) -> None:
         leave(found)
         ended.set()
 
@@ -369,7 +367,7 @@ def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
         segments.drop(held)
         assert held.gone
         assert held.snapshots() == []
-        await asyncio.gather(*segments._tasks)
+        await segments._tasks.over()
         assert not Path(held.path).exists()
 
     play(shm, body)

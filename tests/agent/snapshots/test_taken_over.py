@@ -144,9 +144,7 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
         assert (await asyncio.to_thread(rank.need, layout_of())).ok
         assert len(list(folder_of(after).glob("1-*"))) == 1
         await after.both([rank], 2)
-        async with asyncio.timeout(240):
-            while after.snapshots._segments._tasks:  # what it gives back, and what it makes
-                await asyncio.wait(after.snapshots._segments._tasks)
+        await after.snapshots._segments._tasks.over(240)  # what it gives back, and what it makes
         assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"
 
     await follow(node, one_rank, nproc=1)
