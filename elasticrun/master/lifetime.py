@@ -89,7 +89,7 @@ class Lifetime:
 
     @property
     def state(self) -> str:
-        """How the job stands at the end of its master, in a word (`wire.ended`)."""
+        """How the job stands at the end of its master, in a word (`wire.run_folder.Ended`)."""
         if self._outcome is None:
             return "lost"
         return {EXIT_OK: "done", EXIT_SAVED: "saved"}.get(self._outcome.exit_code, "failed")

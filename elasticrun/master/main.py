@@ -50,7 +50,7 @@ from elasticrun.master.server import MAX_CALLS, Servicer
 from elasticrun.system import title
 from elasticrun.system.processes import set_name, start_time
 from elasticrun.trace.writer import Life
-from elasticrun.wire import auth, ended, run_folder
+from elasticrun.wire import auth, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import JobSpec, JobStatus
 from elasticrun.wire.records import typed
@@ -327,7 +327,7 @@ class Listing:
         )
         self._figures = loop.figures
         self._path: Path | None = None
-        self._ended: ended.Ended | None = None
+        self._ended: run_folder.Ended | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="elasticrun-listing", daemon=True)
         self._thread.start()
@@ -335,7 +335,9 @@ class Listing:
     def over(self, page: JobStatus, state: str, reason: str) -> None:
         """The job has ended: it stays listed as such, unless it never had a round."""
         if page.round is not None:
-            self._ended = ended.of(page, self._entry.endpoint, state, reason, self._figures.nodes)
+            self._ended = run_folder.Ended.of(
+                page, self._entry.endpoint, state, reason, self._figures.nodes
+            )
 
     def remove(self) -> None:
         """Take the file away; gives up after a moment, a stale file is recognised as such."""
@@ -352,7 +354,7 @@ class Listing:
         self._over.wait()
         with contextlib.suppress(OSError):
             if folder is not None and self._ended is not None:
-                ended.write(folder, self._ended)
+                run_folder.keep_ended(folder, self._ended)
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()

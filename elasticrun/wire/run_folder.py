@@ -1,16 +1,17 @@
-"""Masters that run on this host, as small files in the user's own run folder.
+"""The user's own run folder on this host, and where a master keeps its record.
 
-A master writes one when it serves and removes it when it ends; `elasticrun status` without an
-endpoint reads them. A file whose process is gone (no such pid, or another process by that pid now)
-shows that a master was killed, and the agents of its host go by it (`agent.meeting`): whoever finds
-one, `status` too, marks it as dead and leaves it for DEAD_KEPT more seconds.
+Masters that run here, as small files: a master writes one when it serves and removes it when it
+ends; `elasticrun status` without an endpoint reads them. A file whose process is gone (no such pid,
+or another process by that pid now) shows that a master was killed, and the agents of its host go by
+it (`agent.rendezvous`): whoever finds one, `status` too, marks it as dead and leaves it for
+DEAD_KEPT more seconds. Jobs that have ended are files in `ended/` until `status --prune`; nothing
+there is needed for a job to run.
 
-Where a master keeps its record: a folder on a disk of this very host, of a launch or of a job.
-
-A hosted master's folder belongs to the launch of its agent. Agent and master hold a shared lock on
-it for as long as they live; whoever ends last removes it, and a folder that nobody holds is stale
-and is removed by whoever finds it. A folder that a person named (`elasticrun master --state-dir`)
-stays; there the lock is the master's alone, so that no two masters write one record.
+A record lies on a disk of this very host. A hosted master's folder belongs to the launch of its
+agent. Agent and master hold a shared lock on it for as long as they live; whoever ends last removes
+it, and a folder that nobody holds is stale and is removed by whoever finds it. A folder that a
+person named (`elasticrun master --state-dir`) stays; there the lock is the master's alone, so that
+no two masters write one record.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -27,12 +27,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from elasticrun.system.processes import start_time
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint
+
+if TYPE_CHECKING:
+    from elasticrun.wire.messages import JobStatus
+
+Kept = TypeVar("Kept", "Published", "Ended")
 
 MAX_FILE_BYTES: Final = 16 * 1024
 """A longer file is not one of ours."""
@@ -90,12 +96,9 @@ def publish(folder: Path, master: Published) -> Path:
     """Write the file of a master; returns its path. Files that dead masters of its job have left at
     its port go: it has taken their place. OSError if that cannot be done."""
     path = folder / f"master-{master.pid}-{master.started}.json"
-    draft = path.with_suffix(".new")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(master), file)
-    draft.rename(path)
+    _write(path, master)
     for left in _files(folder, LIVING) + _files(folder, DEAD):
-        before = _read(left) if left != path else None
+        before = _read(left, Published) if left != path else None
         if before is not None and _place(before) == _place(master) and not _lives(before):
             with contextlib.suppress(OSError):  # another master's start was faster
                 left.unlink()
@@ -121,7 +124,8 @@ def was_killed(folder: Path, job_id: str, port: int) -> bool:
 
 
 def _of(folder: Path, job_id: str, port: int) -> list[Published]:
-    found = map(_read, _files(folder, LIVING) + _files(folder, DEAD))
+    files = _files(folder, LIVING) + _files(folder, DEAD)
+    found = (_read(path, Published) for path in files)
     return [master for master in found if master is not None and _place(master) == (job_id, port)]
 
 
@@ -131,7 +135,7 @@ def _place(master: Published) -> tuple[str, int]:
 
 def _living(folder: Path) -> Iterator[Published]:
     for path in _files(folder, LIVING):
-        master = _read(path)
+        master = _read(path, Published)
         if master is not None and _lives(master):
             yield master
         else:
@@ -153,19 +157,99 @@ def _lives(master: Published) -> bool:
     return start_time(master.pid) == master.started
 
 
-def _read(path: Path) -> Published | None:
+def _read(path: Path, kind: type[Kept]) -> Kept | None:
+    """What such a file says; None if it is gone or none of ours."""
     try:
         with path.open() as file:
-            fields: Any = json.loads(file.read(MAX_FILE_BYTES))
-        master = Published(**fields)
-    except (OSError, ValueError, TypeError):
+            return loads(file.read(MAX_FILE_BYTES), kind)
+    except (OSError, ValueError):
         return None
-    numbers = (master.port, master.pid, master.started)
-    words = (master.job_id, master.host, master.status_url, master.reader)
-    right = all(type(n) is int for n in numbers) and all(type(w) is str for w in words)
-    right = right and type(master.tls) is bool and isinstance(master.began, int | float)
-    return master if right else None
 
+
+def _write(path: Path, record: Published | Ended) -> None:
+    """As a whole or not at all. OSError."""
+    draft = path.with_suffix(".new")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(dumps(record))
+    draft.rename(path)
+
+
+# ---------------------------------------------------------------- jobs that have ended
+
+
+MOST_ENDED: Final = 50
+"""Ended jobs that are kept; a new one takes the place of the oldest."""
+
+MAX_REASON: Final = 2000
+"""Characters kept of why a job ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is left of a job."""
+
+    job_id: str
+    endpoint: str  # of its master, which is the name of a static job
+    state: str  # done, failed, saved (to be started again), lost (its agents have gone)
+    reason: str
+    nodes: int  # in its last round
+    max_nodes: int
+    step: int  # -1: none was told of
+    restart_count: int
+    max_restarts: int
+    age: float  # seconds that it took
+    ended: float  # seconds since 1970
+
+    @classmethod
+    def of(
+        cls, page: JobStatus, endpoint: Endpoint, state: str, reason: str, nodes: int = 0
+    ) -> Ended:
+        """What is to be kept of a job, at its end. `nodes`: in its last round, if that is known; on
+        the page those that have left are missing."""
+        return cls(
+            job_id=page.job_id,
+            endpoint=str(endpoint),
+            state=state,
+            reason=(page.outcome or reason)[:MAX_REASON],
+            nodes=nodes or sum(node.group_rank >= 0 for node in page.nodes),
+            max_nodes=page.max_nodes,
+            step=page.step,
+            restart_count=page.restart_count,
+            max_restarts=page.max_restarts,
+            age=page.age,
+            ended=time.time(),
+        )
+
+
+def _ended_files(folder: Path) -> list[Path]:
+    """Oldest first, by the moment in their names."""
+    return sorted((folder / "ended").glob("*.json"))
+
+
+def keep_ended(folder: Path, job: Ended) -> None:
+    """Keep it, and let go of the oldest where there are too many. OSError."""
+    (folder / "ended").mkdir(mode=0o700, exist_ok=True)
+    _write(folder / "ended" / f"{int(job.ended * 1e6):020d}-{os.getpid()}.json", job)
+    for old in _ended_files(folder)[:-MOST_ENDED]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+
+
+def ended(folder: Path) -> list[Ended]:
+    """The jobs that have ended, the newest first."""
+    found = (_read(path, Ended) for path in reversed(_ended_files(folder)))
+    return [job for job in found if job is not None]
+
+
+def prune_ended(folder: Path) -> int:
+    """Remove all of them; how many there were. OSError."""
+    files = _ended_files(folder)
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+# ---------------------------------------------------------------- where a record may lie
 
 PREFIX: Final = "elasticrun-record-"
 """How the folders of launches are called; the rest of the name is random."""

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from elasticrun.cli.verbs import status as jobs_table, status as verb
 from elasticrun.system.processes import start_time
-from elasticrun.wire import auth as tls, ended, run_folder as published
+from elasticrun.wire import auth as tls, run_folder as published
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.types import Endpoint
@@ -145,7 +145,9 @@ def test_ended_jobs_are_listed_until_they_are_pruned(
     folder = published.run_folder(os.environ)
     where = Endpoint("10.0.0.5", 29500)
     for name, state in (("none", "failed"), ("b", "done")):
-        ended.write(folder, ended.of(page(job_id=name, step=120, age=60.0), where, state, "why"))
+        published.keep_ended(
+            folder, published.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
+        )
     code, out, err = aio.run(_status())
     assert (code, err.count("\n")) == (1, 1)
     first, second = out.splitlines()[1:3]
@@ -153,18 +155,18 @@ def test_ended_jobs_are_listed_until_they_are_pruned(
     assert second.startswith("of 10.0.0.5:29500  failed")
     assert verb.main(["--prune"], {}) == 0
     assert capsys.readouterr().out == "2 ended jobs removed from the list\n"
-    assert ended.read(folder) == []
+    assert published.ended(folder) == []
 
 
 def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended, "MOST", 2)
+    monkeypatch.setattr(published, "MOST_ENDED", 2)
     folder = published.run_folder(os.environ)
-    made = [ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
+    made = [published.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
     for at, job in enumerate(made):
-        ended.write(folder, replace(job, ended=1000.0 + at))
-    assert [job.job_id for job in ended.read(folder)] == ["c", "b"]
+        published.keep_ended(folder, replace(job, ended=1000.0 + at))
+    assert [job.job_id for job in published.ended(folder)] == ["c", "b"]
     (folder / "ended" / "z.json").write_text('{"job_id": 1}')
-    assert [job.job_id for job in ended.read(folder)] == ["c", "b"]
+    assert [job.job_id for job in published.ended(folder)] == ["c", "b"]
 
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:

@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import ended, messages as m, run_folder as published
+from elasticrun.wire import messages as m, run_folder as published
 from elasticrun.wire.records import dumps
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint
@@ -184,7 +184,7 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard = aio.run(leave(master))
         assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
         assert master.ended()[0] == 0
-    (kept,) = ended.read(home)
+    (kept,) = published.ended(home)
     assert (kept.job_id, kept.state, kept.nodes) == ("job", "done", 1)
 
 

@@ -29,10 +29,9 @@ from elasticrun import __version__
 from elasticrun.cli.verbs.master import NoLeader, leading
 from elasticrun.config import Tls
 from elasticrun.core.words import some
-from elasticrun.wire import ended
 from elasticrun.wire.auth import reader_token
-from elasticrun.wire.ended import Ended
 from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.run_folder import Ended, Published, ended, prune_ended, published, run_folder
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from elasticrun.wire.messages import JobStatus, NodeStatus
-    from elasticrun.wire.run_folder import Published
 
 
 TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
@@ -172,10 +170,8 @@ def print_status(
 
 def prune() -> int:
     """Forget the jobs that have ended on this host, and say how many there were."""
-    from elasticrun.wire.run_folder import run_folder
-
     try:
-        count = ended.prune(run_folder(os.environ))
+        count = prune_ended(run_folder(os.environ))
     except OSError as wrong:
         print(f"elasticrun status: the run folder cannot be read: {wrong}", file=sys.stderr)
         return 1
@@ -194,20 +190,16 @@ def parse_endpoint(text: str) -> Endpoint:
     return Endpoint(host, int(port))
 
 
-def _ended() -> list[ended.Ended]:
-    from elasticrun.wire.run_folder import run_folder
-
+def _ended() -> list[Ended]:
     try:
-        return ended.read(run_folder(os.environ))
+        return ended(run_folder(os.environ))
     except OSError:
         return []  # `_here` says so
 
 
 def _published() -> list[Published]:
-    from elasticrun.wire import run_folder as published
-
     try:
-        return published.published(published.run_folder(os.environ))
+        return published(run_folder(os.environ))
     except OSError as wrong:
         raise NoStatus(f"the run folder cannot be read: {wrong}") from None
 
@@ -284,7 +276,7 @@ def _ask(
 # ---------------------------------------------------------------- the page
 
 
-def _show(pages: Sequence[tuple[str, JobStatus]], gone: Sequence[ended.Ended] = ()) -> None:
+def _show(pages: Sequence[tuple[str, JobStatus]], gone: Sequence[Ended] = ()) -> None:
     """A line for each job. The page of a single one that runs, else why each of them waits."""
     from rich.console import Console
     from rich.text import Text
