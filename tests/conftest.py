@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from elasticrun.testing.hosts import Lab
 from elasticrun.wire.spawning import ignored_signals
-from tests import needs
+from tests import aio, needs
 from tests.counting import Counting
 from tests.harness import World
 
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         return LONG.index(room) if room in LONG else len(LONG)
 
     items.sort(key=turn)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs on the loop that all tests share."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    aio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(hookwrapper=True)

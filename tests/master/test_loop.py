@@ -66,40 +66,34 @@ def test_before_its_deadline_nothing_is_judged() -> None:
     assert _turn(-1.0) == ["Heard"]
 
 
-def test_by_how_much_it_overslept_is_told() -> None:
-    async def run() -> None:
-        brain, clock = Judge(), Clock()
-        loop = Loop(brain, on_over=lambda _: None, clock=clock)
-        brain.deadline = clock.now
-        clock.now += 6.0
-        loop._turn()
-        assert brain.events[0] == Overslept(6.0)
-
-    aio.run(run())
+async def test_by_how_much_it_overslept_is_told() -> None:
+    brain, clock = Judge(), Clock()
+    loop = Loop(brain, on_over=lambda _: None, clock=clock)
+    brain.deadline = clock.now
+    clock.now += 6.0
+    loop._turn()
+    assert brain.events[0] == Overslept(6.0)
 
 
-def test_a_deadline_wakes_the_loop_and_none_leaves_it_asleep() -> None:
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        before = set(map(id, loop._scheduled))  # type: ignore[attr-defined]
-        async with serving(Judge()) as served:
-            served.brain.deadline = served.loop._clock() + 0.05
-            served.loop.put(Heard(1, m.Beat(1)))
-            await served.brain.until(lambda e: isinstance(e, Tick))
-            async with served.agent():
-                pass
-            await served.brain.until(lambda e: isinstance(e, Detached))
-            await asyncio.sleep(0)
-            timers = [h for h in loop._scheduled if not h.cancelled()]  # type: ignore[attr-defined]
-            assert not [
-                timer for timer in timers if id(timer) not in before
-            ]  # no timer when nothing is due
-            assert _kinds(served.brain.events).count("Tick") == 1
-
-    aio.run(run())
+async def test_a_deadline_wakes_the_loop_and_none_leaves_it_asleep() -> None:
+    loop = asyncio.get_running_loop()
+    before = set(map(id, loop._scheduled))  # type: ignore[attr-defined]
+    async with serving(Judge()) as served:
+        served.brain.deadline = served.loop._clock() + 0.05
+        served.loop.put(Heard(1, m.Beat(1)))
+        await served.brain.until(lambda e: isinstance(e, Tick))
+        async with served.agent():
+            pass
+        await served.brain.until(lambda e: isinstance(e, Detached))
+        await asyncio.sleep(0)
+        timers = [h for h in loop._scheduled if not h.cancelled()]  # type: ignore[attr-defined]
+        assert not [
+            timer for timer in timers if id(timer) not in before
+        ]  # no timer when nothing is due
+        assert _kinds(served.brain.events).count("Tick") == 1
 
 
-def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_master(
+async def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_master(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def raises(event: JobEvent) -> list:  # type: ignore[type-arg]
@@ -107,42 +101,36 @@ def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_master(
             raise KeyError("a defect")
         return []
 
-    async def run() -> None:
-        brain = Recorder()
-        brain.on = raises
-        loop = Loop(brain, on_over=lambda _: None)
-        box = Mailbox()
-        loop.attach(Attached(1, hello()), box)
-        turning = asyncio.ensure_future(loop.run())
-        stopped = Heard(1, m.Stopped(ROUND))
-        loop.put(stopped)
+    brain = Recorder()
+    brain.on = raises
+    loop = Loop(brain, on_over=lambda _: None)
+    box = Mailbox()
+    loop.attach(Attached(1, hello()), box)
+    turning = asyncio.ensure_future(loop.run())
+    stopped = Heard(1, m.Stopped(ROUND))
+    loop.put(stopped)
+    async with asyncio.timeout(LIMIT):
+        orders = [await box.take(), await box.take()]
+    assert orders[0] is not None
+    assert isinstance(codec.order_from_wire(orders[0]), m.Welcome)
+    assert orders[1] is None  # hung up
+    loop.put(stopped)
+    loop.put(stopped)
+    with pytest.raises(BrainFault, match="3 events"):
         async with asyncio.timeout(LIMIT):
-            orders = [await box.take(), await box.take()]
-        assert orders[0] is not None
-        assert isinstance(codec.order_from_wire(orders[0]), m.Welcome)
-        assert orders[1] is None  # hung up
-        loop.put(stopped)
-        loop.put(stopped)
-        with pytest.raises(BrainFault, match="3 events"):
-            async with asyncio.timeout(LIMIT):
-                await turning
-
-    aio.run(run())
+            await turning
     assert "a defect" in caplog.text
 
 
-def test_a_mailbox_keeps_the_newest_of_each_kind_in_order_of_change() -> None:
-    async def run() -> None:
-        box = Mailbox()
-        for kind, order in [("Start", b"1"), ("Stop", b"2"), ("Echo", b"3"), ("Start", b"4")]:
-            box.put(kind, order)
-        assert len(box) == 3
-        box.close()
-        box.put("Echo", b"5")
-        async with asyncio.timeout(LIMIT):
-            assert [await box.take() for _ in range(4)] == [b"2", b"3", b"4", None]
-
-    aio.run(run())
+async def test_a_mailbox_keeps_the_newest_of_each_kind_in_order_of_change() -> None:
+    box = Mailbox()
+    for kind, order in [("Start", b"1"), ("Stop", b"2"), ("Echo", b"3"), ("Start", b"4")]:
+        box.put(kind, order)
+    assert len(box) == 3
+    box.close()
+    box.put("Echo", b"5")
+    async with asyncio.timeout(LIMIT):
+        assert [await box.take() for _ in range(4)] == [b"2", b"3", b"4", None]
 
 
 def test_what_is_said_of_one_thing_is_no_word_about_another() -> None:
@@ -164,33 +152,26 @@ def test_what_is_said_of_one_thing_is_no_word_about_another() -> None:
     assert {subject(order) for order in newer} < {subject(order) for order in orders}
 
 
-def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master_loop, "MAX_ORDERS", 3)
     closed: list[str] = []
-
-    async def run() -> None:
-        box = Mailbox()
-        box.on_close = lambda: closed.append("closed")
-        for number in range(3):
-            box.put(f"Holder {number}", b"")
-        box.put("Holder 1", b"again")
-        assert not closed
-        box.put("Holder 3", b"")
-
-    aio.run(run())
+    box = Mailbox()
+    box.on_close = lambda: closed.append("closed")
+    for number in range(3):
+        box.put(f"Holder {number}", b"")
+    box.put("Holder 1", b"again")
+    assert not closed
+    box.put("Holder 3", b"")
     assert closed
 
 
-def test_an_order_that_cannot_be_sent_is_no_end_of_the_master() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            served.brain.on = lambda event: (
-                [Tell((event.session,), m.Refused("no", 999))]
-                if isinstance(event, Heard) and event.report == m.Beat(13)
-                else []
-            )
-            async with served.agent() as stream:
-                await stream.send(m.Beat(13))
-            await served.is_well()
-
-    aio.run(run())
+async def test_an_order_that_cannot_be_sent_is_no_end_of_the_master() -> None:
+    async with serving() as served:
+        served.brain.on = lambda event: (
+            [Tell((event.session,), m.Refused("no", 999))]
+            if isinstance(event, Heard) and event.report == m.Beat(13)
+            else []
+        )
+        async with served.agent() as stream:
+            await stream.send(m.Beat(13))
+        await served.is_well()

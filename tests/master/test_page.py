@@ -65,54 +65,48 @@ async def get(port: int, path: str, method: str = "GET") -> tuple[int, str, byte
     return int(head.split()[1]), head.decode().lower(), body
 
 
-def test_status_is_the_picture() -> None:
-    async def run() -> None:
-        async with paged() as (loop, port):
-            code, head, body = await get(port, "/status?pretty=1")
-            assert code == 200
-            assert "application/json" in head
-            shown = json.loads(body)
-            assert shown["version"] == __version__
-            assert shown["round"]["number"] == 1
-            assert shown["nodes"][0]["reason"] == "because [so]"
-            assert shown["restarts_left"] == loop.status().restarts_left
-            assert shown["check"] == "all passed"
-            assert shown["excluded"] == [structs.asdict(EXCLUDED)]
-
-    aio.run(run())
+async def test_status_is_the_picture() -> None:
+    async with paged() as (loop, port):
+        code, head, body = await get(port, "/status?pretty=1")
+        assert code == 200
+        assert "application/json" in head
+        shown = json.loads(body)
+        assert shown["version"] == __version__
+        assert shown["round"]["number"] == 1
+        assert shown["nodes"][0]["reason"] == "because [so]"
+        assert shown["restarts_left"] == loop.status().restarts_left
+        assert shown["check"] == "all passed"
+        assert shown["excluded"] == [structs.asdict(EXCLUDED)]
 
 
-def test_metrics_can_be_scraped() -> None:
-    async def run() -> None:
-        async with paged() as (loop, port):
-            start = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), True)
-            loop._perform(Tell((1,), start))
-            for _ in range(2):  # a node repeats itself
-                loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
-            loop.put(Heard(1, PROBED))
-            loop._turn()
-            code, head, body = await get(port, "/metrics")
-            assert code == 200
-            assert "version=0.0.4" in head
-            found = {
-                (sample.name, *sample.labels.values()): sample.value
-                for family in text_string_to_metric_families(body.decode())
-                for sample in family.samples
-            }
-            assert found["elasticrun_nodes", "alive"] == 1
-            assert found["elasticrun_nodes", "dead"] == 0
-            assert found["elasticrun_round",] == 1
-            assert found["elasticrun_world_size",] == 2
-            assert found["elasticrun_restarts_total",] == 1
-            assert found["elasticrun_restarts_left",] == 2
-            assert found["elasticrun_rank_failures_total",] == 1
-            assert found["elasticrun_excluded_nodes",] == 1
-            assert found["elasticrun_probes_total",] == 1
-            assert found["elasticrun_phase", "running"] == 1
-            assert found["elasticrun_round_age_seconds",] >= 0
-            assert found["elasticrun_job", "job", __version__] == 1
-
-    aio.run(run())
+async def test_metrics_can_be_scraped() -> None:
+    async with paged() as (loop, port):
+        start = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), True)
+        loop._perform(Tell((1,), start))
+        for _ in range(2):  # a node repeats itself
+            loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
+        loop.put(Heard(1, PROBED))
+        loop._turn()
+        code, head, body = await get(port, "/metrics")
+        assert code == 200
+        assert "version=0.0.4" in head
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+        assert found["elasticrun_nodes", "alive"] == 1
+        assert found["elasticrun_nodes", "dead"] == 0
+        assert found["elasticrun_round",] == 1
+        assert found["elasticrun_world_size",] == 2
+        assert found["elasticrun_restarts_total",] == 1
+        assert found["elasticrun_restarts_left",] == 2
+        assert found["elasticrun_rank_failures_total",] == 1
+        assert found["elasticrun_excluded_nodes",] == 1
+        assert found["elasticrun_probes_total",] == 1
+        assert found["elasticrun_phase", "running"] == 1
+        assert found["elasticrun_round_age_seconds",] >= 0
+        assert found["elasticrun_job", "job", __version__] == 1
 
 
 @pytest.mark.parametrize(
@@ -127,26 +121,20 @@ def test_metrics_can_be_scraped() -> None:
         ("POST", "/nowhere", 404),
     ],
 )
-def test_other_paths_and_methods(method: str, path: str, code: int) -> None:
-    async def run() -> None:
-        async with paged() as (_, port):
-            got, head, body = await get(port, path, method)
-            assert got == code
-            assert ("allow: get, head" in head) == (code == 405)
-            if method == "HEAD":
-                assert body == b""
-
-    aio.run(run())
+async def test_other_paths_and_methods(method: str, path: str, code: int) -> None:
+    async with paged() as (_, port):
+        got, head, body = await get(port, path, method)
+        assert got == code
+        assert ("allow: get, head" in head) == (code == 405)
+        if method == "HEAD":
+            assert body == b""
 
 
-def test_a_request_without_end_is_refused() -> None:
-    async def run() -> None:
-        async with paged() as (_, port):
-            answer = await say(port, b"GET /status HTTP/1.1\r\nX: " + b"y" * 200_000)
-            assert not answer.startswith(b"HTTP/1.1 200")
-            assert (await get(port, "/healthz"))[0] == 200
-
-    aio.run(run())
+async def test_a_request_without_end_is_refused() -> None:
+    async with paged() as (_, port):
+        answer = await say(port, b"GET /status HTTP/1.1\r\nX: " + b"y" * 200_000)
+        assert not answer.startswith(b"HTTP/1.1 200")
+        assert (await get(port, "/healthz"))[0] == 200
 
 
 @pytest.mark.slow
@@ -161,41 +149,31 @@ def test_noise_is_answered_or_cut(noise: bytes) -> None:
     aio.run(run())
 
 
-def test_a_dribbler_is_cut_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dribbler_is_cut_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "CONNECTION_LIFE", 0.3)
-
-    async def run() -> None:
-        async with paged() as (_, port):
-            assert await say(port, b"GET /status HT") == b""
-
-    aio.run(run())
+    async with paged() as (_, port):
+        assert await say(port, b"GET /status HT") == b""
 
 
-def test_the_idlest_connection_makes_room_for_a_newcomer() -> None:
+async def test_the_idlest_connection_makes_room_for_a_newcomer() -> None:
     """64 that anybody on the host holds open shut nobody out; the first of them goes."""
-
-    async def run() -> None:
-        async with paged() as (_, port):
-            assert (await get(port, "/healthz"))[0] == 200
-            held = [
-                await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)
-            ]
-            try:
-                held[0][1].write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-                async with asyncio.timeout(LIMIT):
-                    assert (await held[0][0].readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
-                for _ in range(3):
-                    assert (await get(port, "/healthz"))[0] == 200
-                async with asyncio.timeout(LIMIT):
-                    with contextlib.suppress(ConnectionResetError):
-                        assert await held[1][0].read() == b""
-                assert not held[0][0].at_eof()  # it has asked for something since
-                assert not held[-1][0].at_eof()
-            finally:
-                for _, writer in held:
-                    writer.close()
-
-    aio.run(run())
+    async with paged() as (_, port):
+        assert (await get(port, "/healthz"))[0] == 200
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+        try:
+            held[0][1].write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(LIMIT):
+                assert (await held[0][0].readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
+            for _ in range(3):
+                assert (await get(port, "/healthz"))[0] == 200
+            async with asyncio.timeout(LIMIT):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await held[1][0].read() == b""
+            assert not held[0][0].at_eof()  # it has asked for something since
+            assert not held[-1][0].at_eof()
+        finally:
+            for _, writer in held:
+                writer.close()
 
 
 @pytest.mark.parametrize(
@@ -213,16 +191,12 @@ def test_the_idlest_connection_makes_room_for_a_newcomer() -> None:
         ("localhost.evil.example.com", 421),
     ],
 )
-def test_a_name_that_somebody_made_lead_here_is_refused(host: str, code: int) -> None:
+async def test_a_name_that_somebody_made_lead_here_is_refused(host: str, code: int) -> None:
     """DNS rebinding: a web page could else read the job's status by its visitor's browser."""
-
-    async def run() -> None:
-        async with paged() as (_, port):
-            for path in ("/status", "/metrics", "/healthz"):
-                request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-                assert int((await say(port, request.encode())).split()[1]) == code
-
-    aio.run(run())
+    async with paged() as (_, port):
+        for path in ("/status", "/metrics", "/healthz"):
+            request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+            assert int((await say(port, request.encode())).split()[1]) == code
 
 
 def test_nothing_is_imported_before_somebody_knocks() -> None:
@@ -236,15 +210,12 @@ def test_nothing_is_imported_before_somebody_knocks() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_a_port_that_is_taken_is_an_oserror() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            page = StatusPage(Loop(Recorder(), on_over=lambda _: None))
-            with pytest.raises(OSError, match="in use"):
-                page.listen("127.0.0.1", taken.getsockname()[1])
-            await page.close()
-
-    aio.run(run())
+async def test_a_port_that_is_taken_is_an_oserror() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        page = StatusPage(Loop(Recorder(), on_over=lambda _: None))
+        with pytest.raises(OSError, match="in use"):
+            page.listen("127.0.0.1", taken.getsockname()[1])
+        await page.close()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, Guest, reader_token
 from elasticrun.wire.rpc.channel import REACH, LinkError, grpc, open_channel, reach_me
 from elasticrun.wire.rpc.protobuf import answer_from_wire, report_to_wire
-from tests import aio
 from tests.harness import free_port
 from tests.master.people import LIMIT, Served, asking, serving
 
@@ -30,41 +29,35 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticrun.master.server.DIAL_LIMIT", LIMIT)
 
 
-def test_a_port_of_ours_is_reached() -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            with open_port() as asked:
-                before = time.time_ns() // 1000
-                said = await reach_me(served.endpoint, LIMIT, asked, token=reader_token(TOKEN))
-                after = time.time_ns() // 1000
-            assert (said.ok, said.reason, said.address) == (True, "", "127.0.0.1")
-            assert said.mtu == mtu_to("127.0.0.1") > 0
-            assert before <= said.clock_us <= after
-            assert said.host == socket.gethostname()
-            await served.is_well(TOKEN)
-
-    aio.run(run())
+async def test_a_port_of_ours_is_reached() -> None:
+    async with serving(token=TOKEN) as served:
+        with open_port() as asked:
+            before = time.time_ns() // 1000
+            said = await reach_me(served.endpoint, LIMIT, asked, token=reader_token(TOKEN))
+            after = time.time_ns() // 1000
+        assert (said.ok, said.reason, said.address) == (True, "", "127.0.0.1")
+        assert said.mtu == mtu_to("127.0.0.1") > 0
+        assert before <= said.clock_us <= after
+        assert said.host == socket.gethostname()
+        await served.is_well(TOKEN)
 
 
-def test_a_closed_port_and_somebody_elses() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            asked = m.ReachMe(free_port(), bytes(m.NONCE_BYTES))
+async def test_a_closed_port_and_somebody_elses() -> None:
+    async with serving() as served:
+        asked = m.ReachMe(free_port(), bytes(m.NONCE_BYTES))
+        said = await reach_me(served.endpoint, LIMIT, asked)
+        assert (said.ok, said.reason) == (False, "connection refused")
+        with open_port() as other:
+            asked = m.ReachMe(other.port, bytes(m.NONCE_BYTES))
             said = await reach_me(served.endpoint, LIMIT, asked)
-            assert (said.ok, said.reason) == (False, "connection refused")
-            with open_port() as other:
-                asked = m.ReachMe(other.port, bytes(m.NONCE_BYTES))
-                said = await reach_me(served.endpoint, LIMIT, asked)
-            assert (said.ok, said.reason) == (False, "something else answers there")
-
-    aio.run(run())
+        assert (said.ok, said.reason) == (False, "something else answers there")
 
 
 @pytest.mark.parametrize(
     ("hang_up", "reason"),
     [(True, "the connection ended before its nonce"), (False, "no answer within 0.3 s")],
 )
-def test_a_port_that_says_too_little(
+async def test_a_port_that_says_too_little(
     hang_up: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hang_up:
@@ -76,73 +69,56 @@ def test_a_port_that_says_too_little(
         if hang_up:
             writer.close()
 
-    async def run() -> None:
-        there = await asyncio.start_server(visited, "127.0.0.1", 0)
-        async with serving() as served, there:
-            port = there.sockets[0].getsockname()[1]
-            asked = m.ReachMe(port, bytes(m.NONCE_BYTES))
-            said = await reach_me(served.endpoint, LIMIT, asked)
-            assert (said.ok, said.reason) == (False, reason)
-
-    aio.run(run())
+    there = await asyncio.start_server(visited, "127.0.0.1", 0)
+    async with serving() as served, there:
+        port = there.sockets[0].getsockname()[1]
+        asked = m.ReachMe(port, bytes(m.NONCE_BYTES))
+        said = await reach_me(served.endpoint, LIMIT, asked)
+        assert (said.ok, said.reason) == (False, reason)
 
 
 @pytest.mark.parametrize(("token", "reason"), [("", TOKEN_WANTED), ("other", MASTER_WRONG)])
-def test_nobody_is_dialled_without_a_proof(token: str, reason: str) -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            with open_port() as asked, pytest.raises(LinkError) as told:
-                await reach_me(served.endpoint, LIMIT, asked, token=token)
-            assert str(told.value) == reason
-
-    aio.run(run())
+async def test_nobody_is_dialled_without_a_proof(token: str, reason: str) -> None:
+    async with serving(token=TOKEN) as served:
+        with open_port() as asked, pytest.raises(LinkError) as told:
+            await reach_me(served.endpoint, LIMIT, asked, token=token)
+        assert str(told.value) == reason
 
 
-def test_a_port_of_the_system_is_not_dialled() -> None:
+async def test_a_port_of_the_system_is_not_dialled() -> None:
     """Our own codec does not even write it; by hand, the master's refuses it."""
     asked = report_to_wire(m.ReachMe(2000, bytes(m.NONCE_BYTES)))
     low = asked.replace(b"\x08\xd0\x0f", b"\x08\x16")  # port 22, in one byte less
     low = low[:1] + bytes([low[1] - 1]) + low[2:]
     assert len(low) == len(asked) - 1
-
-    async def run() -> None:
-        async with serving() as served:
-            call = await _proved(served)
-            await call.write(low)
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "port" in await call.details()
-            await served.is_well()
-
-    aio.run(run())
+    async with serving() as served:
+        call = await _proved(served)
+        await call.write(low)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "port" in await call.details()
+        await served.is_well()
 
 
-def test_anything_else_in_the_place_of_the_question() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            call = await _proved(served)
-            await call.write(report_to_wire(m.Beat(1)))
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert await call.details() == "Beat came in the place of ReachMe"
-
-    aio.run(run())
+async def test_anything_else_in_the_place_of_the_question() -> None:
+    async with serving() as served:
+        call = await _proved(served)
+        await call.write(report_to_wire(m.Beat(1)))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "Beat came in the place of ReachMe"
 
 
-def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_for = asking(monkeypatch)
-
-    async def run() -> None:
-        async with serving() as served:
-            call = await _proved(served)
-            await served.too_late("ReachMe", asked_for)
-            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert await call.details() == "no ReachMe came in time"
-            with open_port() as asked:
-                assert (await reach_me(served.endpoint, LIMIT, asked)).ok
-
-    aio.run(run())
+    async with serving() as served:
+        call = await _proved(served)
+        await served.too_late("ReachMe", asked_for)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.details() == "no ReachMe came in time"
+        with open_port() as asked:
+            assert (await reach_me(served.endpoint, LIMIT, asked)).ok
 
 
-def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are dialled now hold up nobody for long: the next one is told so."""
     monkeypatch.setattr(server, "MAX_REACHING", 1)
 
@@ -153,47 +129,40 @@ def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         visited.append(writer)
         came.set()
 
-    async def run() -> None:
-        there = await asyncio.start_server(visitor, "127.0.0.1", 0)
-        async with serving() as served, there:
-            slow = m.ReachMe(there.sockets[0].getsockname()[1], bytes(m.NONCE_BYTES))
-            first = asyncio.ensure_future(reach_me(served.endpoint, LIMIT, slow))
-            await asyncio.wait_for(came.wait(), LIMIT)
-            with open_port() as asked:
-                with pytest.raises(LinkError, match="dials 1 others already") as told:
-                    await reach_me(served.endpoint, LIMIT, asked)
-                assert not told.value.rejected
-                visited[0].write(slow.nonce)
-                assert (await first).ok
-                assert (await reach_me(served.endpoint, LIMIT, asked)).ok
-            visited[0].close()
-
-    aio.run(run())
+    there = await asyncio.start_server(visitor, "127.0.0.1", 0)
+    async with serving() as served, there:
+        slow = m.ReachMe(there.sockets[0].getsockname()[1], bytes(m.NONCE_BYTES))
+        first = asyncio.ensure_future(reach_me(served.endpoint, LIMIT, slow))
+        await asyncio.wait_for(came.wait(), LIMIT)
+        with open_port() as asked:
+            with pytest.raises(LinkError, match="dials 1 others already") as told:
+                await reach_me(served.endpoint, LIMIT, asked)
+            assert not told.value.rejected
+            visited[0].write(slow.nonce)
+            assert (await first).ok
+            assert (await reach_me(served.endpoint, LIMIT, asked)).ok
+        visited[0].close()
 
 
-def test_it_hangs_up_whatever_it_has_read() -> None:
+async def test_it_hangs_up_whatever_it_has_read() -> None:
     """No connection of the master's is left behind, well or ill."""
+    ended: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def run() -> None:
-        ended: asyncio.Queue[bytes] = asyncio.Queue()
+    async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(m.NONCE_BYTES))
+        try:
+            ended.put_nowait(await reader.read())
+        except ConnectionResetError:
+            ended.put_nowait(b"")
+        writer.close()
 
-        async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(bytes(m.NONCE_BYTES))
-            try:
-                ended.put_nowait(await reader.read())
-            except ConnectionResetError:
-                ended.put_nowait(b"")
-            writer.close()
-
-        there = await asyncio.start_server(visited, "127.0.0.1", 0)
-        async with there:
-            port = there.sockets[0].getsockname()[1]
-            for nonce, ok in ((bytes(m.NONCE_BYTES), True), (bytes([1]) * m.NONCE_BYTES, False)):
-                said = await reach(f"ipv4:127.0.0.1:{port}", m.ReachMe(port, nonce))
-                assert said.ok is ok
-                assert await asyncio.wait_for(ended.get(), LIMIT) == b"", "it says nothing"
-
-    aio.run(run())
+    there = await asyncio.start_server(visited, "127.0.0.1", 0)
+    async with there:
+        port = there.sockets[0].getsockname()[1]
+        for nonce, ok in ((bytes(m.NONCE_BYTES), True), (bytes([1]) * m.NONCE_BYTES, False)):
+            said = await reach(f"ipv4:127.0.0.1:{port}", m.ReachMe(port, nonce))
+            assert said.ok is ok
+            assert await asyncio.wait_for(ended.get(), LIMIT) == b"", "it says nothing"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _stop(reason: str) -> m.Stop:
 # ---------------------------------------------------------------- the loop
 
 
-def test_orders_wait_for_their_facts_and_beats_for_nothing() -> None:
+async def test_orders_wait_for_their_facts_and_beats_for_nothing() -> None:
     def on(event: JobEvent) -> list[JobEffect]:
         if isinstance(event, Heard) and event.report == JOIN:
             return [
@@ -82,70 +82,61 @@ def test_orders_wait_for_their_facts_and_beats_for_nothing() -> None:
             ]
         return []
 
-    async def run() -> None:
-        store = Held()
-        async with serving(store=store) as served:
-            served.brain.on = on
-            async with served.agent() as stream:
-                await stream.send(JOIN)
-                assert await hear(stream) == m.Wait("before")
-                for number in (1, 2):  # the loop turns, and says so
-                    await stream.send(m.Beat(number))
-                    assert await hear(stream) == m.Echo(number)
-                assert [f.number for f, _ in store.written] == [1, 2]
-                assert served.over == []
-                store.release()
-                assert await hear(stream) == _stop("first")
-                await stream.send(m.Beat(3))
-                assert await hear(stream) == m.Echo(3)
-                assert served.over == []
-                store.release()
-                assert await hear(stream) == m.Wait("second")
-                assert len(served.over) == 1
-                await stream.send(m.Leaving("nothing is in the way any more", 0))
-                assert isinstance(await hear(stream), m.End)
-
-    aio.run(run())
+    store = Held()
+    async with serving(store=store) as served:
+        served.brain.on = on
+        async with served.agent() as stream:
+            await stream.send(JOIN)
+            assert await hear(stream) == m.Wait("before")
+            for number in (1, 2):  # the loop turns, and says so
+                await stream.send(m.Beat(number))
+                assert await hear(stream) == m.Echo(number)
+            assert [f.number for f, _ in store.written] == [1, 2]
+            assert served.over == []
+            store.release()
+            assert await hear(stream) == _stop("first")
+            await stream.send(m.Beat(3))
+            assert await hear(stream) == m.Echo(3)
+            assert served.over == []
+            store.release()
+            assert await hear(stream) == m.Wait("second")
+            assert len(served.over) == 1
+            await stream.send(m.Leaving("nothing is in the way any more", 0))
+            assert isinstance(await hear(stream), m.End)
 
 
-def test_a_long_wait_for_the_record_is_the_reason_on_the_page() -> None:
-    async def run() -> None:
-        now = [100.0]
-        brain = Recorder()
-        brain.on = lambda event: [Record(facts())]
-        from elasticrun.master.loop import Loop
+async def test_a_long_wait_for_the_record_is_the_reason_on_the_page() -> None:
+    now = [100.0]
+    brain = Recorder()
+    brain.on = lambda event: [Record(facts())]
+    from elasticrun.master.loop import Loop
 
-        store = Held()
-        loop = Loop(brain, on_over=lambda _: None, store=store, clock=lambda: now[0])
-        loop.put(Heard(1, JOIN))
-        loop._turn()
-        assert loop.status().reason == brain.page.reason
-        now[0] += 3.0
-        assert "has not been written for 3 s" in loop.status().reason
-        store.release()
-        assert loop.status().reason == brain.page.reason
-
-    aio.run(run())
+    store = Held()
+    loop = Loop(brain, on_over=lambda _: None, store=store, clock=lambda: now[0])
+    loop.put(Heard(1, JOIN))
+    loop._turn()
+    assert loop.status().reason == brain.page.reason
+    now[0] += 3.0
+    assert "has not been written for 3 s" in loop.status().reason
+    store.release()
+    assert loop.status().reason == brain.page.reason
 
 
-def test_who_leads_no_more_says_nothing() -> None:
-    async def run() -> None:
-        store = Held()
-        async with serving(store=store) as served:
-            served.brain.on = lambda event: (
-                [Tell((event.session,), _stop("an order"))]
-                if isinstance(event, Heard) and event.report == JOIN
-                else []
-            )
-            async with served.agent() as stream:
-                store.leading = False
-                await stream.send(JOIN)
-                await served.brain.until(lambda e: isinstance(e, Heard) and e.report == JOIN)
-                store.leading = True
-                await stream.send(m.Beat(7))
-                assert await hear(stream) == m.Echo(7)
-
-    aio.run(run())
+async def test_who_leads_no_more_says_nothing() -> None:
+    store = Held()
+    async with serving(store=store) as served:
+        served.brain.on = lambda event: (
+            [Tell((event.session,), _stop("an order"))]
+            if isinstance(event, Heard) and event.report == JOIN
+            else []
+        )
+        async with served.agent() as stream:
+            store.leading = False
+            await stream.send(JOIN)
+            await served.brain.until(lambda e: isinstance(e, Heard) and e.report == JOIN)
+            store.leading = True
+            await stream.send(m.Beat(7))
+            assert await hear(stream) == m.Echo(7)
 
 
 # ---------------------------------------------------------------- the file
@@ -181,35 +172,28 @@ async def _keep(folder: Path, *versions: Facts, now: float | None = None) -> Non
             await _written(store, version)
 
 
-def test_the_newest_facts_are_loaded_and_are_private(tmp_path: Path) -> None:
-    async def run() -> None:
-        folder = tmp_path / "new"
-        assert await _load(folder) is None
-        last = facts(3, outcome=m.End(1, "boom", ()), charges=(1.0, 2.5), starved=3.25)
-        await _keep(folder, facts(1), facts(2, nodes=5), last, now=100.0)
-        assert await _load(folder, now=100.0) == last
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert all(f.stat().st_mode & 0o077 == 0 for f in folder.iterdir())
-
-    aio.run(run())
+async def test_the_newest_facts_are_loaded_and_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert await _load(folder) is None
+    last = facts(3, outcome=m.End(1, "boom", ()), charges=(1.0, 2.5), starved=3.25)
+    await _keep(folder, facts(1), facts(2, nodes=5), last, now=100.0)
+    assert await _load(folder, now=100.0) == last
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(f.stat().st_mode & 0o077 == 0 for f in folder.iterdir())
 
 
-def test_what_was_recorded_has_aged_when_it_is_loaded(tmp_path: Path) -> None:
+async def test_what_was_recorded_has_aged_when_it_is_loaded(tmp_path: Path) -> None:
     """A wait neither begins anew at each crash, nor ends at once."""
-
-    async def run() -> None:
-        await _keep(tmp_path, facts(charges=(7.0,)), now=1000.0)
-        found = await _load(tmp_path, now=1090.0)
-        assert found == aged(facts(charges=(7.0,)), 90.0)
-        assert found is not None
-        assert found.charges == (97.0,)
-        assert found.round is not None
-        assert found.round.age == 91.5
-
-    aio.run(run())
+    await _keep(tmp_path, facts(charges=(7.0,)), now=1000.0)
+    found = await _load(tmp_path, now=1090.0)
+    assert found == aged(facts(charges=(7.0,)), 90.0)
+    assert found is not None
+    assert found.charges == (97.0,)
+    assert found.round is not None
+    assert found.round.age == 91.5
 
 
-def test_facts_in_between_are_not_written_and_every_wait_ends(
+async def test_facts_in_between_are_not_written_and_every_wait_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
@@ -222,60 +206,50 @@ def test_facts_in_between_are_not_written_and_every_wait_ends(
         save(disk, what)
 
     monkeypatch.setattr(sqlite_store._Disk, "save", slow)
-
-    async def run() -> None:
-        async with opened(tmp_path) as store:
-            await store.load()
-            ended: list[int] = []
-            for number in range(1, 6):
-                store.write(facts(number), lambda number=number: ended.append(number))
-            await asyncio.sleep(0)
-            assert ended == []
-            gate.set()
-            await _written(store, facts(6))
-            assert ended == [1, 2, 3, 4, 5]
-            assert saved == [1, 6]
-
-    aio.run(run())
+    async with opened(tmp_path) as store:
+        await store.load()
+        ended: list[int] = []
+        for number in range(1, 6):
+            store.write(facts(number), lambda number=number: ended.append(number))
+        await asyncio.sleep(0)
+        assert ended == []
+        gate.set()
+        await _written(store, facts(6))
+        assert ended == [1, 2, 3, 4, 5]
+        assert saved == [1, 6]
 
 
-def test_a_folder_that_is_gone_costs_one_line_and_the_record(
+async def test_a_folder_that_is_gone_costs_one_line_and_the_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        folder = tmp_path / "record"
-        async with opened(folder) as store:
-            await store.load()
-            await _written(store, facts(1))
-            shutil.rmtree(folder)
-            await _written(store, facts(2))
-            await _written(store, facts(3))
-        assert not folder.exists()
-
-    aio.run(run())
+    folder = tmp_path / "record"
+    async with opened(folder) as store:
+        await store.load()
+        await _written(store, facts(1))
+        shutil.rmtree(folder)
+        await _written(store, facts(2))
+        await _written(store, facts(3))
+    assert not folder.exists()
     assert caplog.text.count("has no record any more") == 1
     assert "taken away" in caplog.text
 
 
-def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
+async def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with opened(tmp_path) as store:
-            await store.load()
-            await _written(store, facts(1))
-            assert store._disk._db is not None
-            store._disk._db.execute("PRAGMA max_page_count=1")
-            await _written(store, facts(2, nodes=1000))
-            await _written(store, facts(3))  # nobody waits for a disk any more
-        assert await _load(tmp_path) is None
-        assert (tmp_path / "state.sqlite.aside").exists()
-
-    aio.run(run())
+    async with opened(tmp_path) as store:
+        await store.load()
+        await _written(store, facts(1))
+        assert store._disk._db is not None
+        store._disk._db.execute("PRAGMA max_page_count=1")
+        await _written(store, facts(2, nodes=1000))
+        await _written(store, facts(3))  # nobody waits for a disk any more
+    assert await _load(tmp_path) is None
+    assert (tmp_path / "state.sqlite.aside").exists()
     assert caplog.text.count("has no record any more: database or disk is full") == 1
 
 
-def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
+async def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sqlite_store, "SLOW", 0.05)
@@ -287,17 +261,14 @@ def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
         assert gate.wait(LIMIT)
         save(disk, what)
 
-    async def run() -> None:
-        async with opened(tmp_path) as store:
-            await store.load()
-            await _written(store, facts(1))
-            monkeypatch.setattr(sqlite_store._Disk, "save", hangs)
-            await _written(store, facts(2))
-            await _written(store, facts(3))
-            gate.set()
-        assert await _load(tmp_path) is None
-
-    aio.run(run())
+    async with opened(tmp_path) as store:
+        await store.load()
+        await _written(store, facts(1))
+        monkeypatch.setattr(sqlite_store._Disk, "save", hangs)
+        await _written(store, facts(2))
+        await _written(store, facts(3))
+        gate.set()
+    assert await _load(tmp_path) is None
     assert "orders wait for it" in caplog.text
     assert caplog.text.count("has no record any more") == 1
 
@@ -328,39 +299,33 @@ def _nonsense(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_garbage, _torn, _newer, _other_facts, _nonsense])
-def test_a_record_that_cannot_be_used_is_set_aside(
+async def test_a_record_that_cannot_be_used_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
 ) -> None:
-    async def run() -> None:
-        await _keep(tmp_path, facts(1))
-        spoil(tmp_path / "state.sqlite")
-        async with opened(tmp_path) as store:
-            assert await store.load() is None
-            await _written(store, facts(2))
-        assert (tmp_path / "state.sqlite.aside").exists()
-        found = await _load(tmp_path)
-        assert found is not None
-        assert found.number == 2
-
-    aio.run(run())
+    await _keep(tmp_path, facts(1))
+    spoil(tmp_path / "state.sqlite")
+    async with opened(tmp_path) as store:
+        assert await store.load() is None
+        await _written(store, facts(2))
+    assert (tmp_path / "state.sqlite.aside").exists()
+    found = await _load(tmp_path)
+    assert found is not None
+    assert found.number == 2
     assert caplog.text.count("set aside") == 1
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(10.0, False), (40.0, True)])
-def test_three_masters_that_fail_on_one_state_within_a_minute(
+async def test_three_masters_that_fail_on_one_state_within_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gap: float, kept: bool
 ) -> None:
-    async def run() -> None:
-        await _keep(tmp_path, facts(4), now=1000.0)
-        for crash in range(3):
-            store = SqliteStore(tmp_path, now=lambda crash=crash: 1000.0 + gap * crash)
-            assert await store.load() is not None
-            await store.crashed()
-            store._thread.join(LIMIT)  # a slow disk's last word may come after `crashed`
-        assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
-        assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
-
-    aio.run(run())
+    await _keep(tmp_path, facts(4), now=1000.0)
+    for crash in range(3):
+        store = SqliteStore(tmp_path, now=lambda crash=crash: 1000.0 + gap * crash)
+        assert await store.load() is not None
+        await store.crashed()
+        store._thread.join(LIMIT)  # a slow disk's last word may come after `crashed`
+    assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
+    assert (await _load(tmp_path, now=1000.0 + 2 * gap) is not None) == kept
     assert ("3 masters have failed on it" in caplog.text) != kept
 
 
@@ -368,21 +333,17 @@ def test_three_masters_that_fail_on_one_state_within_a_minute(
 @pytest.mark.parametrize(
     "rounds", [120, pytest.param(720, marks=pytest.mark.soak)], ids=["five-days", "thirty-days"]
 )
-def test_it_stays_small_and_is_loaded_whole(tmp_path: Path, rounds: int) -> None:
+async def test_it_stays_small_and_is_loaded_whole(tmp_path: Path, rounds: int) -> None:
     """1,000 nodes, a round an hour: what is kept does not grow with the length of a job."""
-
-    async def run() -> None:
-        async with opened(tmp_path) as store:
-            await store.load()
-            for number in range(1, rounds + 1):
-                await _written(store, facts(number, nodes=1000))
-        size = sum(f.stat().st_size for f in tmp_path.iterdir())
-        assert size <= 1024 * 1024, f"{size} bytes"
-        found = await _load(tmp_path)
-        assert found is not None
-        assert (found.number, len(found.order)) == (rounds, 1000)
-
-    aio.run(run())
+    async with opened(tmp_path) as store:
+        await store.load()
+        for number in range(1, rounds + 1):
+            await _written(store, facts(number, nodes=1000))
+    size = sum(f.stat().st_size for f in tmp_path.iterdir())
+    assert size <= 1024 * 1024, f"{size} bytes"
+    found = await _load(tmp_path)
+    assert found is not None
+    assert (found.number, len(found.order)) == (rounds, 1000)
 
 
 WRITER = """

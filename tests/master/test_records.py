@@ -11,11 +11,10 @@ import pytest
 
 from elasticrun.config import MasterConfig
 from elasticrun.master import records
-from tests import aio
 from tests.harness import LIMIT
 
 
-def test_a_folder_that_answers_too_late_is_done_without(
+async def test_a_folder_that_answers_too_late_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said once, and what comes afterwards disturbs nobody and holds no lock."""
@@ -28,19 +27,16 @@ def test_a_folder_that_answers_too_late_is_done_without(
             held.append(os.open(folder, os.O_RDONLY))
             return held[0]
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: troubles.append(context))
-        try:
-            config = MasterConfig("job", "127.0.0.1", 0, None, record_dir=str(tmp_path))
-            assert await Slow(config, hosted=True).open(1) is None
-            (late,) = (t for t in threading.enumerate() if t.name == "elasticrun-folder")
-            may.set()
-            await asyncio.to_thread(late.join, LIMIT)  # before which it has handed over its answer
-        finally:
-            loop.set_exception_handler(None)
-
-    aio.run(run())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: troubles.append(context))
+    try:
+        config = MasterConfig("job", "127.0.0.1", 0, None, record_dir=str(tmp_path))
+        assert await Slow(config, hosted=True).open(1) is None
+        (late,) = (t for t in threading.enumerate() if t.name == "elasticrun-folder")
+        may.set()
+        await asyncio.to_thread(late.join, LIMIT)  # before which it has handed over its answer
+    finally:
+        loop.set_exception_handler(None)
     assert not troubles
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held[0])

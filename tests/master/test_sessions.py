@@ -29,7 +29,6 @@ from elasticrun.wire.rpc.channel import (
     open_channel,
 )
 from elasticrun.wire.rpc.protobuf import report_to_wire
-from tests import aio
 from tests.master.people import (
     LIMIT,
     ROUND,
@@ -62,42 +61,36 @@ async def _raw(served: Served, *messages: bytes) -> Any:
     raise AssertionError("the stream ended well")
 
 
-def test_an_agent_is_welcomed_and_echoed() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            served.loop.status_url = "http://127.0.0.1:9/status"
-            before = time.time_ns() // 1000
-            async with served.stream() as stream:
-                welcome = await enter(stream, hello())
-                assert isinstance(welcome, m.Welcome)
-                assert welcome.status_url == "http://127.0.0.1:9/status"
-                assert before <= welcome.clock_us <= time.time_ns() // 1000
-                await stream.send(m.Beat(1))
-                assert await hear(stream) == m.Echo(1)
-                assert served.servicer.attached == 1
-
-    aio.run(run())
+async def test_an_agent_is_welcomed_and_echoed() -> None:
+    async with serving() as served:
+        served.loop.status_url = "http://127.0.0.1:9/status"
+        before = time.time_ns() // 1000
+        async with served.stream() as stream:
+            welcome = await enter(stream, hello())
+            assert isinstance(welcome, m.Welcome)
+            assert welcome.status_url == "http://127.0.0.1:9/status"
+            assert before <= welcome.clock_us <= time.time_ns() // 1000
+            await stream.send(m.Beat(1))
+            assert await hear(stream) == m.Echo(1)
+            assert served.servicer.attached == 1
 
 
-def test_a_clean_departure_and_a_break_are_told_apart() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            async with served.agent("clean") as stream:
-                await stream.send(m.Beat(3))
-                await stream.close()
-                while (order := await hear(stream)) is not None:
-                    assert order == m.Echo(3)
-            left = await served.brain.until(lambda e: isinstance(e, Detached))
-            assert isinstance(left, Detached)
-            assert left.clean
-            async with served.agent("broken"):
-                pass  # the channel is closed under the stream
-            broke = await served.brain.until(lambda e: isinstance(e, Detached) and e != left)
-            assert isinstance(broke, Detached)
-            assert not broke.clean
-            assert served.servicer.attached == 0
-
-    aio.run(run())
+async def test_a_clean_departure_and_a_break_are_told_apart() -> None:
+    async with serving() as served:
+        async with served.agent("clean") as stream:
+            await stream.send(m.Beat(3))
+            await stream.close()
+            while (order := await hear(stream)) is not None:
+                assert order == m.Echo(3)
+        left = await served.brain.until(lambda e: isinstance(e, Detached))
+        assert isinstance(left, Detached)
+        assert left.clean
+        async with served.agent("broken"):
+            pass  # the channel is closed under the stream
+        broke = await served.brain.until(lambda e: isinstance(e, Detached) and e != left)
+        assert isinstance(broke, Detached)
+        assert not broke.clean
+        assert served.servicer.attached == 0
 
 
 AGENT = """
@@ -120,64 +113,54 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_process_that_dies_or_stalls_is_no_clean_departure(number: signal.Signals) -> None:
+async def test_a_process_that_dies_or_stalls_is_no_clean_departure(number: signal.Signals) -> None:
     """For gRPC both look like the end of what an agent has to say."""
-
-    async def run() -> None:
-        async with serving(transport=SERVER_OPTIONS) as served:
-            agent = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", AGENT, str(served.endpoint.port), cwd=ROOT
-            )
-            try:
-                await served.brain.until(lambda e: isinstance(e, Heard))
-                agent.send_signal(number)
-                gone = await served.brain.until(lambda e: isinstance(e, Detached))
-                assert isinstance(gone, Detached)
-                assert not gone.clean
-                assert served.servicer.attached == 0
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    agent.kill()
-                await agent.wait()
-
-    aio.run(run())
+    async with serving(transport=SERVER_OPTIONS) as served:
+        agent = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", AGENT, str(served.endpoint.port), cwd=ROOT
+        )
+        try:
+            await served.brain.until(lambda e: isinstance(e, Heard))
+            agent.send_signal(number)
+            gone = await served.brain.until(lambda e: isinstance(e, Detached))
+            assert isinstance(gone, Detached)
+            assert not gone.clean
+            assert served.servicer.attached == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                agent.kill()
+            await agent.wait()
 
 
-def test_hanging_up_sends_what_was_told_first() -> None:
-    async def run() -> None:
-        async with serving() as served, served.agent() as stream:
-            await stream.send(m.Leaving("over", 0))
-            assert await hear(stream) == m.End(0, "bye", ())
-            assert await hear(stream) is None
-            await served.brain.until(lambda e: isinstance(e, Detached))
-            assert [over.exit_code for over in served.over] == [3]
-
-    aio.run(run())
+async def test_hanging_up_sends_what_was_told_first() -> None:
+    async with serving() as served, served.agent() as stream:
+        await stream.send(m.Leaving("over", 0))
+        assert await hear(stream) == m.End(0, "bye", ())
+        assert await hear(stream) is None
+        await served.brain.until(lambda e: isinstance(e, Detached))
+        assert [over.exit_code for over in served.over] == [3]
 
 
 @pytest.mark.parametrize("foreign", ["job", "protocol"])
-def test_a_stranger_is_refused_by_name(foreign: str) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            if foreign == "job":
-                data, names = report_to_wire(_knock(job_id="other")), ("'other'", "'job'")
-            else:
-                made = pb.Report.FromString(report_to_wire(hello()))
-                made.hello.protocol, made.hello.version = 99, "9.9.9"
-                data = made.SerializeToString()
-                names = ("9.9.9", "protocol 99", __version__, f"protocol {m.PROTOCOL_VERSION}")
-            async with served.stream() as stream:
-                await stream._call.write(data)
-                refused = await hear(stream)
-                assert isinstance(refused, m.Refused)
-                assert refused.exit_code == EXIT_FAILED
-                for name in names:
-                    assert name in refused.reason
-                assert await hear(stream) is None
-            assert not served.brain.events
-            await served.is_well()
-
-    aio.run(run())
+async def test_a_stranger_is_refused_by_name(foreign: str) -> None:
+    async with serving() as served:
+        if foreign == "job":
+            data, names = report_to_wire(_knock(job_id="other")), ("'other'", "'job'")
+        else:
+            made = pb.Report.FromString(report_to_wire(hello()))
+            made.hello.protocol, made.hello.version = 99, "9.9.9"
+            data = made.SerializeToString()
+            names = ("9.9.9", "protocol 99", __version__, f"protocol {m.PROTOCOL_VERSION}")
+        async with served.stream() as stream:
+            await stream._call.write(data)
+            refused = await hear(stream)
+            assert isinstance(refused, m.Refused)
+            assert refused.exit_code == EXIT_FAILED
+            for name in names:
+                assert name in refused.reason
+            assert await hear(stream) is None
+        assert not served.brain.events
+        await served.is_well()
 
 
 def _knock(**changes: Any) -> m.Knock:
@@ -228,71 +211,58 @@ IN = (KNOCK, PROOF, HELLO)
         *("late-protocol", "late-noise"),
     ],
 )
-def test_a_wrong_message_ends_its_stream_with_a_sentence(
+async def test_a_wrong_message_ends_its_stream_with_a_sentence(
     messages: tuple[bytes, ...], said: str
 ) -> None:
-    async def run() -> None:
-        async with serving() as served, served.agent("bystander") as bystander:
-            ended = await _raw(served, *messages)
-            assert said in ended.details()
-            assert ended.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await bystander.send(m.Beat(5))
-            assert await hear(bystander) == m.Echo(5)
-            attached = [e for e in served.brain.events if isinstance(e, Attached)]
-            if messages[:3] == IN:
-                await served.brain.until(lambda e: isinstance(e, Detached) and not e.clean)
-            else:
-                assert len(attached) == 1
-            await served.is_well()
-
-    aio.run(run())
+    async with serving() as served, served.agent("bystander") as bystander:
+        ended = await _raw(served, *messages)
+        assert said in ended.details()
+        assert ended.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await bystander.send(m.Beat(5))
+        assert await hear(bystander) == m.Echo(5)
+        attached = [e for e in served.brain.events if isinstance(e, Attached)]
+        if messages[:3] == IN:
+            await served.brain.until(lambda e: isinstance(e, Detached) and not e.clean)
+        else:
+            assert len(attached) == 1
+        await served.is_well()
 
 
-def test_who_does_not_introduce_himself_in_time_is_dropped(
+async def test_who_does_not_introduce_himself_in_time_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = asking(monkeypatch)
-
-    async def run() -> None:
-        async with serving() as served:
-            for said, due in (((), "Knock"), ((KNOCK,), "Proof"), ((KNOCK, PROOF), "Hello")):
-                ended, _ = await asyncio.gather(_raw(served, *said), served.too_late(due, asked))
-                assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-                assert f"no {due} came in time" in ended.details()
-            assert not served.brain.events
-        async with serving() as served:
-            await served.is_well()
-
-    aio.run(run())
+    async with serving() as served:
+        for said, due in (((), "Knock"), ((KNOCK,), "Proof"), ((KNOCK, PROOF), "Hello")):
+            ended, _ = await asyncio.gather(_raw(served, *said), served.too_late(due, asked))
+            assert ended.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert f"no {due} came in time" in ended.details()
+        assert not served.brain.events
+    async with serving() as served:
+        await served.is_well()
 
 
-def test_a_huge_message_is_refused() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            ended = await _raw(served, *IN, b"\0" * (m.MAX_MESSAGE_BYTES + 1))
-            assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            await served.brain.until(lambda e: isinstance(e, Detached))
-            await served.is_well()
-
-    aio.run(run())
+async def test_a_huge_message_is_refused() -> None:
+    async with serving() as served:
+        ended = await _raw(served, *IN, b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+        assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await served.brain.until(lambda e: isinstance(e, Detached))
+        await served.is_well()
 
 
 @pytest.mark.slow
-def test_a_flood_is_dropped_and_others_are_served() -> None:
-    async def run() -> None:
-        async with serving(flood_limit=0.5) as served, served.agent("bystander") as bystander:
-            began = asyncio.get_running_loop().time()
-            async with served.agent("flood") as flood:
-                with pytest.raises(LinkError, match=r"reports a second|broke"):
-                    async with asyncio.timeout(LIMIT):
-                        await asyncio.gather(_pour(flood), _drain(flood))
-            await bystander.send(m.Beat(9))
-            assert await hear(bystander) == m.Echo(9)
-            heard = [e for e in served.brain.events if isinstance(e, Heard)]
-            seconds = asyncio.get_running_loop().time() - began
-            assert len(heard) < BURST + (10 + seconds) * RATE
-
-    aio.run(run())
+async def test_a_flood_is_dropped_and_others_are_served() -> None:
+    async with serving(flood_limit=0.5) as served, served.agent("bystander") as bystander:
+        began = asyncio.get_running_loop().time()
+        async with served.agent("flood") as flood:
+            with pytest.raises(LinkError, match=r"reports a second|broke"):
+                async with asyncio.timeout(LIMIT):
+                    await asyncio.gather(_pour(flood), _drain(flood))
+        await bystander.send(m.Beat(9))
+        assert await hear(bystander) == m.Echo(9)
+        heard = [e for e in served.brain.events if isinstance(e, Heard)]
+        seconds = asyncio.get_running_loop().time() - began
+        assert len(heard) < BURST + (10 + seconds) * RATE
 
 
 async def _pour(stream: Any) -> None:
@@ -306,23 +276,18 @@ async def _drain(stream: Any) -> None:
         pass
 
 
-def test_sessions_are_bounded_and_room_comes_back() -> None:
-    async def run() -> None:
-        async with serving(most=2) as served:
-            async with served.agent("a"), served.agent("b"):
-                ended = await _raw(served, *IN)
-                assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "serves 2 nodes" in ended.details()
-            for node in (1, 2):  # both have left
-                await served.brain.until(
-                    lambda e, n=node: isinstance(e, Detached) and e.session == n
-                )
-            await served.is_well()
-
-    aio.run(run())
+async def test_sessions_are_bounded_and_room_comes_back() -> None:
+    async with serving(most=2) as served:
+        async with served.agent("a"), served.agent("b"):
+            ended = await _raw(served, *IN)
+            assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "serves 2 nodes" in ended.details()
+        for node in (1, 2):  # both have left
+            await served.brain.until(lambda e, n=node: isinstance(e, Detached) and e.session == n)
+        await served.is_well()
 
 
-def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> None:
+async def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> None:
     """An agent that reads nothing while 4 MB of waits are told to it, then reads."""
     count = 1000
 
@@ -334,30 +299,24 @@ def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> None:
             return [*told, Tell((event.session,), m.Echo(1))]
         return []
 
-    async def run() -> None:
-        async with serving() as served:
-            served.brain.on = many
-            async with served.agent() as stream:
-                for _ in range(3):
-                    await stream.send(m.Stopped(ROUND))
-                await served.brain.until(
-                    lambda _: sum(isinstance(e, Heard) for e in served.brain.events) == 3
-                )
-                seen = 0
-                while True:
-                    order = await hear(stream)
-                    if order == m.Wait(f"{count - 1} " + "x" * 4000):
-                        break
-                    seen += 1
-                assert seen < count  # of 3000 that were told
-                await served.is_well()
-
-    aio.run(run())
+    async with serving() as served:
+        served.brain.on = many
+        async with served.agent() as stream:
+            for _ in range(3):
+                await stream.send(m.Stopped(ROUND))
+            await served.brain.until(
+                lambda _: sum(isinstance(e, Heard) for e in served.brain.events) == 3
+            )
+            seen = 0
+            while True:
+                order = await hear(stream)
+                if order == m.Wait(f"{count - 1} " + "x" * 4000):
+                    break
+                seen += 1
+            assert seen < count  # of 3000 that were told
+            await served.is_well()
 
 
-def test_get_status() -> None:
-    async def run() -> None:
-        async with serving() as served:
-            assert at_once(await get_status(served.endpoint, LIMIT)) == status()
-
-    aio.run(run())
+async def test_get_status() -> None:
+    async with serving() as served:
+        assert at_once(await get_status(served.endpoint, LIMIT)) == status()

@@ -48,14 +48,11 @@ TOKEN = "a secret of the job that nobody guesses"
 KNOCK = report_to_wire(Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i").knock)
 
 
-def test_who_knows_the_token_is_served() -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN, term=7) as served:
-            await served.is_well(TOKEN)
-            page = await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
-            assert at_once(page) == status()
-
-    aio.run(run())
+async def test_who_knows_the_token_is_served() -> None:
+    async with serving(token=TOKEN, term=7) as served:
+        await served.is_well(TOKEN)
+        page = await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
+        assert at_once(page) == status()
 
 
 @pytest.mark.parametrize(
@@ -89,29 +86,22 @@ def test_one_side_with_a_token_and_one_without(
     assert TOKEN not in caplog.text
 
 
-def test_a_master_with_another_token_is_not_followed() -> None:
+async def test_a_master_with_another_token_is_not_followed() -> None:
     """And it never sees a proof: what it gets from us is a knock and the end."""
-
-    async def run() -> None:
-        async with serving(token="another") as served:
-            async with served.stream() as stream:
-                with pytest.raises(Unproved, match="does not know this job's token"):
-                    await enter(stream, hello(), TOKEN)
-            with pytest.raises(Unproved):
-                await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
-            assert not served.brain.events
-
-    aio.run(run())
+    async with serving(token="another") as served:
+        async with served.stream() as stream:
+            with pytest.raises(Unproved, match="does not know this job's token"):
+                await enter(stream, hello(), TOKEN)
+        with pytest.raises(Unproved):
+            await get_status(served.endpoint, LIMIT, token=reader_token(TOKEN))
+        assert not served.brain.events
 
 
-def test_another_job_with_a_token_is_not_named() -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN) as served, served.stream() as stream:
-            spec = structs.replace(SPEC, job_id="mine")
-            refused = await enter(stream, hello(spec=spec), TOKEN)
-            assert refused == m.Refused(OTHER_JOB, EXIT_FAILED)
-
-    aio.run(run())
+async def test_another_job_with_a_token_is_not_named() -> None:
+    async with serving(token=TOKEN) as served, served.stream() as stream:
+        spec = structs.replace(SPEC, job_id="mine")
+        refused = await enter(stream, hello(spec=spec), TOKEN)
+        assert refused == m.Refused(OTHER_JOB, EXIT_FAILED)
 
 
 @pytest.mark.parametrize("method", [ATTEND, GET_STATUS])
@@ -152,44 +142,35 @@ async def _silent(channel: Any, said: tuple[bytes, ...] = ()) -> Any:
     return call
 
 
-def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
+async def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
     most = 5
-
-    async def run() -> None:
-        async with serving(most_unproved=most) as served, contextlib.AsyncExitStack() as held:
-            calls = []
-            for _ in range(most + 3):
-                channel = await held.enter_async_context(open_channel(served.endpoint))
-                calls.append(await _silent(channel, (KNOCK,)))
-            for call in calls[:3]:
-                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert "too many others" in await call.details()
-            await served.is_well()  # which pushes off one more
-            assert await calls[3].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert not any(call.done() for call in calls[4:])
-            for call in calls:
-                call.cancel()
-
-    aio.run(run())
+    async with serving(most_unproved=most) as served, contextlib.AsyncExitStack() as held:
+        calls = []
+        for _ in range(most + 3):
+            channel = await held.enter_async_context(open_channel(served.endpoint))
+            calls.append(await _silent(channel, (KNOCK,)))
+        for call in calls[:3]:
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "too many others" in await call.details()
+        await served.is_well()  # which pushes off one more
+        assert await calls[3].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in calls[4:])
+        for call in calls:
+            call.cancel()
 
 
-def test_who_is_in_is_never_pushed_off() -> None:
-    async def run() -> None:
-        async with serving(most_unproved=2) as served, contextlib.AsyncExitStack() as on:
-            agent = await on.enter_async_context(served.agent())
-            channels = [
-                await on.enter_async_context(open_channel(served.endpoint)) for _ in range(6)
-            ]
-            calls = [await _silent(channel, (KNOCK,)) for channel in channels]
-            await agent.send(m.Beat(1))
-            assert await hear(agent) == m.Echo(1)
-            for call in calls:
-                call.cancel()
-
-    aio.run(run())
+async def test_who_is_in_is_never_pushed_off() -> None:
+    async with serving(most_unproved=2) as served, contextlib.AsyncExitStack() as on:
+        agent = await on.enter_async_context(served.agent())
+        channels = [await on.enter_async_context(open_channel(served.endpoint)) for _ in range(6)]
+        calls = [await _silent(channel, (KNOCK,)) for channel in channels]
+        await agent.send(m.Beat(1))
+        assert await hear(agent) == m.Echo(1)
+        for call in calls:
+            call.cancel()
 
 
-def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message now and then does not buy more time."""
     asked = asking(monkeypatch)
 
@@ -206,35 +187,29 @@ def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.MonkeyPatc
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "no Hello came in time" in await call.details()
 
-    async def serve() -> None:
-        async with serving() as served:
-            await run(served)
-            assert not served.brain.events
-
-    aio.run(serve())
+    async with serving() as served:
+        await run(served)
+        assert not served.brain.events
 
 
 @pytest.mark.slow
-def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
+async def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
     """While they come and wait, an agent is let in and its beats are echoed."""
 
     async def crowd(served: Served, channels: list[Any]) -> None:
         await asyncio.gather(*(_silent(channel) for channel in channels for _ in range(STREAMS)))
 
-    async def run() -> None:
-        async with serving() as served, served.agent() as agent, contextlib.AsyncExitStack() as on:
-            channels = [
-                await on.enter_async_context(open_channel(served.endpoint))
-                for _ in range(1000 // STREAMS)
-            ]
-            crowding = asyncio.create_task(crowd(served, channels))
-            for number in range(1, 51):
-                await agent.send(m.Beat(number))
-                assert await hear(agent) == m.Echo(number)
-            await crowding
-            await served.is_well()
-
-    aio.run(run())
+    async with serving() as served, served.agent() as agent, contextlib.AsyncExitStack() as on:
+        channels = [
+            await on.enter_async_context(open_channel(served.endpoint))
+            for _ in range(1000 // STREAMS)
+        ]
+        crowding = asyncio.create_task(crowd(served, channels))
+        for number in range(1, 51):
+            await agent.send(m.Beat(number))
+            assert await hear(agent) == m.Echo(number)
+        await crowding
+        await served.is_well()
 
 
 HURRY = 2.0
@@ -271,44 +246,37 @@ LATE, BAD = "no Knock came in time", "no report of elasticrun"
     ],
     ids=["silence", "half-frame", "half", "dribble", "giant", "noise", "late-noise"],
 )
-def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
-    async def run() -> None:
-        async with serving() as served, served.agent() as agent:
-            with hurried(served) if told == LATE else contextlib.nullcontext():
-                reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
-                writer.write(said)
-                async with asyncio.timeout(LIMIT):
-                    heard = await reader.readuntil(b"grpc-status")
-                    while told not in heard.decode(errors="replace"):
-                        more = await reader.read(4096)
-                        assert more, heard
-                        heard += more
-            await agent.send(m.Beat(1))
-            assert await hear(agent) == m.Echo(1)
-            await served.is_well()
-            writer.close()
-
-    aio.run(run())
+async def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
+    async with serving() as served, served.agent() as agent:
+        with hurried(served) if told == LATE else contextlib.nullcontext():
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+            writer.write(said)
+            async with asyncio.timeout(LIMIT):
+                heard = await reader.readuntil(b"grpc-status")
+                while told not in heard.decode(errors="replace"):
+                    more = await reader.read(4096)
+                    assert more, heard
+                    heard += more
+        await agent.send(m.Beat(1))
+        assert await hear(agent) == m.Echo(1)
+        await served.is_well()
+        writer.close()
 
 
 @pytest.mark.slow
-def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
+async def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
     """The challenge would wait for ever in its closed window."""
     shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)
-
-    async def run() -> None:
-        async with serving() as served, served.agent() as agent:
-            with hurried(served):
-                _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
-                writer.write(shut)
-                await _until(lambda: served.servicer.unproved == 1)
-                await _until(lambda: served.servicer.unproved == 0)
-            await agent.send(m.Beat(1))
-            assert await hear(agent) == m.Echo(1)
-            await served.is_well()
-            writer.close()
-
-    aio.run(run())
+    async with serving() as served, served.agent() as agent:
+        with hurried(served):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
+            writer.write(shut)
+            await _until(lambda: served.servicer.unproved == 1)
+            await _until(lambda: served.servicer.unproved == 0)
+        await agent.send(m.Beat(1))
+        assert await hear(agent) == m.Echo(1)
+        await served.is_well()
+        writer.close()
 
 
 async def _until(true: Any) -> None:
