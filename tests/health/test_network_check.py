@@ -1,6 +1,6 @@
 """The network check with real probes: one bad node of 2, 3 and 4, a hung probe, a wrong result, the
 test over all nodes; and that nothing of it runs where nobody asked for it. Every number of nodes is
-in tests/core/test_netcheck.py."""
+in tests/core/health/test_netcheck.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_node_that_cannot_talk(health: Health, nodes: int) -> None:
     assert health.trained() == set(range(bad))
 
 
-@further("test_a_job_of_one_bad_node", "core/test_netcheck")
+@further("test_a_job_of_one_bad_node", "core/health/test_netcheck")
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
     """Its own probe tells, so that two nodes suffice."""
@@ -76,7 +76,7 @@ def test_a_node_that_computes_wrong(health: Health) -> None:
     health.finish(0, 75)
 
 
-@further("core/test_netcheck")
+@further("core/health/test_netcheck")
 def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> None:
     """Nothing tells which of two is at fault when both are well alone: neither is excluded, none
     trains, and both say what would help. Then that comes."""
@@ -92,7 +92,7 @@ def test_of_two_nodes_the_pair_is_named_until_a_third_tells(health: Health) -> N
     assert health.trained() == {0, 2}
 
 
-@further("core/test_netcheck")
+@further("core/health/test_netcheck")
 def test_two_nodes_that_nobody_joins(health: Health) -> None:
     """They end as any job below min does, with the pair in the reason."""
     job = health.start("2", CHECK, times(join_timeout=60), fault="probe-fail=comm@node1")
@@ -144,7 +144,7 @@ def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
-@further("core/test_netcheck")
+@further("core/health/test_netcheck")
 def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
     """With the figure and what was wanted, before any rank was started."""
     job = health.start("2", "--comm-perf-test", "--comm-perf-threshold=100000")
@@ -154,7 +154,7 @@ def test_a_bandwidth_below_what_is_wanted_ends_the_job(health: Health) -> None:
     assert health.trained() == set()
 
 
-@further("core/test_netcheck")
+@further("core/health/test_netcheck")
 def test_a_bandwidth_that_suffices(health: Health) -> None:
     health.start("2", "--comm-perf-test", "--comm-perf-threshold=0.000001")
     health.world_of(0, 1)

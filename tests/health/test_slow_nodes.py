@@ -25,7 +25,7 @@ shows first is all the same."""
 EVIDENCE = r"[\d.]+ (ms|us|s)\b.*, the others [\d.]+ (ms|us|s).*limit [\d.]+ (ms|us|s)"
 
 
-@further("core/test_netcheck_slow")
+@further("core/health/test_slow")
 def test_a_slow_node_is_told_about(health: Health) -> None:
     """It trains with the others; the reason has its figure, the others' and the limit."""
     job = health.start("4", CHECK, RATIO, LONG, fault=f"{SLOW}@node3")
@@ -36,7 +36,7 @@ def test_a_slow_node_is_told_about(health: Health) -> None:
     health.finish(0, 0, 0, 0)
 
 
-@further("core/test_netcheck_slow")
+@further("core/health/test_slow")
 def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health) -> None:
     """The two others are there first: a check without one of them would need the slow node."""
     flags = (RATIO, LONG, "--exclude-straggler", "--grow=now")
@@ -50,7 +50,7 @@ def test_a_slow_node_is_left_out_where_that_is_wanted(health: Health) -> None:
     assert health.trained() == {0, 1}
 
 
-@further("core/test_netcheck_slow")
+@further("core/health/test_slow")
 def test_a_slow_node_that_is_needed_stays(health: Health) -> None:
     """Never below min, whatever was wanted."""
     job = health.start("3", CHECK, RATIO, LONG, "--exclude-straggler", fault=f"{SLOW}@node2")
@@ -60,7 +60,7 @@ def test_a_slow_node_that_is_needed_stays(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
-@further("core/test_netcheck_slow")
+@further("core/health/test_slow")
 def test_nodes_that_are_alike_are_not_called_slow(health: Health) -> None:
     """The measure is noisy on two shared cores; that convicts nobody."""
     job = health.start("4", CHECK, "--straggler-ratio=4", "--exclude-straggler")

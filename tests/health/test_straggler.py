@@ -50,7 +50,7 @@ def test_a_straggler_is_swapped_for_a_spare(health: Health, spare: str) -> None:
     health.finish(0, 0, 75, 0)
 
 
-@further("core/test_stragglers")
+@further("core/health/test_stragglers")
 def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None:
     job = health.start("2:3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)
     first = health.world_of(0, 1, 2, since=0.0)  # it may be over by now
@@ -61,7 +61,7 @@ def test_a_straggler_is_left_out_where_the_rest_suffices(health: Health) -> None
     health.finish(0, 0, 75)
 
 
-@further("core/test_stragglers")
+@further("core/health/test_stragglers")
 def test_a_straggler_that_is_needed_stays(health: Health) -> None:
     """No spare, and never below min: it is told about, and training goes on."""
     job = health.start("3", SOON, "--exclude-straggler", fault=SLOW, script=PACES)

@@ -32,7 +32,7 @@ test_killed_at_random_moments |
 | between marker and retention | test_killed_between_the_marker_and_the_sweep |
 | the master is killed | test_the_master_dies_and_then_a_rank, \
 test_each_process_is_killed_in_mid_persist, \
-core/test_breakpoint_save.py::test_a_stream_that_breaks_does_not_end_an_attempt |
+core/snapshots/test_checkpoints.py::test_a_stream_that_breaks_does_not_end_an_attempt |
 | no master answers for some snapshots | test_no_master_answers_for_three_snapshots |
 | a node is lost: DDP, HSDP | test_a_node_is_lost_and_all_have_the_same_state, \
 test_a_spare_takes_the_place_and_the_state, \
@@ -106,7 +106,7 @@ test_shape.py::test_no_lock_no_pickle_no_fixed_tmp_path, \
 storage/test_folder.py::test_a_changed_byte_is_found, \
 dcp/test_metadata.py::test_every_kind_of_tensor_is_read_bit_by_bit |
 | steps of nodes that left count for ever | \
-core/test_breakpoint_held.py::test_what_is_of_another_round_does_not_count |
+core/snapshots/test_ledger.py::test_what_is_of_another_round_does_not_count |
 | a failed save ends training | \
 checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
 | a step is noted before it is committed, the newest folder is taken incomplete | \

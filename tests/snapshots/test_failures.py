@@ -203,7 +203,7 @@ def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
 
 
 @further(
-    "core/test_breakpoint_rewind", "snapshots/test_random_kills::test_killed_at_random_moments"
+    "core/snapshots/test_choice", "snapshots/test_random_kills::test_killed_at_random_moments"
 )
 def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     """FSDP without replicas: everybody goes back to the newest checkpoint, and it is said why."""
@@ -226,7 +226,7 @@ def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("agent/snapshots/test_taken_over", "core/test_breakpoint_past")
+@further("agent/snapshots/test_taken_over", "core/snapshots/test_past")
 def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -> None:
     """Its memory is of an older round than the others are in: nobody goes on from that."""
     job = training.start(
@@ -296,7 +296,7 @@ def test_saved_at_the_breakpoint(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("core/test_breakpoint_save", "test_saved_at_the_breakpoint")
+@further("core/snapshots/test_checkpoints", "test_saved_at_the_breakpoint")
 def test_saved_before_the_job_ends(training: Training) -> None:
     """No restart is left: the newest step is written before the job is over."""
     training.start("--die", "1:7:kill", mode="fsdp2", options=["--save-at-breakpoint"])

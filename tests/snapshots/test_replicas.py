@@ -90,7 +90,7 @@ def test_a_flipped_bit_in_a_replica(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further("core/test_breakpoint_replicas")
+@further("core/snapshots/test_replication")
 def test_what_every_node_has_is_not_copied(training: Training) -> None:
     """DDP: replicas cost nothing. (A step that one rank has more than a moment before the other is
     copied all the same: this or that one may be, on a machine that stands still, but not all.)"""

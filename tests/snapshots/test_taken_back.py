@@ -53,7 +53,7 @@ def test_a_step_that_is_asked_for(training: Training) -> None:
     assert training.said("--restore-step=5: step 5 is not whole in memory, and .* has no whole")
 
 
-@further("core/test_breakpoint_rewind")
+@further("core/snapshots/test_choice")
 def test_a_living_rank_is_given_back_what_it_has_alone(training: Training) -> None:
     """Equal weights, a node a rank: rank 1 dies before it holds step 5, which rank 0 alone could
     give. All go on from step 4, or rank 1's own state would be lost."""

@@ -10,11 +10,7 @@ from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import PATIENCE
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint, RoundName
-from tests.core.test_breakpoint_save import answer
-
-R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
-SAVER = {node: Endpoint(node, 7000) for node in "abc"}
+from tests.core.snapshots.saves import R1, R2, SAVER, answer
 
 
 class Saves(Snapshots):

@@ -7,9 +7,8 @@ import pytest
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.core.test_breakpoint_save import fails_soon, step_of
+from tests.core.snapshots.saves import R1, R2, fails_soon, step_of
 
-R1, R2 = RoundName(1, 1, "x"), RoundName(1, 2, "y")
 NEW = RoundName(2, 1, "z")
 FROM_100 = m.LastRound(R2, 2, m.Restore(R1, 100, 2))
 

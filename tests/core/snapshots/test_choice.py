@@ -1,4 +1,5 @@
-"""Training that was taken back to an older step, and state that one rank alone has; by hand."""
+"""Which snapshot is gone on from: what is whole, suspect or asked for, and what storage tells; by
+hand."""
 
 from __future__ import annotations
 
@@ -12,7 +13,211 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import Master, failure, hello
-from tests.core.test_breakpoint_save import R1, R2, SAVER, Saves, fails_soon, step_of
+from tests.core.snapshots.saves import R1, R2, SAVER, Saves, answer, fails_soon, holding, step_of
+
+
+def test_the_watermark_is_told_once_when_it_rises() -> None:
+    saves = Saves()
+    saves.holds("a", 100)
+    assert saves.taken() == []
+    saves.holds("b", 100)
+    assert saves.taken() == [("ab", "Watermark")]
+    saves.both(100)
+    assert saves.taken() == []
+    saves.both(100, 110)
+    assert saves.taken() == [("ab", "Watermark")]
+    saves.both(100)
+    assert saves.points.watermark == 110, "it never falls"
+    assert saves.taken() == []
+
+
+def test_steps_that_can_never_be_whole_are_given_up() -> None:
+    """Two slots each, of which one has the watermark: b came too late for 110, a for 111. Nothing
+    that they hold above 100 can become whole, and nothing else could be written for ever."""
+    saves = Saves()
+    saves.both(100)
+    saves.taken()
+    saves.holds("a", 100, 110)
+    assert saves.taken() == [], "b may still be copying 110"
+    saves.holds("b", 100, 111)
+    (nodes, order), saves.outbox.orders = saves.outbox.orders[-1], []
+    assert nodes == ("a", "b")
+    assert order == m.Watermark(R1, 100, 111)
+    assert step_of(saves) == 100
+    saves.holds("b", 100, 110)  # whatever is said of them from now on
+    assert saves.taken() == []
+    assert step_of(saves) == 100
+    saves.attached("a", 1.0, member=True)
+    assert saves.last() == m.Watermark(R1, 100, 111), "a new stream is told again"
+    saves.taken()
+    saves.both(100, 120)
+    assert saves.last() == m.Watermark(R1, 120)
+    assert step_of(saves) == 120
+
+
+def test_equal_state_is_never_given_up() -> None:
+    """Whoever has it has it for all."""
+    saves = Saves()
+    saves.both(100, content=5)
+    saves.holds("a", 100, 110, content=5)
+    saves.holds("b", 100, 111, content=5)
+    assert saves.points.watermark == 111
+    assert all(getattr(order, "given_up", -1) == -1 for _, order in saves.outbox.orders)
+
+
+def test_steps_of_two_rounds_are_not_combined() -> None:
+    """a holds 101 of the old round, b of the new one: they are not the same state."""
+    saves = Saves()
+    saves.both(100)
+    saves.holds("a", 100, 101)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert step_of(saves) == 100, "what a holds of 101 is of a time that was given up"
+    held = (holding(R1, 100), holding(R2, 101))
+    saves.heard("b", m.Holdings(SAVER["b"], held), 0.0)
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
+    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 100, 2))
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
+
+
+def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
+    saves = Saves()
+    saves.both(100, content=7)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    rank_a = m.Holding(R2, 101, 0, 2, (7,), wanted=False)
+    rank_b = m.Holding(R2, 90, 1, 2, (7,), wanted=False)
+    saves.heard("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
+    old = m.Holding(R1, 100, 1, 2, (7,), wanted=False)
+    saves.heard("b", m.Holdings(SAVER["b"], (old, rank_b)), 0.0)
+    assert saves.points.choose().restore == m.Restore(R2, 101, 2)
+    saves.forget("a", 1.0, gone="is dead")
+    choice = saves.points.choose()
+    assert choice.restore == m.Restore(R2, 90, 2)
+    assert choice.why == "step 101 cannot be restored from memory: no node holds it"
+    saves.heard("b", m.Holdings(SAVER["b"], (old,)), 1.0)
+    assert saves.points.choose().restore == m.Restore(R1, 100, 2)
+
+
+def test_where_nothing_is_whole_there_is_a_reason() -> None:
+    saves = Saves()
+    assert saves.points.choose() == saves.points.choose()
+    assert saves.points.choose().why == ""
+    saves.both(100)
+    saves.forget("b", 1.0)
+    assert saves.points.choose().restore is None
+    assert "node b held the only copy of rank 1" in saves.points.choose().why
+    saves.holds("b", 100)
+    assert step_of(saves) == 100, "its stream stands again"
+
+
+def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
+    saves = Saves()
+    saves.both(90, 100)
+    saves.points.failed_by_itself()
+    assert step_of(saves) == 100, "the round was not restored from anything"
+    for number in (2, 3):
+        fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
+    assert step_of(saves) == 90
+    assert "step 100 is suspect" in saves.says()
+    again = Snapshots(m.SaveSpec(), str)
+    again.restore(None, saves.points.rejected())
+    again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))
+    for rank, node in enumerate("ab"):
+        held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
+        again.heard(node, m.Holdings(None, held), 0.0)
+    assert step_of(again) == 90, "the next master knows it too"
+
+
+def test_a_round_that_got_further_is_no_sign_of_poison() -> None:
+    saves = Saves()
+    saves.both(100)
+    for number in (2, 3, 4):
+        name = RoundName(1, number, "y")
+        saves.begin_round(name, 2, m.Restore(R1, 100, 2))
+        saves.holds("a", 100 + number, name=name)
+        saves.holds("b", 100 + number, name=name)
+        saves.points.failed_by_itself()
+    assert step_of(saves) == 104
+
+
+def test_complaints_about_shards_come_to_an_end() -> None:
+    """Whatever ranks complain of, something is chosen less: free restarts are not for ever."""
+    saves = Saves()
+    saves.both(90, 100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    assert saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert step_of(saves) == 90
+    saves = Saves()
+    saves.both(90, 100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    other = m.ShardBad(R1, 100, 1, "its shape is another")
+    assert saves.points.bad("a", other), "a holds no rank 1"
+    assert step_of(saves) == 90
+    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 90, 2))
+    assert not saves.points.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
+    assert not saves.points.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
+
+
+def test_a_node_that_serves_badly_is_not_named_again() -> None:
+    saves = Saves()
+    saves.both(100, content=7)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    asked = m.WhereIs(R1, 100, 1)
+    assert answer(saves, "a", asked).saver == SAVER["b"]
+    saves.points.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
+    assert step_of(saves) == 100, "a has the same"
+    holder = answer(saves, "c", asked)
+    assert (holder.saver, holder.holds) == (SAVER["a"], 0)
+    nobody = answer(saves, "a", asked)
+    assert (nobody.saver, nobody.holds) == (None, -1)
+    assert nobody.reason
+
+
+def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
+    """b's stream breaks, or it has no saver yet, while a asks for what only b has: a step that is
+    whole must not count as lost for that."""
+    saves = Saves()
+    saves.both(100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    asked = m.WhereIs(R1, 100, 1)
+    saves.forget("b", 1.0)
+    saves.taken()
+    saves.points.where("a", asked)
+    assert saves.taken() == [], "b has not gone"
+    saves.holds("b", 100, saver=False)
+    assert saves.taken() == [], "its saver is not ready"
+    saves.holds("b", 100)
+    assert saves.taken() == [("a", "Holder")]
+    saves.forget("b", 2.0)
+    saves.points.where("a", asked)
+    saves.forget("b", 3.0, gone="is dead")
+    order = saves.last()
+    assert isinstance(order, m.Holder)
+    assert (order.saver, order.reason) == (None, "no node holds it any more")
+    saves.holds("b", 100, saver=False)
+    saves.points.where("a", asked)
+    saves.forget("a", 4.0, gone="is dead")
+    saves.taken()
+    saves.holds("b", 100)
+    assert saves.taken() == [], "nobody asks any more"
+
+
+def test_who_comes_back_without_it_is_not_waited_for() -> None:
+    """A node that tells of other things has said before what it holds, if it holds anything."""
+    saves = Saves()
+    saves.both(100)
+    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.forget("b", 1.0)
+    saves.points.where("a", m.WhereIs(R1, 100, 1))
+    saves.taken()
+    saves.points.has_said_all("c")
+    assert saves.taken() == [], "it is b that may have it"
+    saves.points.has_said_all("b")
+    order = saves.last()
+    assert isinstance(order, m.Holder)
+    assert (order.saver, order.reason) == (None, "no node holds it any more")
+
+
+# ---------------------------------------------------------------- training that is taken back
 
 
 def poisoned(saves: Saves) -> None:

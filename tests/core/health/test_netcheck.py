@@ -52,10 +52,15 @@ def healthy(group: Group, **changes: object) -> dict[str, Probed]:
     return {node: replace(said, **changes) for node, said in answers.items()}
 
 
-def answer(netcheck: NetCheck, group: Group, machines: Machines, now: float) -> tuple[Group, ...]:
-    for node, said in machines.probe(group).items():
+def hear(netcheck: NetCheck, answers: dict[str, Probed], now: float) -> tuple[Group, ...]:
+    """What nodes answer; the groups that are probed next."""
+    for node, said in answers.items():
         netcheck.answered(node, said, now)
     return netcheck.proceed(now)
+
+
+def answer(netcheck: NetCheck, group: Group, machines: Machines, now: float) -> tuple[Group, ...]:
+    return hear(netcheck, machines.probe(group), now)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -580,6 +585,10 @@ def test_nobody_else_is_slow_whoever_is_suspected(count: int) -> None:
 # ---------------------------------------------------------------- at the door
 
 
+def failing(group: Group, reason: str = "broken") -> dict[str, Probed]:
+    return healthy(group, ok=False, own=True, phase=ProbePhase.COMPUTE, reason=reason)
+
+
 def test_a_good_newcomer_at_the_door() -> None:
     netcheck = fresh()
     group = netcheck.at_door("n9", 0.0)
@@ -591,37 +600,64 @@ def test_a_good_newcomer_at_the_door() -> None:
     assert answer(netcheck, group, Machines(()), 2.0) == ()
     assert netcheck.standing("n9") is Standing.ALONE
     assert netcheck.health("n9") == "10 ms per matmul (26.8 GFLOP/s)"
-    assert netcheck.next_deadline() is None
+    assert (netcheck.group_of("n9"), netcheck.next_deadline()) == (None, None)
+    assert hear(netcheck, failing(group), 3.0) == (), "it has been let in already"
+    assert netcheck.standing("n9") is Standing.ALONE
 
 
 @pytest.mark.parametrize("kind", ["compute", "silent"])
 def test_a_bad_newcomer_at_the_door(kind: str) -> None:
+    """Two failures convict, and both are named; who does not answer has failed."""
     netcheck = fresh()
     group = netcheck.at_door("n9", 0.0)
     machines = Machines((Fault(kind, "n9"),))
-    for node, said in machines.probe(group).items():
-        netcheck.answered(node, said, 1.0)
-    now = 1.0 if kind == "compute" else netcheck.next_deadline()
-    assert now is not None
-    (again,) = netcheck.proceed(now)
-    assert again.nodes == ("n9",)
-    assert again.check != group.check
-    for node, said in machines.probe(again).items():
-        netcheck.answered(node, said, now)
+    due = SPEC.probe_limit + PROBE_ANSWER_SLACK
+    now = 1.0 if kind == "compute" else due
+    again = answer(netcheck, group, machines, 1.0)
+    if kind == "silent":
+        assert again == netcheck.proceed(due - 0.001) == ()
+        again = netcheck.proceed(due)
+    assert [one.nodes for one in again] == [("n9",)]
+    assert again[0].check != group.check
+    hear(netcheck, machines.probe(again[0]), now)
     assert netcheck.proceed(netcheck.next_deadline() or now) == ()
     (verdict,) = netcheck.verdicts()
     assert isinstance(verdict, Verdict)
     assert (verdict.node, verdict.kind) == ("n9", "failed")
     assert verdict.reason.startswith("n9 failed its own probes twice: in ")
+    assert verdict.reason.count(", and in ") == 1
     assert netcheck.standing("n9") is Standing.UNKNOWN
+    assert (netcheck.group_of("n9"), netcheck.next_deadline()) == (None, None)
+
+
+def test_one_answer_at_the_door_is_counted_once() -> None:
+    """Neither the same one again, nor what nobody asked for, convicts."""
+    netcheck = fresh()
+    group = netcheck.at_door("n9", 0.0)
+    netcheck.answered("other", healthy(group)["n9"], 1.0)
+    netcheck.answered("n9", healthy(group, check="9")["n9"], 1.0)
+    assert netcheck.group_of("n9") is group
+    netcheck.answered("n9", failing(group)["n9"], 1.0)
+    assert netcheck.group_of("n9") is None, "its next probe is not even ordered"
+    (again,) = hear(netcheck, failing(group), 1.0)
+    assert hear(netcheck, failing(group), 1.0) == (), "of the probe before"
+    assert netcheck.group_of("n9") is again
+    assert hear(netcheck, healthy(again), 2.0) == netcheck.verdicts() == ()
+    assert netcheck.standing("n9") is Standing.ALONE
 
 
 def test_a_newcomer_that_goes_or_is_checked_with_others_leaves_the_door() -> None:
     netcheck = fresh()
-    netcheck.at_door("n8", 0.0)
-    group = netcheck.at_door("n9", 0.0)
+    group = netcheck.at_door("n8", 0.0)
+    netcheck.answered("n8", failing(group)["n8"], 0.0)
     netcheck.lost("n8", "it left", 1.0)
-    assert netcheck.group_of("n8") is None
+    netcheck.lost("n8", "it left", 1.0)
+    assert netcheck.proceed(1.0) == (), "it is not probed again"
+    assert (netcheck.group_of("n8"), netcheck.next_deadline()) == (None, None)
+    group = netcheck.at_door("n8", 1.0)
+    assert [one.nodes for one in hear(netcheck, failing(group), 1.0)] == [("n8",)]
+    assert netcheck.verdicts() == (), "it is new here: nothing is held against it"
+    group = netcheck.at_door("n9", 0.0)
     groups = netcheck.begin(["n0", "n9"], 2.0)
     assert netcheck.group_of("n9") is groups[0]
     answer(netcheck, group, Machines((Fault("compute", "n9"),)), 3.0)
@@ -651,9 +687,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
     (group,) = netcheck.begin(ready, 10.0, dict.fromkeys(ready, 2))
     assert (group.nodes, group.perf) == (tuple(ready), True)
     assert "comm perf test" in netcheck.reason()
-    for node, said in measured(group, 0.002).items():
-        netcheck.answered(node, said, 11.0)
-    assert netcheck.proceed(11.0) == ()
+    assert hear(netcheck, measured(group, 0.002), 11.0) == ()
     assert netcheck.perf.lines == (
         "all_reduce of 1 MiB: 2 ms, algorithm bandwidth 0.524 GB/s, bus bandwidth 0.918 GB/s, "
         "over 4 nodes, 8 ranks",
@@ -668,9 +702,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
 def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool) -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=floor))
     (group,) = netcheck.begin(names(2), 0.0)
-    for node, said in measured(group, 0.002).items():
-        netcheck.answered(node, said, 1.0)
-    netcheck.proceed(1.0)
+    hear(netcheck, measured(group, 0.002), 1.0)
     assert bool(netcheck.perf.failure) == ends
     if ends:
         assert netcheck.perf.failure == (
@@ -682,9 +714,7 @@ def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool)
 def test_a_time_that_cannot_be_is_no_end_of_the_master() -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=5.0))
     (group,) = netcheck.begin(names(2), 0.0)
-    for node, said in healthy(group, transfers=(Transfer(2**60, 5e-324),)).items():
-        netcheck.answered(node, said, 1.0)
-    netcheck.proceed(1.0)
+    hear(netcheck, healthy(group, transfers=(Transfer(2**60, 5e-324),)), 1.0)
     assert netcheck.perf.failure == ""
 
 
@@ -753,9 +783,7 @@ def test_what_a_check_found_is_news_once() -> None:
     assert netcheck.news().startswith("network check of 2 nodes")
     assert netcheck.news() == ""
     (group,) = netcheck.begin(names(2), 10.0, dict.fromkeys(names(2), 1))
-    for node, said in measured(group).items():
-        netcheck.answered(node, said, 11.0)
-    netcheck.proceed(11.0)
+    hear(netcheck, measured(group), 11.0)
     assert netcheck.news().startswith("comm perf test over 2 nodes")
     netcheck.forget("n1")
     netcheck.begin(names(2), 20.0)

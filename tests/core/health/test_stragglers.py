@@ -82,51 +82,56 @@ def test_a_node_that_stays_slow_is_suspected_again_and_again() -> None:
     assert training.names == ["n2"]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_two_and_three_nodes_are_enough(count: int) -> None:
-    training = Training(f"n{number}" for number in range(count))
-    owns = dict.fromkeys(training.nodes, 0.1)
-    training.run(60.0, {**owns, "n1": 0.3})
-    assert training.names == ["n1"]
+def writer(now: float) -> float:
+    """The step in which this node writes a checkpoint for a minute is its own part alone."""
+    return 6.0 if int(now) % 10 == 0 else 0.1
+
+
+@pytest.mark.parametrize(
+    ("owns", "until", "slow", "spec"),
+    [
+        ([0.1, 0.3], 60.0, [1], SPEC),
+        ([0.1, 0.3, 0.1], 60.0, [1], SPEC),
+        ([0.1, 0.3, 0.1, 0.1, 0.35, 0.1], 60.0, [1, 4], SPEC),
+        ([5.0], 100.0, [], SPEC),
+        ([5.0, None, None], 100.0, [], SPEC),
+        ([0.1, 0.102, 0.1], 200.0, [], SPEC),
+        ([0.1, 0.12, 0.1], 200.0, [], SPEC),
+        ([0.1, 0.145, 0.1], 200.0, [], SPEC),
+        ([0.05, 0.1, 0.15, 0.2, 0.25], 200.0, [], SPEC),  # the spread of the others counts
+        ([writer, 0.1, 0.1], 400.0, [], SPEC),
+        ([0.1, 0.3, 0.1], 60.0, [], CheckSpec(slow_ratio=4.0)),
+        ([0.1, 0.13, 0.1], 60.0, [1], CheckSpec(slow_ratio=1.1)),
+        # the command line allows no ratio below 1; the wire does
+        ([0.1, 0.3], 20.0, [1], CheckSpec(slow_ratio=0.0, slow_for=1.0)),
+    ],
+    ids=[
+        *("two", "three", "two-of-six", "alone", "only-one-reports", "2%", "20%", "45%"),
+        *("stages-of-a-pipeline", "writes-checkpoints", "ratio-4", "ratio-1.1", "ratio-0"),
+    ],
+)
+def test_who_is_slow(
+    owns: list[Own | float | None], until: float, slow: list[int], spec: CheckSpec
+) -> None:
+    training = Training((f"n{at}" for at in range(len(owns))), spec)
+    told = {f"n{at}": own for at, own in enumerate(owns) if own is not None}
+    training.run(until, told)
+    assert training.names == [f"n{at}" for at in slow]
+
+
+def test_long_steps_are_judged_by_the_report() -> None:
+    """Steps of 40 s: a suspicion takes JUDGEMENTS reports after those of the warm-up."""
+    training = Training(("n0", "n1", "n2"))
+    training.run(40.0 * 10, {"n0": 12.0, "n1": 39.0, "n2": 12.0}, every=40.0)
+    when, slowness = training.found[0]
+    assert slowness.node == "n1"
+    assert when <= 40.0 * 6
 
 
 def test_of_two_nodes_the_evidence_names_the_other_in_the_singular() -> None:
     training = Training(("n0", "n1"))
     training.run(60.0, {"n0": 0.3, "n1": 0.1})
     assert "the other's 0.1 s (median of 1 node)" in training.found[0][1].evidence
-
-
-def test_a_node_alone_is_never_slow() -> None:
-    training = Training(("n0",))
-    training.run(100.0, {"n0": 5.0})
-    assert training.found == []
-
-
-def test_of_nodes_of_which_only_one_reports_none_is_slow() -> None:
-    training = Training(("n0", "n1", "n2"))
-    training.run(100.0, {"n0": 5.0})
-    assert training.found == []
-
-
-@pytest.mark.parametrize("factor", [1.02, 1.2, 1.45])
-def test_a_small_difference_convicts_nobody(factor: float) -> None:
-    training = Training(("n0", "n1", "n2"))
-    training.run(200.0, {"n0": 0.1, "n1": 0.1 * factor, "n2": 0.1})
-    assert training.found == []
-
-
-def test_nodes_that_differ_by_design_convict_nobody_who_differs_no_more() -> None:
-    """Stages of a pipeline: the spread of the others is part of the rule."""
-    training = Training(("n0", "n1", "n2", "n3", "n4"))
-    training.run(200.0, {"n0": 0.05, "n1": 0.1, "n2": 0.15, "n3": 0.2, "n4": 0.25})
-    assert training.found == []
-
-
-def test_two_slow_nodes_of_six_are_both_found() -> None:
-    training = Training(f"n{number}" for number in range(6))
-    owns = dict.fromkeys(training.nodes, 0.1)
-    training.run(60.0, {**owns, "n1": 0.3, "n4": 0.35})
-    assert training.names == ["n1", "n4"]
 
 
 def test_a_break_begins_the_count_anew() -> None:
@@ -139,17 +144,6 @@ def test_a_break_begins_the_count_anew() -> None:
     training.run(70.0, {"n0": 0.1, "n1": fickle, "n2": 0.1})
     assert training.names == ["n1"]
     assert training.found[0][0] > 55.0
-
-
-def test_a_node_that_writes_a_checkpoint_now_and_then_is_not_slow() -> None:
-    """The step in which node 0 writes for a minute is its own part alone."""
-
-    def writer(now: float) -> float:
-        return 6.0 if int(now) % 10 == 0 else 0.1
-
-    training = Training(("n0", "n1", "n2"))
-    training.run(400.0, {"n0": writer, "n1": 0.1, "n2": 0.1})
-    assert training.found == []
 
 
 def test_a_pause_of_all_convicts_nobody() -> None:
@@ -208,15 +202,6 @@ def test_a_small_own_part_of_a_step_that_is_all_network_costs_nothing() -> None:
     assert training.found == []
 
 
-def test_long_steps_are_judged_by_the_report() -> None:
-    """Steps of 40 s: a suspicion takes JUDGEMENTS reports after those of the warm-up."""
-    training = Training(("n0", "n1", "n2"))
-    training.run(40.0 * 10, {"n0": 12.0, "n1": 39.0, "n2": 12.0}, every=40.0)
-    when, slowness = training.found[0]
-    assert slowness.node == "n1"
-    assert when <= 40.0 * 6
-
-
 def test_a_new_round_forgets_and_may_suspect_anew() -> None:
     training = Training(("n0", "n1"))
     training.run(25.0, {"n0": 0.1, "n1": 0.3})
@@ -256,20 +241,6 @@ def test_a_short_slow_for_still_needs_several_judgements() -> None:
     training.run(20.0, {"n0": 0.1, "n1": 0.3})
     assert training.names == ["n1"]
     assert training.found[0][0] >= WARM - 1 + 2
-
-
-def test_a_ratio_that_the_user_gave_is_kept_to() -> None:
-    for ratio, expected in ((4.0, []), (1.1, ["n1"])):
-        training = Training(("n0", "n1", "n2"), CheckSpec(slow_ratio=ratio))
-        training.run(60.0, {"n0": 0.1, "n1": 0.3 if ratio > 2 else 0.13, "n2": 0.1})
-        assert training.names == expected
-
-
-def test_a_ratio_of_nothing_is_no_end_of_the_master() -> None:
-    """The command line allows none below 1; the wire does."""
-    training = Training(("n0", "n1"), CheckSpec(slow_ratio=0.0, slow_for=1.0))
-    training.run(20.0, {"n0": 0.1, "n1": 0.3})
-    assert "n1" in training.names
 
 
 def test_reports_that_come_spread_over_a_long_beat_are_all_compared() -> None:
