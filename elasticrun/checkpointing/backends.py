@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elasticrun.checkpointing.capture import Taker
 from elasticrun.checkpointing.choosing import Board, Choice, Setting
-from elasticrun.checkpointing.drain import WHOLE_LIMIT, Departure
-from elasticrun.checkpointing.line import Line, LineError
+from elasticrun.checkpointing.line import WHOLE_LIMIT, Departure, Line, LineError
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.restore import Recall, Unusable
 from elasticrun.checkpointing.state import State
@@ -36,20 +35,22 @@ END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be ended, once it has said that it cannot go on."""
 
 
-class Way(Protocol):
-    """One life of one rank."""
+class Way:
+    """One life of one rank. What is not said otherwise does nothing."""
 
     snapshots: bool  # whether memory is used, so that more than what is written out is due
-    source: str  # where the restore came from
+    source = "nothing"  # where the restore came from
 
     def resume(self, board: Board) -> int:
         """Restore; the step that training goes on from, 0 if there is nothing."""
+        raise NotImplementedError
 
     def fresh(self, step: int) -> None:
         """Training goes on from this step without a restore."""
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         """False if it was skipped, for want of a slot."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Have room for a snapshot of the state as it is now; does nothing a second time."""
@@ -59,6 +60,7 @@ class Way(Protocol):
 
     def is_asked(self, step: int) -> bool:
         """Whether this step is to be saved, since a node leaves; once a step."""
+        return False
 
     def answer(self, step: int, *, saved: bool) -> None:
         """What was asked for was saved, or could not be. This process may end here."""
@@ -68,11 +70,14 @@ class Way(Protocol):
 
     def remark(self, text: str) -> None:
         """One sentence for the operator."""
+        warnings.warn(f"elasticrun: {text}", stacklevel=2)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what it has; this process may end here."""
+        raise NotImplementedError
 
 
-class AgentWay:
+class AgentWay(Way):
     """With an agent."""
 
     snapshots = True
@@ -81,7 +86,6 @@ class AgentWay:
         """LineError if there is no agent at `place`."""
         self._setting = setting
         self._state = state
-        self.source = "nothing"
         self._line = Line(place)
         here = RankHere(
             *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
@@ -91,8 +95,7 @@ class AgentWay:
         present = self._resume.present
         self.life = f"{present.term}.{present.number}.{present.nonce}"
         round_name = RoundName(present.term, present.number, present.nonce)
-        slots, least = setting.slots, setting.least_slots
-        self._taker = Taker(self._line, state, slots, round_name, least)
+        self._taker = Taker(self._line, state, setting.slots, round_name, setting.least_slots)
         self._departure = Departure(self._line, self._resume.put_off)
         self._prepared = False
 
@@ -168,11 +171,11 @@ class AgentWay:
         try:
             self._line.say(Remark(text[:1000]))
         except LineError:
-            warnings.warn(f"elasticrun: {text}", stacklevel=2)
+            super().remark(text)
 
     def close(self) -> None:
         self._taker.close()
-        self._departure.close()  # this process may end here
+        self._departure.close()
         self._line.close()
 
 
@@ -203,10 +206,10 @@ class _Saving:
 
     step: int
     future: Any
-    told: bool = False
+    told: bool
 
 
-class TorchWay:
+class TorchWay(Way):
     """With torch alone."""
 
     snapshots = False
@@ -214,7 +217,6 @@ class TorchWay:
     def __init__(self, setting: Setting, state: State) -> None:
         self._setting = setting
         self._state = state
-        self.source = "nothing"
         self._running: list[_Saving] = []
         weakref.finalize(self, _end, self._running)
         self._group: Any = None  # made by the first save
@@ -222,9 +224,6 @@ class TorchWay:
     def resume(self, board: Board) -> int:
         self.source, step = Choice(self._setting, board, self.remark).restore(self._state)
         return step
-
-    def fresh(self, step: int) -> None:
-        pass
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         """Write a checkpoint, in the background where there is a process group. StorageError too if
@@ -237,35 +236,30 @@ class TorchWay:
         elif self._setting.world_size > 1:
             raise StateError("there is no process group: call init_process_group before step()")
         else:
-            self._write(step)
+            try:
+                save_alone(self._state.whole(), self._setting.folder.path(step))
+            except CheckpointException as error:  # which is no Exception
+                raise StorageError(_failed(step, error)) from error
+            self._retain()
         if before:
             raise StorageError(before)
         return True
-
-    def _write(self, step: int) -> None:
-        state, path = self._state.whole(), self._setting.folder.path(step)
-        try:
-            save_alone(state, path)
-        except CheckpointException as error:  # which is no Exception
-            raise StorageError(_failed(step, error)) from error
-        self._retain()
 
     def _begin(self, step: int) -> None:
         if self._group is None:
             # of its own: the save runs beside training, whose collectives it must not meet
             self._group = dist.new_group(backend="gloo")
         try:
-            saving = self._started(step, self._state.whole())
+            self._start(step, self._state.whole())
         except Exception as error:  # a user's state_dict, memory
-            saving = self._started(step, {}, f"{error!r:.300}")
-            self._running.append(_Saving(step, saving, told=True))
+            self._start(step, {}, f"{error!r:.300}")
             raise
-        self._running.append(_Saving(step, saving))
 
-    def _started(self, step: int, state: dict[str, Any], failure: str = "") -> Any:
+    def _start(self, step: int, state: dict[str, Any], failure: str = "") -> None:
         planner = _OfAllRanks(self._setting.world_size, failure)
         path = self._setting.folder.path(step)
-        return async_save(state, checkpoint_id=path, process_group=self._group, planner=planner)
+        future = async_save(state, checkpoint_id=path, process_group=self._group, planner=planner)
+        self._running.append(_Saving(step, future, told=bool(failure)))
 
     def _finish(self) -> str:
         """Wait for the save under way; in a sentence what failed, "" if nothing did."""
@@ -292,24 +286,9 @@ class TorchWay:
             if not self._setting.keep_every or one % self._setting.keep_every:
                 self._setting.folder.remove(one)
 
-    def prepare(self) -> None:
-        """Nothing is kept."""
-
-    def note(self, step: int) -> None:
-        pass
-
-    def is_asked(self, step: int) -> bool:
-        return False  # nobody asks
-
-    def answer(self, step: int, *, saved: bool) -> None:
-        """Nobody has asked."""
-
-    def skipped(self, count: int) -> None:
-        """Nobody counts, and none is ever skipped."""
-
     def remark(self, text: str) -> None:
         if self._setting.rank == 0:
-            warnings.warn(f"elasticrun: {text}", stacklevel=2)
+            super().remark(text)
 
     def close(self) -> None:
         """StorageError if the last save has failed."""

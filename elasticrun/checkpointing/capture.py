@@ -1,10 +1,4 @@
-"""A segment in this process: one mapping, seen as bytes, as words and as tensors.
-
-The mapping goes when the last tensor over it has gone and never before (`wire.mapping`). Where the
-agent got no large pages, a new mapping of warm pages still costs a fault for each: `warm` has the
-kernel make all entries at once. That takes some 80 ms a GiB then, in the caller's thread.
-
-A snapshot: from this rank's tensors into a slot of its segment, and no further.
+"""A snapshot: from this rank's tensors into a slot of its mapped segment, and no further.
 
 The time from `take`'s begin to its end is the stall of training. What can be done before is done
 before: the plan is kept, envelopes stand in the slots, pages are mapped.
@@ -35,9 +29,14 @@ from elasticrun.wire.types import RoundName
 MADV_POPULATE_READ: Final = 22
 """Linux 5.14. Of shared memory, pages that are mapped by it are writable as well."""
 
+LEAST_ROOM: Final = 64 * 1024
+"""Bytes for opaque values, at least."""
+
 
 class Mapped:
-    """One mapped segment."""
+    """One segment in this process: one mapping, seen as bytes, as words and as tensors.
+
+    The mapping goes when the last tensor over it has gone and never before (`shm.memory`)."""
 
     def __init__(self, fd: int) -> None:
         """Takes the descriptor over. SegmentError, OSError or RuntimeError if it cannot be
@@ -67,7 +66,9 @@ class Mapped:
         return self._tensors[slot]
 
     def warm(self, slot: int) -> None:
-        """Map all pages of a slot. An older kernel does not know how; then the first copy does."""
+        """Map all pages of a slot: where the agent got no large pages, a new mapping of warm pages
+        costs a fault for each, and here the kernel makes all entries at once, in some 80 ms a GiB.
+        An older kernel does not know how; then the first copy does it."""
         at = self._address + self.segment.slot_at(slot)
         system().madvise(at - at % PAGE, self.segment.slot_bytes + PAGE, MADV_POPULATE_READ)
 
@@ -95,15 +96,6 @@ def values_at(mapped: Mapped, slot: int, layout: Layout, values_bytes: int) -> l
     return found
 
 
-def with_table(values: list[bytes]) -> bytes:
-    """Opaque values as they lie in a slot."""
-    return struct.pack(f"={len(values)}Q", *map(len, values)) + b"".join(values)
-
-
-LEAST_ROOM: Final = 64 * 1024
-"""Bytes for opaque values, at least."""
-
-
 class Taker:
     """One rank's snapshots of a life."""
 
@@ -127,12 +119,18 @@ class Taker:
         """Have a segment for the state as it is, and map the slot that is written next: some 80 ms
         a GiB, so that the first snapshot does not take five times as long as the others.
         StateError, LineError."""
-        plan = self._state.take()
-        values = with_table(self._state.serialised(plan.values))
-        mapped = self._fit(plan, len(values))
+        _, _, mapped, _ = self._ready()
         slot = mapped.segment.free_slot()
-        if slot is not None and self._layout is not None:
+        if slot is not None:
             mapped.warm(slot)
+
+    def _ready(self) -> tuple[Plan, bytes, Mapped, Layout]:
+        """The state as it is, its opaque values as they lie in a slot, and where there is room for
+        both."""
+        plan = self._state.take()
+        serialised = self._state.serialised(plan.values)
+        values = struct.pack(f"={len(serialised)}Q", *map(len, serialised)) + b"".join(serialised)
+        return plan, values, *self._fit(plan, len(values))
 
     def note(self, step: int) -> None:
         """Training is at this step."""
@@ -160,14 +158,12 @@ class Taker:
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
         """Take one; False if there was no free slot, for `wait` seconds either. `persist`: it is to
         be written out. StateError, LineError, or what a Stateful raises; then there is none."""
-        plan = self._state.take()
-        values = with_table(self._state.serialised(plan.values))
-        mapped = self._fit(plan, len(values))
-        segment, layout = mapped.segment, self._layout
-        assert layout is not None
-        slot = self._slot(wait)
-        if slot is None:
-            return False
+        plan, values, mapped, layout = self._ready()
+        segment = mapped.segment
+        deadline = time.monotonic() + wait
+        while (slot := segment.free_slot()) is None:
+            if not self._line.await_room(NONE, deadline - time.monotonic()):
+                return False
         segment.withdraw(slot)
         copy_out(mapped.tensors(slot, layout), plan.tensors)
         at = layout.own_bytes + layout.shared_bytes
@@ -187,35 +183,23 @@ class Taker:
         self._line.say(Committed(step, slot, self._sequence, persist))
         return True
 
-    def _slot(self, wait: float) -> int | None:
-        assert self._mapped is not None
-        slot = self._mapped.segment.free_slot()
-        deadline = time.monotonic() + wait
-        while slot is None:
-            if not self._line.await_room(NONE, deadline - time.monotonic()):
-                return None
-            slot = self._mapped.segment.free_slot()
-        return slot
-
-    # ------------------------------------------------------------ the segment
-
-    def _fit(self, plan: Plan, values_bytes: int) -> Mapped:
+    def _fit(self, plan: Plan, values_bytes: int) -> tuple[Mapped, Layout]:
         """A segment for this plan: the present one, or a new one if the state has changed."""
         layout = self._layout
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
-            if plan is self._plan:
-                return self._mapped
-            same = plan.layout or arrange(plan.pieces, layout.bytes_room)
-            if same.key == layout.key:
+            same = plan is self._plan
+            if not same:
+                same = (plan.layout or arrange(plan.pieces, layout.bytes_room)).key == layout.key
+            if same:
                 self._plan = plan
-                return self._mapped
+                return self._mapped, layout
         layout = plan.layout
         if layout is None or values_bytes > layout.bytes_room:
             layout = arrange(plan.pieces, self._room(values_bytes))
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])
         self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
-        return self._mapped
+        return self._mapped, layout
 
     def _room(self, values_bytes: int) -> int:
         """A power of two with as much to spare as is needed; of two lives whose values are about as
@@ -238,7 +222,14 @@ class Taker:
         if not here.ok or fd is None:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
-        mapped = self._map(fd)
+        spare, self.spare = self.spare, None
+        if spare is not None and spare.is_of(fd):  # its pages are there already
+            os.close(fd)
+            mapped = spare
+        else:
+            if spare is not None:
+                spare.close()
+            mapped = Mapped(fd)
         segment = mapped.segment
         committed = [snapshot.sequence for snapshot in segment.snapshots()]
         self._sequence = max([self._sequence, *committed])
@@ -247,16 +238,6 @@ class Taker:
             for slot in range(segment.slots):
                 write_envelopes(segment.payload(slot), layout)
         return mapped
-
-    def _map(self, fd: int) -> Mapped:
-        """The mapping of the restore, if it is of the same segment: its pages are there already."""
-        spare, self.spare = self.spare, None
-        if spare is not None and spare.is_of(fd):
-            os.close(fd)
-            return spare
-        if spare is not None:
-            spare.close()
-        return Mapped(fd)
 
     def close(self) -> None:
         for mapped in (self._mapped, self.spare):

@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch.distributed as dist
 
 from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
 from elasticrun.checkpointing.choosing import Board, BoardError, Setting
-from elasticrun.checkpointing.drain import ASKED_LIMIT
-from elasticrun.checkpointing.line import LineError, own_place
+from elasticrun.checkpointing.line import ASKED_LIMIT, LineError, own_place
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
 from elasticrun.checkpointing.state import OnResize, State
@@ -36,6 +35,11 @@ BUSY_LIMIT: Final = 60.0
 
 PERSIST_LIMIT: Final = 10.0
 """Seconds that one waits which is to be written out: were one rank to skip it, none could be."""
+
+NEVER: Final = 1 << 62
+"""Steps to a snapshot that does not come."""
+
+T = TypeVar("T")
 
 _instances = count()
 
@@ -178,8 +182,6 @@ class Checkpointer:
             raise StateError(f"on_resize is {on_resize!r}; it may be a function")
         self._state.add_own(name, value, on_resize)
 
-    # ------------------------------------------------------------ restore
-
     def restore(self) -> int:
         """Put the newest state back that all ranks can have: from memory, else from storage. The
         step that it is of, 0 if there is nothing.
@@ -240,12 +242,15 @@ class Checkpointer:
         return TorchWay(self._setting, self._state), life
 
     def _begin(self, step: int) -> None:
-        way, board = self._open()
+        way, _ = self._open()
         every: Every | None = self._every if way.snapshots else self._persist_every
         # with no agent and nothing to be written there is nothing to do
-        pace = Pace(every or (1 << 62), self._persist_every, step)
-        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
+        self._go_by(Pace(every or NEVER, self._persist_every, step), step)
         self._last = step
+
+    def _go_by(self, pace: Pace, step: int) -> None:
+        _, board = self._open()
+        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
 
     def _begun(self, number: int) -> Way:
         """The way, also where the script restores nothing and begins with step `number`."""
@@ -255,8 +260,6 @@ class Checkpointer:
             self._begin(number - 1)
         return way
 
-    # ------------------------------------------------------------ save
-
     def step(self, number: int, *, healthy: bool = True) -> None:
         """Training has done step `number`: take a snapshot if one is due. `healthy=False` (a loss
         that is no number, say) leaves it out; all ranks must be of one mind. ValueError for a
@@ -265,12 +268,17 @@ class Checkpointer:
         way = self._begun(number)
         schedule = self._schedule
         assert schedule is not None
-        self._look_back(number)
+        if number < self._last:  # counted anew with every epoch, say: such steps are never due
+            self._tell(
+                "a step came that is below an earlier one: nothing is saved until steps are above "
+                "all earlier ones; count them over the whole training, not over an epoch"
+            )
+        self._last = max(self._last, number)
         with contextlib.suppress(Exception):  # what is in the way is told when a snapshot is due
             way.prepare()  # from now on this node can be asked to save, and leave
         way.note(number)
         due = schedule.due(number)
-        asked = self._is_asked(way, number)
+        asked = self._guarded(lambda: way.is_asked(number))
         saved = False
         if healthy and asked:
             saved = self._attempt(way, Due(number, True), ASKED_LIMIT)
@@ -279,24 +287,9 @@ class Checkpointer:
             self._attempt(way, due, wait)
         if due is not None:
             stall = min(self._stalls, default=0.0)
-            self._guard(lambda: schedule.advance(time.monotonic(), due, stall))
+            self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
         if asked:
-            self._guard(lambda: way.answer(number, saved=saved))
-
-    def _look_back(self, number: int) -> None:
-        """Steps that begin anew, with every epoch say, are never due: tell so, once."""
-        if number < self._last:
-            self._tell(
-                "a step came that is below an earlier one: nothing is saved until steps are above "
-                "all earlier ones; count them over the whole training, not over an epoch"
-            )
-        self._last = max(self._last, number)
-
-    def _is_asked(self, way: Way, number: int) -> bool:
-        """Whether this step is to be saved, since a node leaves."""
-        asked: list[bool] = []
-        self._guard(lambda: asked.append(way.is_asked(number)))
-        return asked == [True]
+            self._guarded(lambda: way.answer(number, saved=saved))
 
     def save_now(self, number: int) -> bool:
         """Take a snapshot of step `number` and have it written out, whatever is due. False if it
@@ -308,14 +301,13 @@ class Checkpointer:
 
     def _attempt(self, way: Way, due: Due, wait: float) -> bool:
         began = time.monotonic()
-        took: list[bool] = []
-        self._guard(lambda: took.append(way.save(due.step, due.persist, wait)))
-        if not took:
+        took = self._guarded(lambda: way.save(due.step, due.persist, wait))
+        if took is None:
             return False
-        if not took[0]:
+        if not took:
             self.stats.skipped += 1
             self._left_out += 1
-            self._guard(lambda: way.skipped(self.stats.skipped))
+            self._guarded(lambda: way.skipped(self.stats.skipped))
             if due.persist:
                 self._tell(
                     f"step {due.step} was not written out: no slot was free for {wait:.0f} s"
@@ -327,38 +319,31 @@ class Checkpointer:
             self.stats.snapshots += way.snapshots
             self.stats.persists += due.persist
         if due.persist:
-            self._tell_left_out(due.step)
+            count, self._left_out = self._left_out, 0
+            # once in a life of the ranks; `stats.skipped` and the job's status count them all
+            if count and count == self.stats.skipped:
+                way.remark(
+                    f"{count} snapshots were skipped before step {due.step}, since no slot was "
+                    "free (Checkpointer's slots= gives them more, on_busy= has them wait)"
+                )
         return True
 
-    def _tell_left_out(self, step: int) -> None:
-        """Once in a life of the ranks; `stats.skipped` and the job's status count them all."""
-        count, self._left_out = self._left_out, 0
-        if count == self.stats.skipped and count and self._way is not None:
-            self._way.remark(
-                f"{count} snapshots were skipped before step {step}, since no slot was free "
-                "(Checkpointer's slots= gives them more, on_busy= has them wait)"
-            )
-
-    def _guard(self, act: Callable[[], None]) -> None:
-        """A save that fails does not end the training."""
+    def _guarded(self, act: Callable[[], T]) -> T | None:
+        """What `act` returns, None if it fails: that does not end the training."""
         try:
-            act()
+            return act()
         except Exception as error:  # a user's state_dict may raise anything
             self.stats.failed += 1
             self.stats.error = str(error) or repr(error)
             what = "snapshot" if self._way is None or self._way.snapshots else "save"
             self._tell(f"a {what} failed: {self.stats.error}")
             if isinstance(error, LineError | BoardError):
-                self._stop()
+                # nothing more can be agreed upon, or handed over
+                self._tell("no more snapshots are taken in this life of the ranks")
+                self._go_by(Pace(NEVER, None, 0), 0)
             if self._strict:
                 raise
-
-    def _stop(self) -> None:
-        """Nothing more can be agreed upon, or handed over: take no more snapshots."""
-        _, board = self._open()
-        self._tell("no more snapshots are taken in this life of the ranks")
-        pace = Pace(1 << 62, None, 0)
-        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), 0)
+            return None
 
     def _tell(self, text: str) -> None:
         """Each sentence once, and not too many."""
@@ -369,7 +354,7 @@ class Checkpointer:
     def close(self) -> None:
         """Let go of the memory, and end what torch still writes. Snapshots stay."""
         if self._way is not None:
-            self._guard(self._way.close)
+            self._guarded(self._way.close)
 
 
 def _refuse_what_is_no_state(named: Mapping[str, Any]) -> None:

@@ -1,23 +1,16 @@
-"""What ranks tell each other without a collective: keys in the store that the job has anyway.
-
-It is the default process group's store, or else torch's store at MASTER_ADDR:MASTER_PORT, which
-every launcher has there. One rank alone needs none.
-
-A checkpoint that is about to be restored: whether it is whole, and into the tensors of now.
-
-Only what is missing, short or other than its hashes is spoiled. What is whole and cannot be loaded
-(a class that the script no longer has, memory, a storage that is away) stays as it is. There is no
-collective in it, in the load either.
-
-What all ranks go on from, and that before anything is loaded.
+"""What all ranks go on from, found before anything is loaded; and the loading, from storage.
 
 That is the newest step, in memory or in storage. What ranks have failed with soon after they went
 on from it is suspect and comes last: it is tried again before training begins anew. A step that a
 person asks for is taken and no other.
 
-Rank 0 compares memory with storage and tells the others. A checkpoint in storage is looked at by
-all ranks, each a part of it; where one finds it spoiled, rank 0 chooses once more, in the same life
-of the ranks: nothing has been loaded, so there is nothing to undo.
+Rank 0 compares memory with storage and tells the others, without a collective: by keys in the store
+that the job has anyway. A checkpoint in storage is looked at by all ranks, each a part of it; where
+one finds it spoiled, rank 0 chooses once more, in the same life of the ranks: nothing has been
+loaded, so there is nothing to undo.
+
+Only what is missing, short or other than its hashes is spoiled. What is whole and cannot be loaded
+(a class that the script no longer has, memory, a storage that is away) stays as it is.
 """
 
 from __future__ import annotations
@@ -50,17 +43,59 @@ from elasticrun.wire import env
 LIMIT: Final = 300.0
 """Seconds that a rank waits for rank 0's word on what to go on from."""
 
-
 AGREE_LIMIT: Final = 1800.0
 """Seconds that a rank waits for all others' word on a checkpoint: each has read a part of it."""
+
+LOOK_LIMIT: Final = 10.0
+"""Seconds for a look into storage, where there is a step in memory to go on from."""
+
+MOST_SPOILED: Final = 8
+"""Checkpoints found spoiled in one life, one after the other: then it is the storage."""
+
+MOST_NAMED: Final = 10
+"""Checkpoints that a sentence names."""
 
 
 class BoardError(RuntimeError):
     """The store cannot be reached, or nothing is said there; a sentence."""
 
 
+class SpoiledError(RuntimeError):
+    """Checkpoints are not what was written, and no other can be taken in this life. A sentence."""
+
+
+class UnreadableError(RuntimeError):
+    """A checkpoint that is whole cannot be loaded; it stays as it is. A sentence."""
+
+
+class NotAgreed(RuntimeError):
+    """Another rank cannot look at the checkpoint; a sentence."""
+
+
+class NotThere(RuntimeError):
+    """The step that a person asks for cannot be had; a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both ways need to know."""
+
+    folder: Folder
+    rank: int
+    world_size: int
+    slots: int
+    keep_last: int
+    keep_every: int
+    verify: bool
+    replicas: int = 0
+    weights_only: bool = True
+    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
+
+
 class Board:
-    """Keys under a prefix that is of this life of the ranks alone."""
+    """What ranks tell each other without a collective: keys under a prefix that is of this life of
+    the ranks alone. They are in the default process group's store, or else in torch's store at
+    MASTER_ADDR:MASTER_PORT, which every launcher has there. One rank alone needs none."""
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:
         self._prefix = prefix
@@ -136,52 +171,31 @@ def _first(store: Any, name: str, text: str) -> str:
     return stands
 
 
-class SpoiledError(RuntimeError):
-    """Checkpoints are not what was written, and no other can be taken in this life. A sentence."""
-
-
-class UnreadableError(RuntimeError):
-    """A checkpoint that is whole cannot be loaded; it stays as it is. A sentence."""
-
-
 class Stored:
     """One checkpoint, as one rank of many sees it. StorageError if it cannot be reached."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        step: int,
-        rank: int,
-        world_size: int,
-        verify: bool,
-        weights_only: bool = True,
-    ) -> None:
-        self._folder = folder
+    def __init__(self, setting: Setting, step: int) -> None:
+        self._setting, self._folder = setting, setting.folder
         self._step = step
-        self._rank = rank
-        self._world_size = world_size
-        self._verify = verify
-        self._weights_only = weights_only
-        self._where = f"step {step} in {folder.url}"
-        self._reader = _reader(folder, step)
+        self._where = f"step {step} in {self._folder.url}"
+        self._reader = _reader(self._folder, step)
         self._metadata: Metadata | None = None
         self._saved: tuple[dict[str, Item], int] = ({}, 0)
-
-    # ------------------------------------------------------------ is it whole?
 
     def fault(self) -> str:
         """What is not as it was written, in a sentence; "" if nothing is found. The ranks share the
         work; nothing is loaded. StorageError, UnreadableError: nobody can tell."""
-        if self._verify:
-            wrong = self._folder.verify(self._step, self._rank, self._world_size)
+        setting = self._setting
+        if setting.verify:
+            wrong = self._folder.verify(self._step, setting.rank, setting.world_size)
             if wrong:
                 return wrong
         try:
-            self._metadata = read_metadata(self._reader, self._weights_only)
+            self._metadata = read_metadata(self._reader, setting.weights_only)
             self._saved = saved_in(self._metadata)
         except Exception as error:  # torch's reader and pickle raise many kinds
             return self._blamed(error)
-        if self._rank == 0 and not (self._verify and self._folder.has_manifest(self._step)):
+        if setting.rank == 0 and not (setting.verify and self._folder.has_manifest(self._step)):
             return self._short()
         return ""
 
@@ -217,10 +231,9 @@ class Stored:
         if wrong:
             return wrong
         if self._folder.has_manifest(self._step):
-            if self._verify:
+            found = "was not compared with its hashes (verify=True does that)"
+            if self._setting.verify:
                 found = "is whole"
-            else:
-                found = "was not compared with its hashes (verify=True does that)"
         else:
             if self._metadata is None and type(error).__name__ in ("EOFError", "UnpicklingError"):
                 return f"{self._where} is spoiled: {MARKER} cannot be read ({error})"
@@ -232,14 +245,13 @@ class Stored:
             "mend the script (or the storage), or move that folder away to go on from an older one"
         ) from error
 
-    # ------------------------------------------------------------ into the state
-
     def load(self, state: State) -> None:
         """After `fault`. SpoiledError, UnreadableError, StateError, StorageError."""
         saved, ranks = self._saved
-        own = ranks == self._world_size and own_key(self._rank) in {
-            str(item.path[0]) for item in saved.values()
-        }
+        mine = own_key(self._setting.rank)
+        own = ranks == self._setting.world_size and any(
+            str(item.path[0]) == mine for item in saved.values()
+        )
         targets = state.targets(saved, own)
         for fqn, target in targets.items():
             if tuple(target.shape) != saved[fqn].shape:
@@ -255,7 +267,12 @@ class Stored:
 
     def _fill(self, values: dict[str, Any]) -> None:
         try:
-            _load(values, self._reader, self._weights_only)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this rank loads alone is meant so
+                load_alone(values, self._reader, Loading(self._setting.weights_only))
+        except CheckpointException as error:  # which is no Exception
+            failures: list[Any] = list(error.failures.values())
+            raise SpoiledError(self.condemn(self._blamed(failures[0][0]))) from error
         except Exception as error:  # torch's reader and pickle raise many kinds
             raise SpoiledError(self.condemn(self._blamed(error))) from error
 
@@ -290,16 +307,6 @@ def _reader(folder: Folder, step: int) -> Any:
     return FsspecReader(folder.path(step))
 
 
-def _load(values: dict[str, Any], reader: Any, weights_only: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this rank loads alone is meant so
-        try:
-            load_alone(values, reader, Loading(weights_only))
-        except CheckpointException as error:  # which is no Exception
-            failures: list[Any] = list(error.failures.values())
-            raise failures[0][0] from error
-
-
 def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
     """What a checkpoint has, by name, and of how many ranks it has own state."""
     paths: Mapping[str, Any] = metadata.planner_data or {}
@@ -316,41 +323,6 @@ def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
         found[fqn] = Item(fqn, path, kind, False, dtype, shape, (0,) * len(shape), shape)
     ranks = {str(i.path[0]) for i in found.values() if str(i.path[0]).startswith(OWN_PREFIX)}
     return found, len(ranks)
-
-
-LOOK_LIMIT: Final = 10.0
-"""Seconds for a look into storage, where there is a step in memory to go on from."""
-
-MOST_SPOILED: Final = 8
-"""Checkpoints found spoiled in one life, one after the other: then it is the storage."""
-
-
-class NotAgreed(RuntimeError):
-    """Another rank cannot look at the checkpoint; a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What both ways need to know."""
-
-    folder: Folder
-    rank: int
-    world_size: int
-    slots: int
-    keep_last: int
-    keep_every: int
-    verify: bool
-    replicas: int = 0
-    weights_only: bool = True
-    least_slots: int = 0  # that will do where there is no room for more; 0: no fewer
-
-
-class NotThere(RuntimeError):
-    """The step that a person asks for cannot be had; a sentence."""
-
-
-MOST_NAMED: Final = 10
-"""Checkpoints that a sentence names."""
 
 
 class Choice:
@@ -475,10 +447,7 @@ class Choice:
         the first one found, the same for all."""
         setting, key = self._setting, f"whole/{self._round}"
         try:
-            stored = Stored(
-                *(setting.folder, step, setting.rank, setting.world_size),
-                *(setting.verify, setting.weights_only),
-            )
+            stored = Stored(setting, step)
             wrong = stored.fault()
         except Exception as error:  # the others must not wait for this rank
             self._board.object(key, f"away rank {setting.rank}: {error!s:.500}")

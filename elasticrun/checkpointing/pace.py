@@ -94,16 +94,17 @@ class Pace:
 
     def first(self) -> Due:
         """The first one, the same for all ranks without a word."""
-        if isinstance(self._every, int):
-            return self._stepwise(self._start)
-        return Due(self._start + 1, self._persists(self._start, self._start + 1))
+        return self._unheard(self._start)
 
     def second(self) -> Due:
         """The one after it, likewise."""
-        first = self.first().step
+        return self._unheard(self.first().step)
+
+    def _unheard(self, after: int) -> Due:
+        """By steps, or where all goes by time the next step, before rank 0 can have said one."""
         if isinstance(self._every, int):
-            return self._stepwise(first)
-        return Due(first + 1, self._persists(first, first + 1))
+            return self.stepwise(after)
+        return Due(after + 1, self._persists(after, after + 1))
 
     def begin(self, now: float, step: int) -> None:
         """Training is at `step`."""
@@ -118,7 +119,7 @@ class Pace:
         began, from_ = self._begun
         seconds = (now - began) / max(1, here.step - from_)
         if isinstance(self._every, int):
-            step = self._stepwise(coming.step).step
+            step = self.stepwise(coming.step).step
         else:
             last = max(1, coming.step - here.step)
             wanted = self._interval(stall) / seconds if seconds > 0 else math.inf
@@ -143,7 +144,7 @@ class Pace:
         then = now + seconds * (step - here.step)
         return then - self._persisted >= self._persist_every
 
-    def _stepwise(self, after: int) -> Due:
+    def stepwise(self, after: int) -> Due:
         """The next step of all that `every` and `persist_every` name in steps."""
         assert isinstance(self._every, int)
         step = (after // self._every + 1) * self._every
@@ -156,13 +157,9 @@ class Pace:
         every = self._persist_every
         return isinstance(every, int) and step // every > after // every
 
-    def stepwise(self, after: int) -> Due:
-        """The one after `after`, where all goes by steps."""
-        return self._stepwise(after)
-
 
 class Words(Protocol):
-    """How rank 0 tells the others (`board.Board`)."""
+    """How rank 0 tells the others (`choosing.Board`)."""
 
     def say(self, key: str, text: str) -> None: ...
 

@@ -4,8 +4,6 @@ A part's *steady* tensors are the model's and the optimizer's own: they are foun
 being the same objects in the same memory, and restored in place. What is *loose* (a Stateful's
 state, a dict, learning rates) is read anew at every snapshot.
 
-Modules and optimizers as parts of the state: canonical names, tensors restored in place.
-
 A module's names are torch's (`get_model_state_dict`: without what DDP and compilers put before
 them); they are made here, since torch's own way imports its compiler, which takes a life of a rank
 half a second. An optimizer's state stands under the names of its parameters, as
@@ -31,6 +29,8 @@ from elasticrun.shm.layout import Item, ItemKind
 Path = tuple[str | int, ...]
 Nested = dict[str, Any]
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Names that torch.compile and activation checkpointing put into those of parameters."""
 
 _SHAPE = attrgetter("shape")
 
@@ -276,10 +276,6 @@ def refill(present: dict[Any, Any], new: Mapping[Any, Any]) -> None:
             present[key] = value
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Names that torch.compile and activation checkpointing put into those of parameters."""
-
-
 class ModulePart:
     """A module: DDP, fully_shard, tensor parallel, or plain."""
 
@@ -326,8 +322,9 @@ class ModulePart:
         found = self.steady()
         state = found[0] if found else state_of(self.module)
         self._loaded = None if found else state
+        heads = {path[:1] for path in saved}  # of a path of one, or of a nested extra state
         for key in state:
-            if (key,) not in saved and not _nested(key, saved):
+            if (key,) not in heads:
                 raise StateError(f"{self._name}.{key} is not in what was saved")
         return {(key,): value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -360,11 +357,6 @@ def _data_parallel(module: nn.Module) -> set[str]:
         for path, inner in module.named_modules()
         if isinstance(inner, nn.parallel.DistributedDataParallel)
     }
-
-
-def _nested(key: str, saved: Mapping[Path, Item]) -> bool:
-    """A module's extra state may itself be nested."""
-    return any(path[:1] == (key,) for path in saved)
 
 
 def _unwrapped(path: str) -> str:
@@ -408,6 +400,8 @@ class OptimizerPart:
         self._modules = modules
         self._pending: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._direct: set[Path] = set()
+        self._named: list[list[str]] = []  # by group, of the parameters of these ids
+        self._named_for: tuple[int, ...] | None = None
         names = self._names()
         if not all(p in names for p in self._parameters()):
             raise StateError(f"{name} has parameters that are in none of the modules")
@@ -448,18 +442,16 @@ class OptimizerPart:
         return {"state": rest, "param_groups": self._groups()}
 
     def _groups(self) -> list[dict[str, Any]]:
+        groups = self._optimizer.param_groups
         key = tuple(map(id, self._parameters()))
-        if getattr(self, "_named_for", None) != key:
+        if self._named_for != key:
             names = self._names()
-            groups = self._optimizer.param_groups
             self._named = [[names[p] for p in group["params"]] for group in groups]
             self._named_for = key
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": named}
-            for group, named in zip(self._optimizer.param_groups, self._named, strict=True)
+            for group, named in zip(groups, self._named, strict=True)
         ]
-
-    # ------------------------------------------------------------ back
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
         """State that the optimizer has not made yet is made here, as it was saved."""
@@ -470,17 +462,15 @@ class OptimizerPart:
             if path[0] == "state" and len(path) > 2 and item.kind is not ItemKind.BYTES:
                 states.setdefault(path[1], {})[path[2:]] = item
         names = self._names()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[parameter]
-                for key, item in states.get(name, {}).items():
-                    tensor = self._target(group, parameter, str(key[0]), item)
-                    found["state", name, *key] = tensor
-                    if len(key) == 1:
-                        self._pending.setdefault(parameter, {})[str(key[0])] = tensor
+        for group, parameter in ((g, p) for g in self._optimizer.param_groups for p in g["params"]):
+            name = names[parameter]
+            for key, item in states.get(name, {}).items():
+                tensor = self._target(group, parameter, str(key[0]), item)
+                found["state", name, *key] = tensor
+                if len(key) == 1:
+                    self._pending.setdefault(parameter, {})[str(key[0])] = tensor
         self._direct = {path for path in found if len(path) == 3}
-        loose = {path: item for path, item in saved.items() if path[0] == "param_groups"}
-        groups = {path[1:]: item for path, item in loose.items()}
+        groups = {path[1:]: item for path, item in saved.items() if path[0] == "param_groups"}
         for path, tensor in fitting(self._groups(), groups, in_place=True).items():
             found[("param_groups", *path)] = tensor
         return found

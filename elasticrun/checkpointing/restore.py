@@ -1,13 +1,11 @@
-"""Copies into a rank's own memory at a restore, and what keeps it from being quick.
+"""A restore from memory: from the snapshots of the ranks of another life, into the tensors of now.
+
+At the same number of ranks a rank needs its own snapshot. At another number, or where its own is
+gone, it asks for others' until the chunks that it needs are covered. Nothing is overwritten before.
 
 The ranks of a node have all its cores then, as nothing else is done. Tensors that were never
 touched get their pages by the copy, which takes the kernel several times as long as the copy: that
 is shared among cores too. The threads live for the copy alone.
-
-A restore from memory: from the snapshots of the ranks of another life, into the tensors of now.
-
-At the same number of ranks a rank needs its own snapshot. At another number, or where its own is
-gone, it asks for others' until the chunks that it needs are covered. Nothing is overwritten before.
 """
 
 from __future__ import annotations
@@ -191,8 +189,6 @@ class Recall:
                 shard.mapped.close()
         self._shards.clear()
 
-    # ------------------------------------------------------------ shards
-
     def _fetch(self, rank: int) -> Shard | str:
         """A shard, or why there is none."""
         if rank in self._shards:
@@ -229,8 +225,6 @@ class Recall:
                 f"snapshot of rank {rank} ({error.strerror}): raise its limits (ulimit -v, "
                 "vm.max_map_count)"
             ) from error
-
-    # ------------------------------------------------------------ the state
 
     def _restore(self, same: bool) -> None:
         saved: dict[str, Item] = {}
@@ -326,8 +320,6 @@ class Recall:
             raise Unusable(rank, whole.reason)
         if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
             raise Unusable(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
-
-    # ------------------------------------------------------------ state of one rank each
 
     def _resize(self) -> None:
         """Another number of ranks: hand the state of all old ones to who can make use of it."""

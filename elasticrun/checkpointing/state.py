@@ -1,11 +1,4 @@
-"""The random states of a rank: Python's, numpy's global generator, torch's of the CPU and of every
-device that is in use.
-
-All of them are one tensor of bytes, so that they cost a snapshot one item of a fixed length (about
-10 kB; a layout that changed would need new memory) and a checkpoint one entry a rank. They are
-taken with the snapshot, and put back at the end of a restore.
-
-A user's whole state: taken for a snapshot, and put back.
+"""A user's whole state: taken for a snapshot, and put back; this rank's random states among it.
 
 What is asked of it at every snapshot is cheap while nothing but values has changed: the plan (which
 items there are, and where their tensors lie) is made once and kept for as long as the watched
@@ -78,7 +71,12 @@ _DEVICES: Final = ("cuda", "xpu", "npu", "mlu", "musa", "hpu")
 
 
 class RandomPart:
-    """The random states as a part of the state of one rank."""
+    """The random states as a part of the state of one rank: Python's, numpy's global generator,
+    torch's of the CPU and of every device that is in use.
+
+    All of them are one tensor of bytes, so that they cost a snapshot one item of a fixed length
+    (about 10 kB; a layout that changed would need new memory) and a checkpoint one entry a rank.
+    They are taken with the snapshot, and put back at the end of a restore."""
 
     def __init__(self, remark: Callable[[str], None]) -> None:
         """`remark`: takes a sentence for the operator."""
@@ -199,6 +197,14 @@ _SETTERS: Final[dict[str, Callable[[torch.Tensor], None]]] = {
     "torch": torch.set_rng_state,
 }
 
+STATE = "state"
+"""The name whose dict may have objects with a `state_dict` beside plain values."""
+
+_VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
+"""Types whose values can always be loaded."""
+
+REMEMBERED = 16 * 1024
+"""Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""
 
 _Groups = dict[Path, dict[Path, Item]]
 
@@ -357,8 +363,6 @@ class State:
                     raise StateError(str(error)) from error
             self._vouched.add((fqn, type(value)))
 
-    # ------------------------------------------------------------ taking
-
     def take(self) -> Plan:
         """What there is now. Not a copy: it is to be copied before training goes on. StateError,
         or whatever a Stateful raises."""
@@ -366,32 +370,25 @@ class State:
         flat = flatten(loose)
         self._vouch(flat)
         signature = tuple((fqn, _shape(value)) for fqn, value in flat.values.items())
-        known = self._plan is not None and signature == self._signature
-        if known and all(watch.holds() for watch in self._watches):
-            assert self._plan is not None
-            self._refresh(self._plan, flat)
-            return self._plan
-        return self._anew()
+        plan = self._plan if signature == self._signature else None
+        if plan is not None and all(watch.holds() for watch in self._watches):
+            self._refresh(plan, flat)
+            return plan
+        known, self.known = self.known, None
+        with no_collection():
+            found = None if known is None else self._as_known(known)
+            return self._planned() if found is None else found
 
     def _loose(self) -> dict[str, Any]:
         loose = {name: part.loose() for name, part in self.parts.items()}
-        found = {name: value for name, value in loose.items() if value is not None}
-        for name in list(found):
-            if isinstance(found[name], Mapping) and not found[name]:
-                del found[name]
+        found = {
+            name: value
+            for name, value in loose.items()
+            if value is not None and not (isinstance(value, Mapping) and not value)
+        }
         if self.own:
             found[own_key(self.rank)] = {n: own.part.loose() for n, own in self.own.items()}
         return found
-
-    def _anew(self) -> Plan:
-        if self.known is not None:
-            known, self.known = self.known, None
-            with no_collection():
-                plan = self._as_known(known)
-            if plan is not None:
-                return plan
-        with no_collection():
-            return self._planned()
 
     def _planned(self) -> Plan:
         whole = self.whole()
@@ -399,12 +396,21 @@ class State:
             ordered = in_order(pieces(whole, own_key(self.rank)))
         except ValueError as error:
             raise StateError(str(error)) from error
-        tensors = [one for one in ordered if one.item.kind is not ItemKind.BYTES]
-        values = [one for one in ordered if one.item.kind is ItemKind.BYTES]
-        self._places = {one.item.fqn: (False, at) for at, one in enumerate(values)}
-        self._places.update({one.item.fqn: (True, at) for at, one in enumerate(tensors)})
-        items = [one.item for one in ordered]
-        self._plan = Plan([o.value for o in tensors], [o.value for o in values], items)
+        return self._keep([(one.item, one.value) for one in ordered])
+
+    def _keep(self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None) -> Plan:
+        """The plan of these items, in the order of a layout, with what each is of."""
+        items: list[Item] = []
+        tensors: list[torch.Tensor] = []
+        values: list[Any] = []
+        self._places = {}
+        for item, value in found:
+            items.append(item)
+            is_tensor = item.kind is not ItemKind.BYTES
+            of_its_kind = tensors if is_tensor else values
+            self._places[item.fqn] = (is_tensor, len(of_its_kind))
+            of_its_kind.append(value)
+        self._plan = Plan(tensors, values, items, layout)
         return self._plan
 
     def _as_known(self, known: Known) -> Plan | None:
@@ -424,9 +430,7 @@ class State:
             return None
         flat.values.update(loose.values)
         flat.paths.update(loose.paths)
-        tensors: list[torch.Tensor] = []
-        values: list[Any] = []
-        places: dict[str, tuple[bool, int]] = {}
+        there: list[tuple[Item, Any]] = []
         for item in layout.items:
             value, target = flat.values.get(item.fqn, self), filled.get(item.fqn)
             filled_so = target is not None and value is target and is_filled_item(item, target)
@@ -434,13 +438,9 @@ class State:
                 value is self or flat.paths[item.fqn] != item.path or not is_item(item, value)
             ):
                 return None
-            opaque = item.kind is ItemKind.BYTES
-            places[item.fqn] = (not opaque, len(values) if opaque else len(tensors))
-            (values if opaque else tensors).append(value if opaque else local(value))
-        self._places = places
+            there.append((item, value if item.kind is ItemKind.BYTES else local(value)))
         self._signature = tuple((fqn, _shape(v)) for fqn, v in loose.values.items())
-        self._plan = Plan(tensors, values, layout.items, layout)
-        return self._plan
+        return self._keep(there, layout)
 
     def whole(self) -> dict[str, Any]:
         """All of it, nested as a checkpoint names it; not a copy."""
@@ -496,8 +496,6 @@ class State:
         if key not in self._serialised:
             self._serialised[key] = before[key] if key in before else serialise(value)
         return self._serialised[key]
-
-    # ------------------------------------------------------------ putting back
 
     def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
         """Where the tensors that were saved under these names go; nothing is changed yet. `own`:
@@ -564,7 +562,11 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     state = given.get(STATE)
     if type(state) is not dict:
         return dict(given), {}
-    among = {key: one for key, one in state.items() if _is_object(one)}
+    among = {
+        key: one
+        for key, one in state.items()
+        if isinstance(one, Stateful | nn.Module) and not isinstance(one, type)
+    }
     for key, one in among.items():
         what = f"{STATE}[{key!r}] is a {type(one).__name__}"
         if not isinstance(key, str):
@@ -572,20 +574,6 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in given:
             raise StateError(f"{what}, and {key}= is given too: it needs another key")
     return {**given, **among}, among
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, Stateful | nn.Module) and not isinstance(value, type)
-
-
-STATE = "state"
-"""The name whose dict may have objects with a `state_dict` beside plain values."""
-
-_VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
-"""Types whose values can always be loaded."""
-
-REMEMBERED = 16 * 1024
-"""Characters of a plain value, at most, whose bytes are remembered; random.getstate() has half."""
 
 
 def _flatten_into(flat: Flat, nested: Nested, path: tuple[str, ...]) -> None:

@@ -8,9 +8,8 @@ from typing import cast
 
 import pytest
 
-from elasticrun.checkpointing import drain as departing
-from elasticrun.checkpointing.drain import Departure, PutOff
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing import line as departing
+from elasticrun.checkpointing.line import Departure, Line, PutOff
 from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
 
@@ -67,8 +66,8 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from elasticrun.checkpointing import drain as departing
-from elasticrun.checkpointing.drain import Departure, PutOff
+from elasticrun.checkpointing import line as departing
+from elasticrun.checkpointing.line import Departure, PutOff
 
 class Line:
     def say(self, message): print(message, flush=True)
