@@ -27,16 +27,7 @@ from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
 from elasticrun.shm.segment import MIN_SLOTS, Snapshot
-from elasticrun.wire.messages import (
-    Holder,
-    NotReplicated,
-    Replicate,
-    Restore,
-    ShardBad,
-    Start,
-    WhereIs,
-)
-from elasticrun.wire.snapshots import Fetch, ShardHere, Whole
+from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
 
 WHERE_LIMIT: Final = 60.0
@@ -73,13 +64,13 @@ class Shards:
         self._tasks = Tasks(logger.error)
         self._open = 0  # questions of ranks
         self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
-        self._holders: dict[int, asyncio.Future[Holder]] = {}
+        self._holders: dict[int, asyncio.Future[m.Holder]] = {}
         self._copies: dict[int, asyncio.Task[Held]] = {}
         self._given: dict[int, tuple[Held, Snapshot, int]] = {}
         self._bad: set[int] = set()
-        self.restore: Restore | None = None
+        self.restore: m.Restore | None = None
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: m.Start) -> None:
         """A new life; what was asked for by the last one is of no use."""
         self.end()
         self.restore = start.restore
@@ -148,9 +139,9 @@ class Shards:
         if mine is not None:
             held, snapshot = mine
             held.segment.withdraw(snapshot.slot)
-        self._local.say(ShardBad(round, step, rank, reason[:MAX_REASON]))
+        self._local.say(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
 
-    def holder(self, order: Holder) -> None:
+    def holder(self, order: m.Holder) -> None:
         """The master's answer to WhereIs."""
         answer, restore = self._holders.get(order.rank), self.restore
         if answer is None or answer.done() or restore is None:
@@ -164,11 +155,11 @@ class Shards:
         try:
             held, snapshot, whose = await self._find(rank)
         except Absent as error:
-            peer.send(ShardHere(False, str(error), rank, 0, 0))
+            peer.send(s.ShardHere(False, str(error), rank, 0, 0))
             return
         if not held.gone:
             self._given[rank] = (held, snapshot, whose)
-            peer.send(ShardHere(True, "", whose, snapshot.slot, snapshot.sequence), held.fd)
+            peer.send(s.ShardHere(True, "", whose, snapshot.slot, snapshot.sequence), held.fd)
 
     async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
         """The shard of this rank, or of one with the same content. Absent."""
@@ -196,7 +187,7 @@ class Shards:
             raise Absent("the copy from another node is gone")
         return held, snapshot, order.holds
 
-    async def _ask(self, rank: int) -> Holder:
+    async def _ask(self, rank: int) -> m.Holder:
         """Who holds it, as the master says. Absent."""
         if rank not in self._holders:
             if len(self._holders) >= MAX_ASKED:
@@ -212,9 +203,9 @@ class Shards:
 
     def _where(self, rank: int) -> None:
         if self.restore is not None:
-            self._local.say(WhereIs(self.restore.round, self.restore.step, rank))
+            self._local.say(m.WhereIs(self.restore.round, self.restore.step, rank))
 
-    async def _fetch(self, order: Holder) -> Held:
+    async def _fetch(self, order: m.Holder) -> Held:
         """A copy in memory of its own. Absent, NoRoom, SaverGone."""
         assert order.saver is not None
         segments, savers = self._local.segments, self._local.savers
@@ -223,7 +214,7 @@ class Shards:
         try:
             async with asyncio.timeout(FETCH_LIMIT):
                 size = await savers.fetch_size(
-                    Fetch(key, named(order.round), order.step, order.holds, *where)
+                    s.Fetch(key, named(order.round), order.step, order.holds, *where)
                 )
                 if not size.ok:
                     raise Absent(size.reason)
@@ -241,12 +232,12 @@ class Shards:
     async def _answer_whole(self, peer: Peer, rank: int) -> None:
         given = self._given.get(rank)
         if given is None:
-            peer.send(Whole(rank, False, f"rank {rank}'s shard was not given"))
+            peer.send(s.Whole(rank, False, f"rank {rank}'s shard was not given"))
         elif given[0].passing:  # it was compared on its way
-            peer.send(Whole(rank, True, ""))
+            peer.send(s.Whole(rank, True, ""))
         else:
             ok, reason = await asyncio.shield(self._check(given[0], given[1]))
-            peer.send(Whole(rank, ok, reason))
+            peer.send(s.Whole(rank, ok, reason))
 
     def _check(self, held: Held, snapshot: Snapshot) -> asyncio.Task[tuple[bool, str]]:
         name = (held.key, snapshot.slot, snapshot.sequence)
@@ -300,7 +291,7 @@ class Replicas:
         self._local = local
         self._tasks = Tasks(logger.error)
         self._known: set[tuple[RoundName, int | None]] = set()
-        self._orders: list[Replicate] = []
+        self._orders: list[m.Replicate] = []
         self._ranks: set[int] = set()  # that the newest orders name
         self._newest: tuple[RoundName, int] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -308,7 +299,7 @@ class Replicas:
         self.wanted = False
         """Whether the ranks of this node want them."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: m.Start) -> None:
         """A new life of the ranks: orders of the last one are of no use."""
         self._known = {(start.round, None)}
         if start.restore is not None:
@@ -323,11 +314,11 @@ class Replicas:
         self._orders.clear()
         self._tasks.close()
 
-    def obey(self, order: Replicate) -> None:
+    def obey(self, order: m.Replicate) -> None:
         """Copy what is not here yet; the same order again is answered again."""
         name = (order.round, order.step)
         if not self._is_known(*name):
-            self._local.say(NotReplicated(*name, "its ranks are of another round"))
+            self._local.say(m.NotReplicated(*name, "its ranks are of another round"))
             return
         if name != self._newest:
             self._newest = name
@@ -373,7 +364,7 @@ class Replicas:
         if self._untidy:
             self.tidy()
 
-    async def _copy(self, order: Replicate) -> None:
+    async def _copy(self, order: m.Replicate) -> None:
         """All that it names."""
         self._local.inventory.learn(order.round, order.world_size)
         rows = zip(order.ranks, order.contents, strict=True)
@@ -381,10 +372,10 @@ class Replicas:
         await self._local.segments.note(self._local.inventory.lives())
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
-            self._local.say(NotReplicated(order.round, order.step, reason[:MAX_REASON]))
+            self._local.say(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
         self._local.changed()
 
-    async def _copy_one(self, order: Replicate, rank: int, content: int) -> str:
+    async def _copy_one(self, order: m.Replicate, rank: int, content: int) -> str:
         """What one rank has; why it could not be copied, "" if it was or is here already."""
         segments, savers = self._local.segments, self._local.savers
         if self._local.inventory.find(order.round, order.step, rank) is not None:
@@ -393,7 +384,7 @@ class Replicas:
         where = (order.saver.host, order.saver.port)
         try:
             size = await savers.fetch_size(
-                Fetch(key, named(order.round), order.step, rank, *where, replica=True)
+                s.Fetch(key, named(order.round), order.step, rank, *where, replica=True)
             )
             if not size.ok:
                 return size.reason

@@ -25,16 +25,7 @@ from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import NONE, Snapshot, round_key
-from elasticrun.wire.messages import (
-    MAX_CONTENTS,
-    MAX_HOLDINGS,
-    Holding,
-    Holdings,
-    LastRound,
-    Report,
-    Restore,
-    Start,
-)
+from elasticrun.wire import messages as m
 from elasticrun.wire.snapshots import RankHere, Restored
 from elasticrun.wire.types import RoundName
 
@@ -66,7 +57,7 @@ class Inventory:
         self._lives = {life.key: life for life in lives}
         self._adopted = set(self._lives)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: m.Start) -> None:
         """A new life; older ones of which nothing lies here are forgotten."""
         life = Life.of(start, self._nproc)
         self._lives.pop(life.key, None)
@@ -114,13 +105,13 @@ class Inventory:
         self._lives[life.key] = self.present = replace(life, rewound_from=-1)
         return True
 
-    def last(self) -> LastRound | None:
+    def last(self) -> m.LastRound | None:
         """The newest round whose ranks lived here, under an agent before this one too."""
         lived = [life for life in self._lives.values() if life.nproc]
         if not lived:
             return None
         life = max(lived, key=lambda one: (one.term, one.number))
-        return LastRound(life.name, life.world_size, life.restore, life.rewound_from)
+        return m.LastRound(life.name, life.world_size, life.restore, life.rewound_from)
 
     def lives(self) -> list[Life]:
         """All that are known, the newest last."""
@@ -170,12 +161,12 @@ class Inventory:
 
     # ------------------------------------------------------------ all of them
 
-    def holdings(self, *, living: bool) -> tuple[Holding, ...]:
+    def holdings(self, *, living: bool) -> tuple[m.Holding, ...]:
         """All that is held, the newest first; `living`: ranks of the present life may still
         write."""
         held = self._segments.held
         contents = self._contents(held)
-        found: list[Holding] = []
+        found: list[m.Holding] = []
         own = any(one.own for one in held if one.local_rank >= 0)
         order = {key: at for at, key in enumerate(self._lives)}
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
@@ -185,7 +176,7 @@ class Inventory:
                 continue
             wanted = self._wanted.has(key, step)
             place = (life.first_rank, life.world_size)
-            found.append(Holding(life.name, step, *place, row, wanted, own=own))
+            found.append(m.Holding(life.name, step, *place, row, wanted, own=own))
         return _fitting([*found, *self._replicas()])
 
     def whole_here(self, held: Iterable[Held]) -> int:
@@ -221,7 +212,7 @@ class Inventory:
 
     # ------------------------------------------------------------ what may go
 
-    def prune(self, restore: Restore | None, going_on: set[str]) -> None:
+    def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
         """While no rank lives: withdraw what is newer than what the new life goes on from, pin
         that, and set the words of the control pages. Pins that stay: `going_on`, and those of what
         the ranks want written out."""
@@ -272,7 +263,7 @@ class Inventory:
                 row[one.local_rank] = one.content
         return found
 
-    def _replicas(self) -> list[Holding]:
+    def _replicas(self) -> list[m.Holding]:
         """What is held of other nodes' ranks."""
         rows: dict[tuple[bytes, int], dict[int, int]] = {}
         for one in self._segments.held:
@@ -285,7 +276,7 @@ class Inventory:
             life = self._lives[key]
             for first, contents in _stretches(row):
                 place = (first, life.world_size)
-                found.append(Holding(life.name, step, *place, contents, False, replica=True))
+                found.append(m.Holding(life.name, step, *place, contents, False, replica=True))
         return found
 
     def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
@@ -310,21 +301,21 @@ def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         run.append(rank)
 
 
-def _fitting(held: list[Holding]) -> tuple[Holding, ...]:
+def _fitting(held: list[m.Holding]) -> tuple[m.Holding, ...]:
     """As many as a report may list: the newest, what ranks of this node have before replicas."""
-    found: list[Holding] = []
+    found: list[m.Holding] = []
     listed = 0
     for one in sorted(
         held, key=lambda h: (-h.round.term, -h.round.number, -h.step, h.replica, h.first_rank)
     ):
         listed += len(one.contents)
-        if len(found) == MAX_HOLDINGS or listed > MAX_CONTENTS:
+        if len(found) == m.MAX_HOLDINGS or listed > m.MAX_CONTENTS:
             break
         found.append(one)
     return tuple(found)
 
 
-def _newer(snapshot: Snapshot, restore: Restore) -> bool:
+def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
     """Whether it is of a later time than what is gone back to, or of one that never was."""
     name = restore.round
     if (snapshot.term, snapshot.number) == (name.term, name.number):
@@ -406,7 +397,7 @@ what matters is said at once (`now`)."""
 class HoldsSnapshots(Protocol):
     """Who makes the report of what is held, as it is now."""
 
-    def holdings(self) -> Holdings:
+    def holdings(self) -> m.Holdings:
         """The report."""
 
     def nodes(self) -> int:
@@ -419,7 +410,7 @@ class HoldingsReport:
     def __init__(self, link: Callable[[], Link], holder: HoldsSnapshots) -> None:
         self._link = link
         self._holder = holder
-        self._said: Holdings | None = None
+        self._said: m.Holdings | None = None
         self._said_at = -math.inf
         self._due: asyncio.TimerHandle | None = None
         self._closed = False
@@ -459,11 +450,11 @@ class HoldingsReport:
             loop = asyncio.get_running_loop()
             self._due = loop.call_later(1 / REPORTS_PER_SECOND, self._offer)
 
-    def _nothing(self, report: Holdings) -> bool:
+    def _nothing(self, report: m.Holdings) -> bool:
         """As far as anybody knows, no script of this job takes snapshots."""
         return self._said is None and not report.held and report.saver is None
 
-    def _told(self, report: Holdings) -> None:
+    def _told(self, report: m.Holdings) -> None:
         self._said, self._said_at = report, asyncio.get_running_loop().time()
 
     def _cancel(self) -> None:
@@ -480,7 +471,7 @@ class Local:
     segments: Segments
     inventory: Inventory
     savers: Savers
-    say: Callable[[Report], None]
+    say: Callable[[m.Report], None]
     changed: Callable[[], None]
     freed: Callable[[], None]
 

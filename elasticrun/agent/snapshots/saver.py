@@ -21,28 +21,7 @@ from elasticrun.agent.spawner import Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import VERSION, Snapshot
-from elasticrun.wire import env
-from elasticrun.wire.snapshots import (
-    Checked,
-    CheckSnapshot,
-    CommitDone,
-    CommitNow,
-    Fetch,
-    Fetched,
-    FetchInto,
-    FetchSize,
-    FromSaver,
-    GiveUp,
-    HashSnapshot,
-    Named,
-    PartsDone,
-    PersistParts,
-    Remark,
-    SaverHere,
-    SegmentClosed,
-    SegmentOpen,
-    Serve,
-)
+from elasticrun.wire import env, snapshots as s
 from elasticrun.wire.spawning import Exited, SendSignal, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
 
@@ -71,9 +50,9 @@ APART: Final = 1.0
 some hashed, and keep their cores to themselves."""
 
 
-def named(name: RoundName) -> Named:
+def named(name: RoundName) -> s.Named:
     """A round's name as ranks and savers are told it."""
-    return Named(name.term, name.number, name.nonce)
+    return s.Named(name.term, name.number, name.nonce)
 
 
 class SaverGone(Exception):
@@ -159,57 +138,43 @@ class Savers:
 
     # ------------------------------------------------------------ orders
 
-    async def check(self, held: Held, snapshot: Snapshot) -> Checked:
+    async def check(self, held: Held, snapshot: Snapshot) -> s.Checked:
         """Have a snapshot compared with its hashes. SaverGone."""
-        await self.there()
-        self._show(held)
         which = (held.key, snapshot.slot, snapshot.sequence)
-        answer = self._answer(("check", *which))
-        self._say(CheckSnapshot(*which))
-        return await self._of(answer, Checked)
+        return await self._ask(("check", *which), s.CheckSnapshot(*which), s.Checked, held)
 
-    async def persist(self, order: PersistParts, helds: list[Held]) -> PartsDone:
+    async def persist(self, order: s.PersistParts, helds: list[Held]) -> s.PartsDone:
         """Have parts of a checkpoint written. SaverGone."""
-        await self.there()
-        for held in helds:
-            self._show(held)
-        answer = self._answer(("parts", order.attempt))
-        self._say(order)
-        return await self._of(answer, PartsDone)
+        return await self._ask(("parts", order.attempt), order, s.PartsDone, *helds)
 
-    async def commit(self, attempt: str, writers: int) -> CommitDone:
+    async def commit(self, attempt: str, writers: int) -> s.CommitDone:
         """Have the marker written. SaverGone."""
         if self._peer is None:
             raise SaverGone(self._last_end or "the saver that had collected the parts is gone")
-        answer = self._answer(("commit", attempt))
-        self._say(CommitNow(attempt, writers))
-        return await self._of(answer, CommitDone)
+        return await self._ask(("commit", attempt), s.CommitNow(attempt, writers), s.CommitDone)
 
-    async def fetch_size(self, order: Fetch) -> FetchSize:
+    async def fetch_size(self, order: s.Fetch) -> s.FetchSize:
         """Ask another node's saver for a snapshot. SaverGone."""
-        await self.there()
-        answer = self._answer(("size", order.key))
-        self._say(order)
-        return await self._of(answer, FetchSize)
+        return await self._ask(("size", order.key), order, s.FetchSize)
 
-    async def fetch_into(self, key: int, held: Held, slot: int = 0) -> Fetched:
+    async def fetch_into(self, key: int, held: Held, slot: int = 0) -> s.Fetched:
         """And have it copied into this memory. SaverGone."""
         answer = self._answer(("fetched", key))
-        self._say(FetchInto(key, slot, held.sizes.layout), held.fd)
-        return await self._of(answer, Fetched)
+        self._say(s.FetchInto(key, slot, held.sizes.layout), held.fd)
+        return await self._of(answer, s.Fetched)
 
     def hash(self, held: Held, snapshot: Snapshot) -> None:
         """Have a snapshot hashed some time, if there is a saver."""
         if self._peer is not None:
             self._show(held)
-            self._say(HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
+            self._say(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
 
-    def serve(self, held: Held, snapshot: Snapshot, round: Named, rank: int) -> None:
+    def serve(self, held: Held, snapshot: Snapshot, round: s.Named, rank: int) -> None:
         """Have a snapshot given to other nodes that ask for it, if there is a saver."""
         if self._peer is not None:
             self._show(held)
             which = (held.key, snapshot.slot, snapshot.sequence)
-            self._say(Serve(*which, round, snapshot.step, rank))
+            self._say(s.Serve(*which, round, snapshot.step, rank))
 
     def give_up(self, attempt: str) -> None:
         """This attempt is over."""
@@ -217,13 +182,13 @@ class Savers:
             answer = self._answers.pop((kind, attempt), None)
             if answer is not None and not answer.done():
                 answer.cancel()
-        self._say(GiveUp(attempt))
+        self._say(s.GiveUp(attempt))
 
     def forget(self, held: Held) -> None:
         """This segment is dropped."""
         if held.key in self._open:
             self._open.discard(held.key)
-            self._say(SegmentClosed(held.key))
+            self._say(s.SegmentClosed(held.key))
 
     def close(self) -> None:
         """The agent ends; its spawners kill and reap what is left."""
@@ -234,25 +199,25 @@ class Savers:
 
     # ------------------------------------------------------------ what it says
 
-    def heard(self, peer: Peer, message: FromSaver) -> None:
+    def heard(self, peer: Peer, message: s.FromSaver) -> None:
         """A message of a process that says it is the saver."""
-        if isinstance(message, SaverHere):
+        if isinstance(message, s.SaverHere):
             self._introduced(peer, message)
         elif peer is not self._peer:
             return
-        elif isinstance(message, Checked):
+        elif isinstance(message, s.Checked):
             self._settle(("check", message.key, message.slot, message.sequence), message)
-        elif isinstance(message, PartsDone):
+        elif isinstance(message, s.PartsDone):
             if message.ok:
                 self._starts.clear()
             self._settle(("parts", message.attempt), message)
-        elif isinstance(message, CommitDone):
+        elif isinstance(message, s.CommitDone):
             self._settle(("commit", message.attempt), message)
-        elif isinstance(message, FetchSize):
+        elif isinstance(message, s.FetchSize):
             self._settle(("size", message.key), message)
-        elif isinstance(message, Fetched):
+        elif isinstance(message, s.Fetched):
             self._settle(("fetched", message.key), message)
-        elif isinstance(message, Remark):
+        elif isinstance(message, s.Remark):
             self._owner.remark(message.text)
 
     def hung_up(self, peer: Peer) -> None:
@@ -341,7 +306,7 @@ class Savers:
         self._again = None
         self._start()
 
-    def _introduced(self, peer: Peer, here: SaverHere) -> None:
+    def _introduced(self, peer: Peer, here: s.SaverHere) -> None:
         if here.version != VERSION:
             peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
         elif here.key != self._key or self._peer is not None:
@@ -386,11 +351,20 @@ class Savers:
     def _show(self, held: Held) -> None:
         if self._peer is not None and held.key not in self._open and not held.gone:
             self._open.add(held.key)
-            self._peer.send(SegmentOpen(held.key, held.local_rank), held.fd)
+            self._peer.send(s.SegmentOpen(held.key, held.local_rank), held.fd)
 
     def _say(self, message: Any, fd: int = -1) -> None:
         if self._peer is not None:
             self._peer.send(message, fd)
+
+    async def _ask(self, name: Hashable, order: s.ToSaver, kind: type[T], *shown: Held) -> T:
+        """What is answered to this order, once these segments are open. SaverGone."""
+        await self.there()
+        for held in shown:
+            self._show(held)
+        answer = self._answer(name)
+        self._say(order)
+        return await self._of(answer, kind)
 
     def _answer(self, name: Hashable) -> asyncio.Future[Any]:
         """What will be known by this name; who asks again waits for the same."""
@@ -407,7 +381,7 @@ class Savers:
         assert isinstance(found, kind)
         return found
 
-    def _settle(self, name: Hashable, message: FromSaver) -> None:
+    def _settle(self, name: Hashable, message: s.FromSaver) -> None:
         answer = self._answers.pop(name, None)
         if answer is not None and not answer.done():
             answer.set_result(message)
