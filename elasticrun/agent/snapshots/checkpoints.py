@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Final
 
 from msgspec import structs
 
 from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
 from elasticrun.agent.runtime import Tasks
-from elasticrun.agent.snapshots.fetching import Shards
+from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.saver import SaverGone, named
 from elasticrun.agent.snapshots.segments import Held
@@ -23,9 +22,6 @@ from elasticrun.operator_log import logger
 from elasticrun.shm.segment import Snapshot
 from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver
 from elasticrun.wire.snapshots import PartOf, PersistParts
-
-MAX_REASON: Final = 1000
-"""Characters of a reason that the master is told."""
 
 
 class CannotPersist(Exception):

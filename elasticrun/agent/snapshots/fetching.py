@@ -22,7 +22,7 @@ from typing import Any, Final
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer, one_line
-from elasticrun.agent.snapshots.saver import SaverGone, named
+from elasticrun.agent.snapshots.saver import SaverGone, named, unheard
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
@@ -177,7 +177,7 @@ class Shards:
         if order.holds not in self._copies:
             task = asyncio.create_task(self._fetch(order))
             self._copies[order.holds] = task
-            task.add_done_callback(_look_at)
+            task.add_done_callback(unheard)
         try:
             held = await asyncio.shield(self._copies[order.holds])
         except (NoRoom, SaverGone) as error:
@@ -276,12 +276,6 @@ class Shards:
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._open -= 1
-
-
-def _look_at(task: asyncio.Task[Held]) -> None:
-    """Who waits for it is told; nobody has to."""
-    if not task.cancelled():
-        task.exception()
 
 
 class Replicas:

@@ -138,26 +138,19 @@ class Inventory:
 
     def all_of(self, name: RoundName, step: int) -> list[tuple[Held, Snapshot, int]]:
         """Every snapshot of (round, step) that lies here, with its rank."""
-        life = self.life(name)
-        found: list[tuple[Held, Snapshot, int]] = []
-        if life is None:
-            return found
-        for one in self._segments.held:
-            rank = _rank(one, life)
-            snapshot = one.find(life.key, step) if rank >= 0 else None
-            if snapshot is not None:
-                found.append((one, snapshot, rank))
-        return found
+        return [
+            (held, snapshot, rank)
+            for held, snapshot, life, rank in self.everything()
+            if (life.name, snapshot.step) == (name, step)
+        ]
 
-    def everything(self) -> list[tuple[Held, Snapshot, Life, int]]:
+    def everything(self) -> Iterator[tuple[Held, Snapshot, Life, int]]:
         """Every snapshot of a known life that lies here, with its rank."""
-        found: list[tuple[Held, Snapshot, Life, int]] = []
         for one in self._segments.held:
-            for snapshot in one.snapshots() if not one.passing else ():
+            for snapshot in one.snapshots():
                 life = self._lives.get(snapshot.round)
-                if life is not None and _rank(one, life) >= 0:
-                    found.append((one, snapshot, life, _rank(one, life)))
-        return found
+                if life is not None and (rank := _rank(one, life)) >= 0:
+                    yield one, snapshot, life, rank
 
     # ------------------------------------------------------------ all of them
 

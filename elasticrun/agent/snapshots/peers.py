@@ -58,6 +58,10 @@ class Listener(Protocol):
         """Its connection is over; it had introduced itself."""
 
 
+def _named(here: RankHere | SaverHere) -> str:
+    return "the saver" if isinstance(here, SaverHere) else f"local rank {here.local_rank}"
+
+
 class Peer:
     """One connection."""
 
@@ -89,7 +93,7 @@ class Peer:
     def break_off(self, why: str) -> None:
         """Close it, with one line."""
         if not self.closed:
-            who = "a process" if self.here is None else self._server.named(self.here)
+            who = "a process" if self.here is None else _named(self.here)
             logger.warning(
                 "%s (pid %d) is not heard about snapshots any more: %s", who, self.pid, why
             )
@@ -157,7 +161,7 @@ class Peer:
         if isinstance(message, RankHere | SaverHere):
             self.here = message
             self._timer.cancel()
-        self._server.heard(self, message)
+        self._server.listener.heard(self, message)
 
 
 class PeerServer:
@@ -166,7 +170,7 @@ class PeerServer:
 
     def __init__(self, nproc: int, listener: Listener) -> None:
         self._most = 2 * nproc + SPARE
-        self._listener = listener
+        self.listener = listener
         self._peers: set[Peer] = set()
         self._strangers: set[int] = set()
         self._crowded = False
@@ -199,21 +203,11 @@ class PeerServer:
     def peers(self) -> list[Peer]:
         return list(self._peers)
 
-    # ------------------------------------------------------------ for Peer
-
-    def heard(self, peer: Peer, message: FromPeer) -> None:
-        self._listener.heard(peer, message)
-
     def gone(self, peer: Peer) -> None:
+        """It has closed its connection."""
         self._peers.discard(peer)
         if peer.here is not None:
-            self._listener.lost(peer)
-
-    @staticmethod
-    def named(here: RankHere | SaverHere) -> str:
-        if isinstance(here, SaverHere):
-            return "the saver"
-        return f"local rank {here.local_rank}"
+            self.listener.lost(peer)
 
     # ------------------------------------------------------------ who dials
 

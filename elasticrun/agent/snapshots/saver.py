@@ -109,7 +109,7 @@ class Savers:
         """Have one started, unless there is one or it is no use."""
         if self._peer is None and self._coming is None and not self._closed:
             self._coming = asyncio.get_running_loop().create_future()
-            self._coming.add_done_callback(_look_at)
+            self._coming.add_done_callback(unheard)
             self._start()
 
     def replace_old(self) -> None:
@@ -370,7 +370,7 @@ class Savers:
         """What will be known by this name; who asks again waits for the same."""
         if name not in self._answers:
             answer = asyncio.get_running_loop().create_future()
-            answer.add_done_callback(_look_at)
+            answer.add_done_callback(unheard)
             self._answers[name] = answer
             if self._peer is None:
                 answer.set_exception(SaverGone(self._last_end or "there is no saver"))
@@ -387,8 +387,8 @@ class Savers:
             answer.set_result(message)
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Nobody has to wait for it."""
+def unheard(future: asyncio.Future[Any]) -> None:
+    """Who waits for it is told of its failure; nobody has to."""
     if not future.cancelled():
         future.exception()
 

@@ -243,56 +243,47 @@ def test_killed_it_leaves_its_port_free() -> None:
     socket.create_server(where).close()
 
 
-def test_who_says_nothing_is_dropped() -> None:
-    """In this process, with a shorter limit: thirty seconds are too long to wait."""
+@contextlib.contextmanager
+def within(most: int) -> Iterator[tuple[tuple[str, int], socket.socket]]:
+    """A proxy in this process, whose limits can be changed: where it listens, and its control
+    stream."""
     ours, theirs = socket.socketpair()
-    listener = socket.create_server(("127.0.0.1", 0))
-    where = listener.getsockname()
-    limit, proxy.HEAD_LIMIT = proxy.HEAD_LIMIT, 0.2
-    made = proxy.Proxy(listener, theirs.fileno(), 16)
-    running = threading.Thread(target=made.run)
-    running.start()
-    try:
-        with socket.create_connection(where, timeout=LIMIT) as silent:
-            assert ended(silent)
-    finally:
-        proxy.HEAD_LIMIT = limit
-        ours.close()
-        running.join(LIMIT)
-        listener.close()
-        theirs.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
+        running = threading.Thread(target=proxy.Proxy(listener, theirs.fileno(), most).run)
+        running.start()
+        try:
+            yield listener.getsockname(), ours
+        finally:
+            ours.close()
+            running.join(LIMIT)
+
+
+def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a shorter limit: thirty seconds are too long to wait."""
+    monkeypatch.setattr(proxy, "HEAD_LIMIT", 0.2)
+    with within(16) as (where, _), socket.create_connection(where, timeout=LIMIT) as silent:
+        assert ended(silent)
 
 
 def test_connections_are_bounded_and_others_wait_their_turn() -> None:
-    ours, theirs = socket.socketpair()
-    listener = socket.create_server(("127.0.0.1", 0))
-    where = listener.getsockname()
-    running = threading.Thread(target=proxy.Proxy(listener, theirs.fileno(), 2).run)
-    running.start()
-    try:
-        with Behind() as store:
-            ours.sendall(json.dumps({"store": store.where}).encode() + b"\n")
-            visitors = [socket.create_connection(where, timeout=LIMIT) for _ in range(3)]
-            for number, visitor in enumerate(visitors):
-                visitor.sendall(bytes([65 + number]))
-            inner = [store.accept() for _ in range(2)]
-            assert {read(sock, 1) for sock in inner} == {b"A", b"B"}
-            store.listener.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                store.accept()
-            store.listener.settimeout(LIMIT)
-            visitors[0].close()
-            for sock in inner:
-                sock.close()
-            with store.accept() as third:
-                assert read(third, 1) == b"C"
-            for visitor in visitors:
-                visitor.close()
-    finally:
-        ours.close()
-        running.join(LIMIT)
-        listener.close()
-        theirs.close()
+    with within(2) as (where, control), Behind() as store:
+        control.sendall(json.dumps({"store": store.where}).encode() + b"\n")
+        visitors = [socket.create_connection(where, timeout=LIMIT) for _ in range(3)]
+        for number, visitor in enumerate(visitors):
+            visitor.sendall(bytes([65 + number]))
+        inner = [store.accept() for _ in range(2)]
+        assert {read(sock, 1) for sock in inner} == {b"A", b"B"}
+        store.listener.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            store.accept()
+        store.listener.settimeout(LIMIT)
+        visitors[0].close()
+        for sock in inner:
+            sock.close()
+        with store.accept() as third:
+            assert read(third, 1) == b"C"
+        for visitor in visitors:
+            visitor.close()
 
 
 def test_without_descriptors_it_rests_and_goes_on_when_there_are_some() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
-from elasticrun.operator_log import logger
 from elasticrun.shm import memory, memory as large_pages
 from elasticrun.shm.memory import LARGE, NoRoom
 from elasticrun.shm.segment import NONE
@@ -23,12 +20,6 @@ from tests.harness import LIMIT
 
 LAYOUT = layout_of()
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 3)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 # ---------------------------------------------------------------- who waits
@@ -125,7 +116,6 @@ async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
 def test_fewer_slots_do_where_there_is_no_room_for_all(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger.propagate = True
     room = replace(SIZES, slots=2).nbytes + 100
     monkeypatch.setattr(memory, "room_in_memory", lambda: (room, "the machine"))
 

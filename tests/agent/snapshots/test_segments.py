@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from elasticrun.agent.snapshots import segments as segments_module
 from elasticrun.agent.snapshots.folder import Life, take
 from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
-from elasticrun.operator_log import logger
 from elasticrun.shm import memory
 from elasticrun.shm.layout import PAGE
 from elasticrun.shm.memory import NoRoom
@@ -37,18 +35,6 @@ LAYOUT = layout_of()
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 2)
 
 Body = Callable[[Segments], Awaitable[None]]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(autouse=True)
-def hearing(caplog: pytest.LogCaptureFixture) -> None:
-    logger.propagate = True
-    caplog.set_level(20, logger="elasticrun")
 
 
 def play(shm: Path, body: Body, *, job: str = "a-job", node: str = "node-a") -> list[Life]:

@@ -22,7 +22,6 @@ from elasticrun.agent.snapshots import (
     peers as snapshot_peers,
     saver as savers_module,
 )
-from elasticrun.operator_log import logger
 from elasticrun.shm import memory
 from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.wire import messages as m, snapshots as s
@@ -57,12 +56,6 @@ def persist(step: int, **changes: object) -> m.Persist:
 
 def told(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
-
-
-@pytest.fixture(autouse=True)
-def hearing(caplog: pytest.LogCaptureFixture) -> None:
-    logger.propagate = True
-    caplog.set_level(20, logger="elasticrun")
 
 
 async def life(node: Node, *steps: int) -> list[Rank]:
