@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
@@ -46,12 +48,17 @@ class Master:
         self.effects: list[fx.JobEffect] = []
         self.facts = facts
         """The newest record."""
+        self.told: dict[int, list[m.Order]] = defaultdict(list)
+        """All orders, by session."""
 
     def feed(self, event: fx.JobEvent) -> list[fx.JobEffect]:
         self.effects = self.job.step(event, self.now)
         for effect in self.effects:
             if isinstance(effect, fx.Record):
                 self.facts = effect.facts
+            elif isinstance(effect, fx.Tell):
+                for session in effect.sessions:
+                    self.told[session].append(effect.order)
         return self.effects
 
     def hear(self, session: int, *reports: m.Report) -> None:

@@ -125,12 +125,12 @@ def test_the_perf_test_does_not_name_everybody_to_everybody() -> None:
 
 def test_without_checks_nothing_is_probed_and_no_deadline_is_added() -> None:
     plain, checked = Master(SPEC), Master(CHECKED)
-    for master in (plain, checked):
+    for master, spec in ((plain, SPEC), (checked, CHECKED)):
         for session, node in ((1, "a"), (2, "b")):
-            attach(master, session, node, spec=master.job._given_spec)
+            attach(master, session, node, spec=spec)
             master.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
     assert isinstance(plain.orders(1)[-1], m.Start)
-    assert plain.job._netcheck is None
+    assert plain.job.status().check == ""
     assert {type(order) for order in checked.orders(1)} == {m.Probe, m.Wait}
     due = checked.job.next_deadline()
     assert due is not None
@@ -234,7 +234,7 @@ def test_an_excluded_node_is_refused_on_its_host_and_probed_on_another() -> None
     master, orders = gathered(4)
     convict(master, orders, "b")
     master.hear(2, m.Join(Endpoint("10.0.0.2", 4001)))
-    assert "b" not in master.job._rdzv.ready, "a Join that it sent before it read the order"
+    assert master.effects == [], "a Join that it sent before it read the order"
     master.now = 10.0
     attach(master, 12, "b", incarnation="life-2")
     (refused,) = master.orders(12)
@@ -311,7 +311,6 @@ def test_a_straggler_is_named_and_stays_where_nobody_wants_it_out() -> None:
 def test_steps_of_an_older_round_say_nothing() -> None:
     master, name = training(3)
     assert train(master, replace(name, number=9), "c", 60, 3) == []
-    assert master.job._stragglers is None
 
 
 def test_a_straggler_that_the_job_needs_is_not_excluded() -> None:
@@ -343,7 +342,7 @@ def test_the_perf_test_is_not_made_again_by_a_successor() -> None:
     master, _ = training(2, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
     again = Master(None, facts=master.facts, now=1000.0)
     again.feed(fx.Tick())
-    assert again.job._netcheck is None
+    assert again.job.status().check == ""
 
 
 # -------------------------------------------------------------------- names of hosts

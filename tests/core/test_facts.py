@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
 from elasticrun.core import events as fx
-from elasticrun.core.job.base import RECORD_EVERY
+from elasticrun.core.job.record import RECORD_EVERY
 from elasticrun.core.persisted import Facts
 from elasticrun.wire import messages as m
 from elasticrun.wire.records import dumps, loads

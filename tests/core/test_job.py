@@ -111,7 +111,7 @@ def test_a_join_alone_is_no_word_about_the_ranks() -> None:
 def test_every_attach_is_told_the_whole_desired_state() -> None:
     master = Master()
     name = master.running()
-    start = master.job._round.start("b")  # type: ignore[union-attr]
+    (start,) = (order for order in master.told[2] if isinstance(order, m.Start))
     report = m.RoundReport(name, 1, 2, 2, 4, 0, start.store)
 
     def attach(session: int, attached: m.RoundReport | None) -> list[m.Order]:

@@ -1,6 +1,6 @@
-"""The master's brain: tells each event to the machine whose affair it is, and carries their answers
-to the agents. It owns no rule: who is there is `membership`, when a round forms is `rendezvous`,
-who sits where is `placement`, what failed is `failures`, what it costs is `budget`.
+"""The master's state machine: tells each event to the part whose affair it is, and carries their
+answers to the agents. It owns no rule: who is there is `membership`, when a round forms is
+`rendezvous`, who sits where is `round`, what failed is `failures`, what it costs is `budget`.
 
 Orders are level-triggered. A stream that attaches is told its node's whole desired state, so an
 order lost with a stream is never missed; an order that crosses a report is ignored by its round's
@@ -9,15 +9,23 @@ name. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elasticrun.config import EXIT_OK
 from elasticrun.core import events as fx
-from elasticrun.core.job.attaching import Attaching
-from elasticrun.core.job.saving import OF_SNAPSHOTS
+from elasticrun.core.context import JobContext
+from elasticrun.core.job.record import Recorder
+from elasticrun.core.job.saving import Saving
+from elasticrun.core.job.streams import Streams
+from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
+from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.attribution import Cause
+from elasticrun.core.rounds.budget import Judgement
 from elasticrun.core.rounds.failures import Bill, Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import begin
+from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
@@ -27,322 +35,436 @@ MAX_DECISIONS = 8
 
 ALL_LEFT = "every node has left"
 
-_OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
+class Job:
+    """One job's master; see the module's head. Its parts are there from the first agent on, or from
+    the first step where there are facts."""
 
-class Job(Attaching):
-    """The brain of one job's master; see the module's head."""
+    def __init__(
+        self,
+        spec: m.JobSpec | None,
+        term: int,
+        mint: Callable[[], str],
+        facts: Facts | None = None,
+    ) -> None:
+        """`spec`: None takes that of the facts, or the first Hello's. `facts`: the newest that the
+        master before this one recorded, None if there is no record. `term` must be higher than that
+        of any master before which the facts do not know of; `mint` gives a nonce for every
+        round."""
+        self._term = term if facts is None else max(term, facts.term + 1)
+        self._mint = mint
+        self._given_spec = spec if spec is not None or facts is None else facts.spec
+        self._facts = facts
+        self._begun = False
+        self._ctx: JobContext
+        self._snapshots: Snapshots
+        self._recorder: Recorder
+        self._saving: Saving
+        self._streams: Streams
 
-    # ------------------------------------------------------------ the shape of a brain
+        self._reason = ""  # what the job waits for
+        self._ends: float | None = None  # when that wait is over at the latest
+        self._until: float | None = None  # when it is looked at again
+        self._all_left = False
+        self._left_a_round = True  # a member, while it ran, or not for a signal; or nobody knows
+        self._last_failure = ""
+        self._sentence: tuple[int, str] | None = None  # how the job ends: exit code and reason
+
+    @property
+    def term(self) -> int:
+        """This master's: higher than that of every master in its record."""
+        return self._term
+
+    @property
+    def spec(self) -> m.JobSpec:
+        """What the job has agreed on; there is none before the first agent."""
+        return self._ctx.spec
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step of a
+        master that was given facts."""
+        if not self._begun:
+            return None if self._facts is None else 0.0
+        if self._ctx.outcome is not None:
+            return None
+        deadlines = (
+            self._ctx.membership.next_deadline(),
+            self._until,
+            self._recorder.due(waiting=self._until is not None),
+            self._streams.health.due(),
+            self._snapshots.next_deadline(),
+        )
+        return min((when for when in deadlines if when is not None), default=None)
+
+    def status(self) -> m.JobStatus:
+        """The job as one page; O(nodes)."""
+        if not self._begun:
+            return nothing_yet(self._given_spec)
+        hold = self._streams.hold_reason
+        return picture(
+            self._ctx,
+            self._streams.health,
+            reason=hold or self._reason,
+            ends=None if hold else self._ends,
+            last_failure=self._last_failure,
+            snapshot=self._snapshots.status(),
+        )
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Take in one event at monotonic time `now`; what is to be done, in order."""
-        self._now = now
-        self._out = []
-        if self._spec is None and not self._wake(event):
-            return self._out
-        if isinstance(event, fx.Attached):
-            self._attached(event.session, event.hello, now)
-        elif isinstance(event, fx.Heard):
-            node = self._membership.heard(event.session, now)
-            if node is None or isinstance(event.report, m.Beat):
-                return self._out
-            if self._outcome is None:
-                self._heard(node, event.report, now)
-        elif isinstance(event, fx.Detached):
-            self._detached(event, now)
-        elif isinstance(event, fx.Overslept):
-            beat = self._membership.beat_interval()
-            self._membership.overslept(event.by, beat)
-            self._rdzv.overslept(event.by + beat)
-            self._settlement.window.overslept(event.by + beat)
-            self._saves.overslept(event.by + beat)
-            self._unheard_for += event.by
-            self._note(f"the master was away for {event.by:.1f} s; no silence counts", "warning")
-        if self._outcome is None:
-            self._bury(now)
-            self._pursue(now)
-            self._pursue_saves()
-            self._advance(now)
+        out: list[fx.JobEffect] = []
+        if not self._begun and not self._wake(event, now, out):
+            return out
+        ctx, streams = self._ctx, self._streams
+        ctx.now, ctx.out = now, out
+        node: str | None = None
+        match event:
+            case fx.Attached():
+                streams.attached(event.session, event.hello)
+            case fx.Heard():
+                node = ctx.membership.heard(event.session, now)
+                if node is None or isinstance(event.report, m.Beat):
+                    return out
+                if ctx.outcome is None:
+                    self._heard(node, event.report)
+            case fx.Detached():
+                streams.detached(event)
+            case fx.Overslept():
+                self._overslept(event.by)
+        if ctx.outcome is None:
+            streams.bury()
+            streams.health.pursue()
+            self._saving.pursue()
+            self._advance()
             if isinstance(event, fx.Heard) and isinstance(event.report, m.Join):
-                self._tell_to_wait(self._membership.node_of(event.session))
-            self._keep_record()
-        return self._out
+                self._tell_to_wait(ctx.membership.node_of(event.session))
+            due = self._recorder.due(waiting=self._until is not None)
+            if due is not None and now >= due:  # changed without an order, or grown old
+                self._recorder.record()
+        return out
 
-    def _wake(self, event: fx.JobEvent) -> bool:
+    def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
         """Nothing was there yet. The record, or the first agent, says what the job is; whether
-        `event` is still to be looked at."""
-        if self._facts is not None:
-            self._begin(self._given_spec or self._facts.spec, self._now)
-            return not isinstance(event, fx.Overslept)  # it listens only since now
-        if isinstance(event, fx.Attached):
-            self._begin(self._given_spec or event.hello.spec, self._now)
-        return isinstance(event, fx.Attached)
+        `event` is still to be looked at. That this master reigns is its first fact, recorded before
+        any order."""
+        facts, self._facts = self._facts, None
+        if facts is not None:
+            spec = self._given_spec or facts.spec
+        elif isinstance(event, fx.Attached):
+            spec = self._given_spec or event.hello.spec
+        else:
+            return False
+        self._begun = True
+        self._ctx = ctx = JobContext(spec, self._term, self._mint, now)
+        ctx.out = out
+        self._snapshots = Snapshots(spec.saves, self._mint, self._term)
+        self._recorder = Recorder(ctx, self._snapshots)
+        self._saving = Saving(ctx, self._snapshots)
+        if facts is not None:
+            self._recorder.load(facts)
+        recorded_term = 0 if facts is None else facts.term
+        self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
+        self._recorder.record()
+        return facts is None or not isinstance(event, fx.Overslept)  # it listens only since now
+
+    def _overslept(self, by: float) -> None:
+        ctx = self._ctx
+        beat = ctx.membership.beat_interval()
+        ctx.membership.overslept(by, beat)
+        ctx.rdzv.overslept(by + beat)
+        ctx.settlement.window.overslept(by + beat)
+        self._snapshots.overslept(by + beat)
+        ctx.away += by
+        ctx.note(f"the master was away for {by:.1f} s; no silence counts", "warning")
 
     # ------------------------------------------------------------ reports
 
-    def _heard(self, node: str, report: m.Report, now: float) -> None:
-        rdzv = self._rdzv
+    def _heard(self, node: str, report: m.Report) -> None:
         if isinstance(report, m.Join | m.Running | m.Stopped | m.Finished):
-            self._saves.points.has_said_all(node)
-        health = self._membership.member(node).health
+            self._snapshots.points.has_said_all(node)
+        health = self._ctx.membership.member(node).health
         if health is Health.PARKED and isinstance(report, m.Leaving):
             return  # told when its stream ends
-        if health in (Health.LEFT, Health.PARKED) and isinstance(
-            report, m.Join | m.Probed | m.Steps
-        ):
+        is_out = health in (Health.LEFT, Health.PARKED)
+        if is_out and isinstance(report, m.Join | m.Probed | m.Steps):
             return  # an excluded node that has not read it yet
-        if isinstance(report, m.Join):
-            self._roster.joined(node, report.store)
-            if not self._is_probed_at_door(node, now):
-                self._joined(node, now)
-        elif isinstance(report, m.Probed):
-            self._probed(node, report, now)
-        elif isinstance(report, m.Departing | m.Missed):
-            self._depart(node, report)
-        elif isinstance(report, OF_SNAPSHOTS):
-            self._heard_of_snapshots(node, report)
-        elif isinstance(report, m.Leaving):
-            if rdzv.last.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
-                self._left_a_round = True
-            self._look_what_is_left()
-            self._are_going((node,), signalled=report.signal != 0)
-            self._membership.left(node, report.reason)
-            self._stays.over(node)
-            rdzv.leaving(node, now, report.reason)
-            self._unprobed(node, f"left: {report.reason}", now)
-            self._all_left = self._membership.present() == 0
-            self._note(f"node {node} leaves: {report.reason}")
-        elif isinstance(report, _OF_A_ROUND):
-            if self._round is None or report.round != self._round.name:
-                return  # of a round that is over
-            if isinstance(report, m.Running):
-                self._roster[node].pids = report.pids
+        match report:
+            case m.Join():
+                self._ctx.roster.joined(node, report.store)
+                self._streams.health.join(node)
+            case m.Probed():
+                self._streams.health.answered(node, report)
+            case m.Departing() | m.Missed():
+                self._saving.departing(node, report)
+            case m.Holdings() | m.WhereIs() | m.ShardBad() | m.Persisted() | m.NotReplicated():
+                self._saving.heard(node, report)
+            case m.Leaving():
+                self._leaving(node, report)
+            case _:
+                self._heard_of_round(node, report)
+
+    def _leaving(self, node: str, report: m.Leaving) -> None:
+        ctx, rdzv = self._ctx, self._ctx.rdzv
+        if rdzv.last.is_member(node) and (rdzv.phase is Phase.RUNNING or not report.signal):
+            self._left_a_round = True
+        self._saving.node_leaves()
+        self._saving.going((node,), signalled=report.signal != 0)
+        ctx.membership.left(node, report.reason)
+        ctx.stays.over(node)
+        rdzv.leaving(node, ctx.now, report.reason)
+        self._streams.health.gone(node, f"left: {report.reason}")
+        self._all_left = ctx.membership.present() == 0
+        ctx.note(f"node {node} leaves: {report.reason}")
+
+    def _heard_of_round(self, node: str, report: m.Report) -> None:
+        """Of the present round; of one that is over nothing is of interest."""
+        ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
+        of_a_round = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
+        if not isinstance(report, of_a_round) or ctx.round is None:
+            return
+        if report.round != ctx.round.name:
+            return
+        match report:
+            case m.Running():
+                ctx.roster[node].pids = report.pids
                 rdzv.last.running(node)
-            elif isinstance(report, m.RanksFailed):
-                self._ranks_failed(node, report, now)
-            elif isinstance(report, m.Stopping):
+            case m.RanksFailed():
+                self._ranks_failed(node, report)
+            case m.Stopping():
                 rdzv.stopping(node, report.remaining, now)
-            elif isinstance(report, m.Stopped):
+            case m.Stopped():
                 rdzv.stopped(node, now)
-            elif isinstance(report, m.Steps):
-                self._newest_step = max(self._newest_step, report.step)
-                self._stepped(node, report, now)
-            else:
+            case m.Steps():
+                self._saving.step_told(report.step)
+                self._streams.health.stepped(node, report)
+            case m.Finished():
                 rdzv.last.finished(node)
 
-    def _ranks_failed(self, node: str, report: m.RanksFailed, now: float) -> None:
-        stopped = self._rdzv.last.is_stopping(node)
-        if not self._settlement.add(node, report.failures, now, stopped=stopped):
+    def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
+        ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
+        stopped = rdzv.last.is_stopping(node)
+        if not ctx.settlement.add(node, report.failures, now, stopped=stopped):
             return
-        self._membership.corroborate(node, self._rdzv.last.is_concerned, now)
-        if self._rdzv.phase is Phase.RUNNING and self._rdzv.last.is_member(node):
-            verdict = self._settlement.verdict(self._trouble(), now)
+        ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
+        if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
+            verdict = ctx.settlement.verdict(self._trouble(), now)
             reason = verdict.reason
-            if verdict.bill is Bill.NOTHING and self._rdzv.takeover.is_incomplete(now):
+            if verdict.bill is Bill.NOTHING and rdzv.takeover.is_incomplete(now):
                 # who is to blame is open until all have dialled again; what has failed is known
-                reason = self._settlement.verdict("", now).reason
+                reason = ctx.settlement.verdict("", now).reason
             self._last_failure = reason
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL):
-                self._reopen(reason, now)
+                self._reopen(reason)
 
     # ------------------------------------------------------------ decisions
 
-    def _advance(self, now: float) -> None:
+    def _advance(self) -> None:
         """Ask what is to be done until it is nothing."""
+        ctx, settlement = self._ctx, self._ctx.settlement
         for _ in range(MAX_DECISIONS):
-            if self._sentence is not None:
-                code, reason = self._sentence
-                code = self._code_of_loss() if reason == ALL_LEFT else code  # it is saved by now?
-                self._conclude(code, reason, now)
+            if (end := self._due_end()) is not None:
+                self._conclude(*end)
                 return
-            if self._all_left and self._membership.present() == 0 and not self._rdzv.succeeded:
-                self._conclude(self._code_of_loss(), ALL_LEFT, now)
-                return
-            unfit = self._perf_failure()
-            if unfit:
-                self._conclude(code_of(Ending.BELOW_FLOOR), unfit, now)
-                return
-            gate = self._settlement.judge(self._trouble(), self._rdzv.formed_at, now)
+            gate = None
+            if settlement.window.opened_at is not None:
+                gate = settlement.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
             if gate is not None and gate.end:
-                self._conclude(gate.code, gate.end, now)
+                self._conclude(gate.code, gate.end)
                 return
-            if self._bad_snapshot and self._rdzv.phase is Phase.RUNNING:
-                self._settlement.window.excuse(self._bad_snapshot)
-                self._reopen(self._bad_snapshot, now)
-            decision = self._rdzv.decide(now)
+            if self._saving.trouble and ctx.rdzv.phase is Phase.RUNNING:
+                self._reopen_free_of_charge(self._saving.trouble)
+            decision = ctx.rdzv.decide(ctx.now)
             if decision.verb is Verb.FORM and gate is not None:
                 decision = Decision(Verb.WAIT, gate.reason, gate.until)
-            if decision.verb is Verb.WAIT:
-                self._wait(decision, None if gate is None else gate.until)
-                return
             if decision.verb is Verb.FORM:
-                if self._reconsider(now):
+                if self._reconsider():
                     continue
-                held = self._hold_for_check(now)
-                if held is not None:
-                    self._wait(held, None)
-                    return
-                if not self._keep_out_the_doubted():
-                    self._form(decision.nodes, now)
-            elif decision.verb is Verb.REOPEN:
-                self._settlement.window.excuse(decision.reason)
-                self._reopen(decision.reason, now)
-            else:
-                done = decision.verb is Verb.SUCCEED
-                code = EXIT_OK if done else self._code_of_loss()
-                self._conclude(code, decision.reason, now)
+                held = self._streams.health.hold()
+                if held is None:
+                    if not self._streams.health.keep_out_the_doubted():
+                        self._form(decision.nodes)
+                    continue
+                decision, gate = held, None
+            if decision.verb is Verb.WAIT:
+                self._wait(decision, gate)
                 return
+            if decision.verb is not Verb.REOPEN:
+                done = decision.verb is Verb.SUCCEED
+                self._conclude(EXIT_OK if done else self._code_of_loss(), decision.reason)
+                return
+            self._reopen_free_of_charge(decision.reason)
         raise RuntimeError("the rendezvous does not come to rest")
+
+    def _due_end(self) -> tuple[int, str] | None:
+        """How the job ends whatever a round would come to: exit code and reason."""
+        if self._sentence is not None:
+            code, reason = self._sentence
+            return (self._code_of_loss() if reason == ALL_LEFT else code, reason)  # it may be saved
+        here = self._ctx.membership.present()
+        if self._all_left and here == 0 and not self._ctx.rdzv.succeeded:
+            return (self._code_of_loss(), ALL_LEFT)
+        unfit = self._streams.health.perf_failure()
+        return (code_of(Ending.BELOW_FLOOR), unfit) if unfit else None
 
     def _code_of_loss(self) -> int:
         """The exit code of a job that ends because nodes have gone, and no rank is to blame."""
-        saved = self._round is not None and self._saves.departures.has_saved(self._round.name)
+        round_ = self._ctx.round
+        saved = round_ is not None and self._snapshots.departures.has_saved(round_.name)
         if self._all_left and not self._left_a_round:
-            saved = saved or self._is_left_in_storage()
+            saved = saved or self._saving.is_left_in_storage()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _trouble(self) -> str:
         """Which member has gone or may have gone, in words; empty if all are well."""
-        if self._rdzv.loss:
-            return self._rdzv.loss
-        for node in self._membership.suspects():
-            if self._rdzv.last.is_concerned(node):
+        rdzv = self._ctx.rdzv
+        if rdzv.loss:
+            return rdzv.loss
+        for node in self._ctx.membership.suspects():
+            if rdzv.last.is_concerned(node):
                 return f"node {node} is suspect"
         cause, why = self._culprit()
         return f"node {cause.node} is left out: {why}" if cause else ""
 
     def _culprit(self) -> tuple[Cause | None, str]:
         """The cause of the round's end whose node is to be left out, and why."""
-        cause = self._settlement.cause()
+        settlement = self._ctx.settlement
+        cause = settlement.cause()
         if cause is None:
             return None, ""
-        why = self._settlement.blame.culprit(cause, self._now)
-        return (cause, why) if why and self._rdzv.can_spare(cause.node) else (None, "")
+        why = settlement.blame.culprit(cause, self._ctx.now)
+        return (cause, why) if why and self._ctx.rdzv.can_spare(cause.node) else (None, "")
 
-    def _reconsider(self, now: float) -> bool:
+    def _reconsider(self) -> bool:
         """A round could form. Whether that has to be asked again, because a node is left out or an
         innocent one let in."""
-        if self._rdzv.loss:
+        ctx, rdzv, now, blame = self._ctx, self._ctx.rdzv, self._ctx.now, self._ctx.settlement.blame
+        if rdzv.loss:
             return False
-        blame = self._settlement.blame
         cause, why = self._culprit()
         if cause is not None:
             wait = blame.leave_out(cause, now)
-            self._stale = True
-            self._rdzv.leave_out(cause.node, now + wait, why)
-            self._doubt(cause.node)
-            self._note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
+            ctx.changed = True
+            rdzv.leave_out(cause.node, now + wait, why)
+            self._streams.health.doubt(cause.node)
+            ctx.note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
             self._tell_to_wait(cause.node)
             return True
-        cause = self._settlement.cause()
+        cause = ctx.settlement.cause()
         innocent = blame.acquit(cause, now) if cause and not self._trouble() else ""
         if cause is not None and innocent:
-            self._rdzv.let_in(innocent, now)
-            self._note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
+            rdzv.let_in(innocent, now)
+            ctx.note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
         return bool(innocent)
 
-    def _wait(self, decision: Decision, gate: float | None) -> None:
-        dues = (decision.until, decision.wake, gate)
+    def _wait(self, decision: Decision, gate: Judgement | None) -> None:
+        dues = (decision.until, decision.wake, None if gate is None else gate.until)
         self._until = min((when for when in dues if when is not None), default=None)
         self._ends = decision.until
         if decision.reason != self._reason:
             self._reason = decision.reason
             if decision.reason:
-                self._note(decision.reason)
+                self._ctx.note(decision.reason)
                 self._tell_to_wait()
 
     def _tell_to_wait(self, only: str | None = None) -> None:
         """Tell ready nodes, or the one named, why they wait, each once per sentence."""
-        if only is not None and self._rdzv.is_barred(only) and self._outcome is None:
-            session, why = self._membership.session_of(only), self._rdzv.reason_of(only, self._now)
-            if session is not None and self._roster[only].told != why:
-                self._tell(session, m.Wait(why))
-        if not self._reason or self._outcome is not None:
+        ctx, rdzv = self._ctx, self._ctx.rdzv
+        if ctx.outcome is not None:
+            return
+        if only is not None and rdzv.is_barred(only):
+            session, why = ctx.membership.session_of(only), rdzv.reason_of(only, ctx.now)
+            if session is not None and ctx.roster[only].told != why:
+                ctx.tell(session, m.Wait(why))
+        if not self._reason:
             return
         sessions = []
-        for node in self._rdzv.ready if only is None else (only,):
-            if node not in self._rdzv.ready:
+        for node in rdzv.ready if only is None else (only,):
+            if node not in rdzv.ready:
                 continue
-            entry, session = self._roster[node], self._membership.session_of(node)
+            entry, session = ctx.roster[node], ctx.membership.session_of(node)
             if session is not None and entry.told != self._reason:
                 entry.told = self._reason
                 sessions.append(session)
         if sessions:
-            left = 0.0 if self._ends is None else max(0.0, self._ends - self._now)
-            self._out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
+            left = 0.0 if self._ends is None else max(0.0, self._ends - ctx.now)
+            ctx.out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
 
-    def _reopen(self, reason: str, now: float) -> None:
+    def _reopen_free_of_charge(self, reason: str) -> None:
+        self._ctx.settlement.window.excuse(reason)
+        self._reopen(reason)
+
+    def _reopen(self, reason: str) -> None:
         """The round is over: its members stop their ranks."""
-        assert self._round is not None
-        self._round.why_stopped = reason
-        members = self._rdzv.reopen(now)
-        self._call_in_the_doubted(now)
-        self._note(f"round {self._round.name.number} is over: {reason}")
-        self._record()
-        self._broadcast(members, m.Stop(self._round.name, reason))
+        ctx, round_ = self._ctx, self._ctx.round
+        assert round_ is not None
+        round_.why_stopped = reason
+        members = ctx.rdzv.reopen(ctx.now)
+        self._streams.health.call_in_the_doubted()
+        ctx.note(f"round {round_.name.number} is over: {reason}")
+        self._recorder.record()
+        ctx.broadcast(members, m.Stop(round_.name, reason))
 
-    def _form(self, limit: int, now: float) -> None:
+    def _form(self, limit: int) -> None:
         """Settle what the last round costs, and give every member its place in the next."""
-        trouble = self._trouble()
-        failed = self._settlement.window.opened_at is not None or bool(trouble)
-        failed = failed or self._saves.points.looks_back  # nobody was there to hear of it
-        choice = self._choose_snapshot(trouble)
-        why = trouble or self._settlement.ended_by(now)
-        note = self._settlement.settle(trouble, self._rdzv.formed_at, now)
-        if note:
-            self._note(note)
+        ctx, rdzv, settlement, now = self._ctx, self._ctx.rdzv, self._ctx.settlement, self._ctx.now
+        trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
+        failed = settlement.window.opened_at is not None or bool(trouble)
+        failed = failed or points.looks_back  # nobody was there to hear of it
+        choice = self._saving.choose(trouble)
+        why = trouble or settlement.ended_by(now)
+        if note := settlement.settle(trouble, rdzv.formed_at, now):
+            ctx.note(note)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
-        self._number += 1
-        name = RoundName(self._term, self._number, self._mint())
-        ready = [self._roster.candidate(node) for node in self._rdzv.ready]
-        count = self._settlement.budget.count
-        round_ = begin(name, ready, limit, self._round, count, self._roster.life_of, choice.restore)
-        round_.rewound_from = self._saves.points.rewound_from
+        ctx.number += 1
+        name = RoundName(ctx.term, ctx.number, ctx.mint())
+        ready = [ctx.roster.candidate(node) for node in rdzv.ready]
+        count = settlement.budget.count
+        round_ = begin(name, ready, limit, last, count, ctx.roster.life_of, choice.restore)
+        round_.rewound_from = points.rewound_from
         round_.suspect, round_.restore_step = choice.suspect, choice.restore_step
-        round_.why = why or (self._round.why_stopped if self._round is not None else "")
-        self._round = round_
+        round_.why = why or (last.why_stopped if last is not None else "")
+        ctx.round = round_
         for node in round_.seats:
-            self._roster[node].told = ""
-        self._left_a_round, self._left_behind = False, None
-        self._rdzv.formed(round_.seats, now)
-        self._stays.formed(round_.seats, now)
-        self._settlement.new_round(nodes=len(round_.seats))
+            ctx.roster[node].told = ""
+        self._left_a_round = False
+        rdzv.formed(round_.seats, now)
+        ctx.stays.formed(round_.seats, now)
+        settlement.new_round(nodes=len(round_.seats))
         self._reason, self._ends = "", None
         size = f"{some(round_.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
-        self._note(f"round {name.number} begins: {size}")
-        self._record()
-        self._round_begins(round_)
+        ctx.note(f"round {name.number} begins: {size}")
+        self._recorder.record()
+        self._saving.round_begins(round_)
         for node in round_.members:
             start = round_.start(node)
             assert start is not None
-            self._broadcast((node,), start)
+            ctx.broadcast((node,), start)
         if failed:
-            self._save_at_breakpoint(round_)
-        self._probe_the_left_out(now)
+            self._saving.save_at_breakpoint(round_)
+        self._streams.health.probe_the_left_out()
 
-    def _conclude(self, exit_code: int, reason: str, now: float) -> None:
+    # ------------------------------------------------------------ the end
+
+    def _conclude(self, exit_code: int, reason: str) -> None:
         """The job is to end, and nothing changes that any more: as soon as its last snapshot is
         written out, where it has one that is to be."""
+        ctx = self._ctx
         if self._sentence is None:
             self._sentence = (exit_code, reason)
-            if self._is_to_be_saved(exit_code) and self._rdzv.phase is Phase.RUNNING:
-                self._reopen(reason, now)
-        held = self._hold_for_saves(exit_code, now)
+            if self._saving.is_to_be_saved(exit_code) and ctx.rdzv.phase is Phase.RUNNING:
+                self._reopen(reason)
+        held = self._saving.hold(exit_code)
         if held is not None:
             self._wait(held, None)
             return
-        if owed := self._saves.checkpoints.owed:
-            self._note(owed, "error")
+        if owed := self._snapshots.checkpoints.owed:
+            ctx.note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
-        self._end(exit_code, reason)
-
-    def _end(self, exit_code: int, reason: str) -> None:
-        failures = () if exit_code == EXIT_OK else self._settlement.failures
-        self._outcome = m.End(exit_code, reason, failures)
+        failures = () if exit_code == EXIT_OK else ctx.settlement.failures
+        ctx.outcome = m.End(exit_code, reason, failures)
         self._until = None
-        self._note(f"the job is over: {reason}")
-        self._record()
-        self._out.append(fx.Tell(self._membership.sessions(), self._outcome))
-        self._say_over(self._outcome)
+        ctx.note(f"the job is over: {reason}")
+        self._recorder.record()
+        ctx.out.append(fx.Tell(ctx.membership.sessions(), ctx.outcome))
+        self._streams.say_over(ctx.outcome)

@@ -1,0 +1,57 @@
+"""What the parts of a job's master share: what the job is, who is there, the round, the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from elasticrun.core import events as fx
+from elasticrun.core.nodes.admission import Exclusions, Stays
+from elasticrun.core.nodes.membership import Membership
+from elasticrun.core.nodes.node import Roster
+from elasticrun.core.rounds.budget import Settlement
+from elasticrun.core.rounds.rendezvous import Rendezvous
+from elasticrun.core.rounds.round import Round
+from elasticrun.wire import messages as m
+
+
+class JobContext:
+    """One job. Machines that decide about it are asked by every part; orders and notes go out in
+    the order in which they are given here."""
+
+    def __init__(self, spec: m.JobSpec, term: int, mint: Callable[[], str], now: float) -> None:
+        """`mint` gives a nonce for every round, probe and attempt to write a checkpoint."""
+        self.spec = spec
+        self.term = term
+        self.mint = mint
+        self.now = now  # monotonic seconds, of the event that is being taken in
+        self.away = 0.0  # seconds in which the master did not listen
+        self.membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
+        self.roster = Roster()
+        self.stays = Stays()
+        self.exclusions = Exclusions()
+        self.rdzv = Rendezvous(spec, now)
+        self.settlement = Settlement(spec)
+        self.number = 0  # of the last round
+        self.round: Round | None = None  # the last one that was formed or adopted
+        self.outcome: m.End | None = None
+        self.changed = False  # a fact has changed that no order waits for
+        self.out: list[fx.JobEffect] = []
+
+    def note(self, text: str, level: str = "info") -> None:
+        """A line for the operator."""
+        self.out.append(fx.Note(text, level))
+
+    def tell(self, session: int, order: m.Order) -> None:
+        """An order to one stream."""
+        self.out.append(fx.Tell((session,), order))
+
+    def broadcast(self, nodes: Iterable[str], order: m.Order) -> None:
+        """An order to those of these nodes that can be reached."""
+        found = (self.membership.session_of(node) for node in nodes)
+        sessions = tuple(session for session in found if session is not None)
+        if sessions:
+            self.out.append(fx.Tell(sessions, order))
+
+    def hang_up(self, session: int) -> None:
+        """Close a stream, once what was told to it has been sent."""
+        self.out.append(fx.Hangup(session))

@@ -1,0 +1,161 @@
+"""The record: what of this master must outlive it, as `Facts`, and what it makes of another's.
+
+What is not written down is asked of the agents, who say all of it again on every stream: which
+round they run, what failed, what has stopped. Beats and joins are no facts.
+"""
+
+from __future__ import annotations
+
+from elasticrun.config import GROW_YOUNG
+from elasticrun.core.context import JobContext
+from elasticrun.core.events import Record
+from elasticrun.core.nodes.admission import recalled
+from elasticrun.core.nodes.node import Health
+from elasticrun.core.persisted import Facts, RoundFacts
+from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
+from elasticrun.core.rounds.round import Round, restore
+from elasticrun.core.snapshots.snapshots import Snapshots
+from elasticrun.core.words import some
+
+MAX_LEFT_OUT = 1000
+"""Nodes whose deaths by silence are recorded, the newest."""
+
+RECORD_EVERY = 10.0
+"""While the job waits for something, what remains of the wait is recorded so often (seconds), so
+that a master which dies again and again neither waits for ever nor gives up at once."""
+
+
+class Recorder:
+    """When the record is made, and of what."""
+
+    def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
+        self._ctx = ctx
+        self._snapshots = snapshots
+        self._at = 0.0
+
+    def record(self) -> None:
+        """Whatever is told after this waits until it is durable."""
+        self._at = self._ctx.now
+        self._ctx.changed = False
+        self._ctx.out.append(Record(self._facts()))
+
+    def due(self, *, waiting: bool) -> float | None:
+        """When the record must be made anew although nothing was ordered: now and then while a wait
+        runs or after a fact has changed, and once when a round is no longer young, since the next
+        master asks how old it is."""
+        if waiting or self._ctx.changed:
+            return self._at + RECORD_EVERY
+        old = self._ctx.rdzv.formed_at + GROW_YOUNG
+        if self._ctx.rdzv.phase is Phase.RUNNING and self._at < old:
+            return old
+        return None
+
+    def _facts(self) -> Facts:
+        """O(nodes)."""
+        ctx, now, saves = self._ctx, self._ctx.now, self._snapshots
+        settlement, round_ = ctx.settlement, ctx.round
+        keep = {
+            member.node
+            for member in ctx.membership.nodes()
+            if member.health in (Health.ALIVE, Health.SUSPECT)
+        }
+        keep.update(round_.members if round_ else ())
+        pasts = ctx.membership.pasts(now)[-MAX_LEFT_OUT:]
+        excuse = settlement.window.excused
+        return Facts(
+            spec=ctx.spec,
+            term=ctx.term,
+            number=ctx.number,
+            round=_round_facts(round_, ctx.rdzv, excuse, now) if round_ else None,
+            order=ctx.roster.order(keep, others=ctx.spec.max_nodes),
+            charges=settlement.budget.ages(now),
+            restart_count=settlement.budget.count,
+            short_lives=settlement.budget.short_lives,
+            left_out=tuple(one.fact(node, now) for node, one in pasts),
+            fickle=ctx.stays.record(now),
+            starved=ctx.rdzv.starved(now),
+            outcome=ctx.outcome,
+            blind=ctx.rdzv.takeover.expected_until is not None,
+            blamed=settlement.blame.record(now),
+            excluded=ctx.exclusions.page(now),
+            slow_ages=ctx.exclusions.slow_ages(now),
+            written=saves.checkpoints.written,
+            rejected=saves.points.rejected(),
+            rewound_from=saves.points.rewound_from,
+            restore_step=saves.points.restore_step,
+        )
+
+    def load(self, facts: Facts) -> None:
+        """Give every machine what the master before this one knew."""
+        ctx, now = self._ctx, self._ctx.now
+        ctx.number = facts.number
+        ctx.outcome = facts.outcome
+        ctx.roster.remember(facts.order)
+        ctx.settlement.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
+        ctx.settlement.blame.restore(facts.blamed, now)
+        ctx.membership.remember({one.node: recalled(one, now) for one in facts.left_out})
+        ctx.stays.restore(facts.fickle, now)
+        ctx.exclusions.restore(facts.excluded, facts.slow_ages, now)
+        written = (facts.written, facts.rejected)
+        self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
+        ctx.round = restore(facts.round) if facts.round else None
+        if facts.outcome is None and facts.round is not None:
+            self._load_round(facts.round, facts.starved)
+        elif facts.outcome is None:
+            ctx.rdzv.restore(None, facts.starved, now, 0.0)
+            if facts.blind:
+                ctx.rdzv.takeover.expect_round(now)
+        ctx.note(_in_words(facts))
+
+    def _load_round(self, was: RoundFacts, starved: float) -> None:
+        ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
+        ctx.settlement.restore_round(was.excuse, adopted=was.adopted)
+        redial = ctx.membership.redial(len(was.seats))
+        ctx.stays.taken_over(seat.node for seat in was.seats)
+        for seat in was.seats:
+            if seat.node in gone:
+                ctx.membership.recall(seat.node, seat.incarnation, now)
+            else:
+                ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
+        ctx.rdzv.restore(was, starved, now, redial)
+        seats = {seat.node: seat.group_rank for seat in was.seats}
+        self._snapshots.begin_round(was.name, was.world_size, was.restore, seats)
+        self._snapshots.points.expect(node for node in seats if node not in gone)
+
+
+def _round_facts(round_: Round, rdzv: Rendezvous, excuse: str, now: float) -> RoundFacts:
+    last, running = rdzv.last, rdzv.phase is Phase.RUNNING
+    return RoundFacts(
+        name=round_.name,
+        world_size=round_.world_size,
+        restart_count=round_.restart_count,
+        store=round_.store,
+        store_node=round_.store_node,
+        age=now - rdzv.formed_at,
+        seats=tuple(round_.members.values()),
+        adopted=round_.adopted,
+        over="" if running else round_.why_stopped or "it is over",
+        lost=last.lost[0] if last.lost else "",
+        excuse=excuse,
+        gone=tuple(last.away),
+        done=tuple(node for node in last.away if node in last.completed),
+        waiting=() if running else tuple(n for n in rdzv.ready if not last.is_member(n)),
+        fenced=last.fenced,
+        silent=now - last.last_word,
+        restore=round_.restore,
+        rewound_from=round_.rewound_from,
+        suspect=round_.suspect,
+        restore_step=round_.restore_step,
+    )
+
+
+def _in_words(facts: Facts) -> str:
+    """What the record says, in a line for the operator."""
+    if facts.outcome is not None:
+        return f"the record says that the job is over: {facts.outcome.reason}"
+    if facts.round is None:
+        return "the record says that no round was formed yet"
+    what = f"round {facts.round.name} with {some(facts.round.world_size, 'rank')}"
+    if facts.round.over:
+        return f"the record says that {what} is over: {facts.round.over}"
+    return f"the record says that {what} runs"

@@ -1,0 +1,318 @@
+"""Streams come and go: what an agent is told when it attaches, what its loss means, who must go.
+
+Orders are level-triggered: whoever attaches is told its node's whole desired state, so an order
+lost with a stream is never missed, nor one that the master did not live to send. An agent that runs
+a round of which this master has no record tells it of that round, and the round is adopted.
+"""
+
+from __future__ import annotations
+
+from elasticrun import __version__
+from elasticrun.core import events as fx
+from elasticrun.core.context import JobContext
+from elasticrun.core.health.policy import HealthPolicy, Sentence
+from elasticrun.core.job.record import Recorder
+from elasticrun.core.job.saving import Saving
+from elasticrun.core.nodes.node import Admission, Health, differences
+from elasticrun.core.rounds.failures import Ending, code_of
+from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
+from elasticrun.core.rounds.round import adopt, adopted_seat
+from elasticrun.core.words import some
+from elasticrun.wire import messages as m
+
+
+class Streams:
+    """See the module's head."""
+
+    def __init__(
+        self, ctx: JobContext, recorder: Recorder, saving: Saving, recorded_term: int
+    ) -> None:
+        """`recorded_term`: of the master whose record this one goes on from; 0 without one."""
+        self._ctx = ctx
+        self._recorder = recorder
+        self._saving = saving
+        self._recorded_term = recorded_term
+        self._is_over_told = False
+        self._membership, self._rdzv, self._roster = ctx.membership, ctx.rdzv, ctx.roster
+        self.health = HealthPolicy(ctx, self.exclude)
+        self.hold_reason = ""
+        """Why no silence counts at present, in a sentence."""
+
+    # ------------------------------------------------------------ attached
+
+    def attached(self, session: int, hello: m.Hello) -> None:
+        """A stream stands."""
+        ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
+        if self._refuse_excluded(session, hello):
+            return
+        suspect = self._membership.is_suspect(node)
+        admission = self._admit(session, hello)
+        if admission is None:
+            return
+        self._enter(hello, admission)
+        unseen = node in rdzv.takeover.unseen
+        if rdzv.back(node, now):
+            ctx.note("every node of the round is heard again")
+        if admission.returned or (suspect and not unseen and not admission.newer):
+            ctx.note(f"node {node} is heard again")
+        expecting = rdzv.takeover.expected_until
+        if hello.last_term > self._recorded_term and hello.last_term != ctx.term:
+            rdzv.takeover.expect_round(now)
+        if rdzv.takeover.expected_until != expecting:
+            self._recorder.record()  # or our own successor would believe that no round runs
+        ctx.tell(session, self._welcome())
+        if hello.last_term and node not in rdzv.last.stages:
+            rdzv.takeover.elsewhere[node] = hello.local_world_size
+        self._note_oddities(hello)
+        if ctx.outcome is not None:
+            ctx.tell(session, ctx.outcome)
+            self.say_over(ctx.outcome)
+            return
+        if hello.attached is not None:
+            self._reattached(session, hello, hello.attached)
+        elif rdzv.last.is_member(node):
+            self._repeat_start(session, node)
+        else:
+            rdzv.returned(node, now, within=ctx.spec.last_call_timeout)
+        self.health.probe_again(session, node)
+        self._saving.attached(node)
+
+    def _admit(self, session: int, hello: m.Hello) -> Admission | None:
+        """Take the stream for its node's; None if that is refused. An older one is closed."""
+        admission = self._membership.attach(
+            node=hello.node,
+            host=hello.host,
+            incarnation=hello.incarnation,
+            session=session,
+            now=self._ctx.now,
+        )
+        if admission.refusal:
+            self._ctx.tell(session, m.Refused(admission.refusal, code_of(Ending.REFUSED)))
+            self._ctx.hang_up(session)
+            return None
+        if admission.old_session is not None:
+            self._ctx.hang_up(admission.old_session)
+        return admission
+
+    def _enter(self, hello: m.Hello, admission: Admission) -> None:
+        node, replaced = hello.node, "was replaced by a newer agent"
+        if admission.superseded:
+            self._end_stay(node, admission.silent_since)
+            self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
+        elif admission.newer:
+            self._rdzv.reborn(node)
+        if admission.newer:
+            self.health.gone(node, replaced)
+            self._saving.gone(node, replaced)
+            self.health.doubt(node)
+        if admission.forgotten:
+            self._roster.forget(admission.forgotten)
+            self.health.doubt(admission.forgotten)
+        self._roster.enter(hello)
+
+    def _note_oddities(self, hello: m.Hello) -> None:
+        node, spec = hello.node, self._ctx.spec
+        if hello.spec != spec:
+            otherwise = ", ".join(differences(hello.spec, spec))
+            self._ctx.note(f"node {node} was started otherwise: {otherwise}", "warning")
+        if namesake := self._roster.namesake(hello):
+            both = f"nodes {namesake} and {node} are both on a host named {hello.host}"
+            self._ctx.note(f"{both}, with different addresses: name the hosts apart", "warning")
+
+    def _welcome(self) -> m.Welcome:
+        spec = self._ctx.spec
+        return m.Welcome(
+            protocol=m.PROTOCOL_VERSION,
+            version=__version__,
+            job_id=spec.job_id,
+            term=self._ctx.term,
+            beat_interval=self._membership.beat_interval(),
+            master_lost_timeout=spec.master_lost_timeout,
+            status_url="",  # the shell knows it
+        )
+
+    def _reattached(self, session: int, hello: m.Hello, report: m.RoundReport) -> None:
+        """The agent knows a round. Is it ours, is it one to adopt, or is it over?"""
+        ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
+        current = ctx.round
+        ctx.number = max(ctx.number, report.round.number)
+        if current is None or (current.inherited and current.is_older_than(report.round)):
+            self._adopt(hello, report)
+        elif report.round == current.name:
+            if not rdzv.last.is_member(node) and not rdzv.is_whole:
+                self._adopt_member(hello, report)
+            if not rdzv.last.is_member(node):
+                ctx.tell(session, m.Stop(report.round, "this node had been given up"))
+                rdzv.returned(node, now, within=ctx.spec.restart_grace + SURVIVOR_SLACK)
+            elif rdzv.phase is Phase.GATHERING:
+                ctx.tell(session, m.Stop(report.round, current.why_stopped))
+        elif rdzv.last.is_member(node):
+            self._repeat_start(session, node)
+        else:
+            ctx.tell(session, m.Stop(report.round, "the job has gone on without this node"))
+            rdzv.announce(node, now)
+
+    def _repeat_start(self, session: int, node: str) -> None:
+        """The node has a place in our round and does not know: its Start was lost, or the master
+        before this one died between the record of the round and the order."""
+        round_ = self._ctx.round
+        assert round_ is not None
+        start = round_.start(node)
+        if self._rdzv.phase is Phase.RUNNING and start is not None:
+            if round_.inherited:
+                self._rdzv.begins_now(self._ctx.now)
+            self._ctx.tell(session, start)
+        else:
+            self._rdzv.stopped(node, self._ctx.now)
+
+    def _adopt(self, hello: m.Hello, report: m.RoundReport) -> None:
+        ctx, old, members = self._ctx, self._ctx.round, tuple(self._rdzv.last.stages)
+        ctx.round = adopt(report)
+        ctx.settlement.budget.adopt(report.restart_count)
+        ctx.settlement.new_round(adopted=True)
+        self._saving.round_adopted(report, ctx.round)
+        self._rdzv.adopt(report.world_size, ctx.now)
+        size = some(report.world_size, "rank")
+        ctx.note(f"round {report.round} with {size} runs already: adopted")
+        self._adopt_member(hello, report)
+        self._recorder.record()
+        if old is not None:
+            ctx.broadcast(members, m.Stop(old.name, f"round {report.round} is newer"))
+
+    def _adopt_member(self, hello: m.Hello, report: m.RoundReport) -> None:
+        ctx = self._ctx
+        assert ctx.round is not None
+        ctx.round.seat(adopted_seat(hello, report))
+        self.health.trust(hello.node)
+        self._rdzv.adopt_member(hello.node, hello.local_world_size, ctx.now)
+        ctx.changed = ctx.changed or self._rdzv.is_whole
+
+    # ------------------------------------------------------------ detached, dead
+
+    def detached(self, event: fx.Detached) -> None:
+        """A stream is gone."""
+        ctx, now = self._ctx, self._ctx.now
+        node = self._membership.node_of(event.session)
+        if node is None:
+            return
+        seen = self._rdzv.last.is_concerned(node)
+        seen = seen and ctx.settlement.window.reported_by_another(node)
+        self._membership.detached(
+            event.session,
+            now,
+            corroborated=seen,
+            clean=event.clean,
+            silent=event.silent,
+            quiet=event.quiet,
+        )
+        member = self._membership.member(node)
+        if member.health is Health.PARKED:
+            self._membership.left(node, "it is excluded, and was parked")
+            ctx.note(f"node {node} is parked no longer: its agent has gone")
+        if member.health is Health.LEFT:
+            self._rdzv.gone(node, member.reason, last_word=now)
+            self.health.gone(node, member.reason)
+            self._saving.gone(node, f"has gone: {member.reason}")
+            ctx.changed = True
+        elif ctx.outcome is None:
+            ctx.note(f"node {node} is suspect: {member.reason}")
+            self._saving.lost_contact(node)
+            self._rdzv.lost_contact(node, now, ctx.spec.heartbeat_timeout + 1.0)
+
+    def bury(self) -> None:
+        """Nodes whose time is up are dead."""
+        ctx, rdzv, now = self._ctx, self._rdzv, self._ctx.now
+        if members := len(rdzv.last.stages):
+            deaths = self._membership.due(now, rdzv.last.is_member, members)
+        else:
+            deaths = self._membership.due(now, lambda _: True, self._membership.present())
+        for death in deaths:
+            node, reason = death.node, f"is dead: {death.reason}"
+            # where a round needed it, every agent says so itself (Start.why, Wait)
+            level = "info" if rdzv.last.is_concerned(node) else "warning"
+            ctx.note(f"node {node} {reason}", level)
+            last_heard = self._membership.member(node).last_heard
+            self._end_stay(node, death.since)
+            rdzv.gone(node, reason, last_word=last_heard)
+            self.health.gone(node, reason)
+            self._saving.gone(node, reason)
+            ctx.changed = True
+            if death.session is not None:
+                ctx.hang_up(death.session)
+        hold = self._membership.hold_reason()
+        if hold != self.hold_reason:
+            self.hold_reason = hold
+            ctx.note(hold or "nodes are heard again", "warning" if hold else "info")
+
+    def _end_stay(self, node: str, at: float) -> None:
+        """A life of this node is over since `at`: a loss, if the round still needed it."""
+        if self._rdzv.last.is_concerned(node):
+            self._ctx.stays.lost(node, at, self._ctx.now)
+        else:
+            self._ctx.stays.over(node)
+
+    def say_over(self, outcome: m.End) -> None:
+        """Tell the shell, once: the job is over and somebody was told."""
+        if not self._is_over_told:
+            self._is_over_told = True
+            self._ctx.out.append(fx.JobOver(outcome.exit_code, outcome.reason))
+
+    # ------------------------------------------------------------ excluded, parked
+
+    def exclude(self, sentences: list[Sentence]) -> None:
+        """These nodes are told to go, and are refused for a while: recorded first, then told."""
+        ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
+        for node, kind, reason in sentences:
+            host = self._roster[node].hello.host
+            ctx.exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
+            ctx.note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
+        self._saving.going(node for node, _, _ in sentences)
+        told = [(node, self._membership.session_of(node), why) for node, _, why in sentences]
+        for node, _, reason in sentences:
+            self._membership.left(node, f"it is excluded: {reason}")
+            ctx.stays.over(node)
+            self._rdzv.excluded(node, now, reason)
+            self.health.gone(node, "it is excluded")
+            self.health.doubt(node)
+        self._recorder.record()
+        for node, session, reason in told:
+            if session is not None:
+                sentence = f"this node is excluded for {seconds:g} s: {reason}"
+                if self._may_park(node):
+                    self._park(session, node, sentence, seconds)
+                else:
+                    ctx.tell(session, m.Refused(sentence, code_of(Ending.EXCLUDED)))
+
+    def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
+        """Whether this stream is an excluded node's: it has been refused, or is parked."""
+        ctx, node, host, now = self._ctx, hello.node, hello.host, self._ctx.now
+        refusal = ctx.exclusions.refusal(node, host, now)
+        if not refusal:
+            return False
+        if ctx.spec.checks.quarantine and ctx.outcome is not None:
+            ctx.tell(session, self._welcome())
+            ctx.tell(session, ctx.outcome)
+        elif not self._may_park(node):
+            ctx.tell(session, m.Refused(refusal, code_of(Ending.EXCLUDED)))
+            ctx.hang_up(session)
+        elif self._admit(session, hello) is not None:
+            self._roster.enter(hello)
+            ctx.tell(session, self._welcome())
+            self._park(session, node, refusal, ctx.exclusions.remaining(node, host, now))
+        return True
+
+    def _may_park(self, node: str) -> bool:
+        """Whether an excluded node is to stay, so that nobody is given its machine."""
+        most = self._ctx.spec.checks.quarantine
+        free = self._membership.parked(but=node) < most
+        if most and not free:
+            parked = f"{some(most, 'node')} {'is' if most == 1 else 'are'} parked already"
+            self._ctx.note(f"node {node} is not parked: {parked} (--quarantine)", "warning")
+        return free
+
+    def _park(self, session: int, node: str, sentence: str, seconds: float) -> None:
+        """It stays without ranks, for so many seconds at most. It has its place for as long as its
+        stream stands; when it dials again it is parked again, if there is room."""
+        self._membership.park(node, f"parked: {sentence}")
+        self._ctx.note(f"node {node} stays parked until the job ends, for {seconds:.0f} s at most")
+        self._ctx.tell(session, m.Park(sentence, seconds))
