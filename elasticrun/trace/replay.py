@@ -43,14 +43,11 @@ from elasticrun.trace.words import (
     effect_in_words,
     event_from_plain,
     facts_in_words,
-    order_in_words,
-    report_in_words,
+    in_words,
 )
+from elasticrun.trace.writer import FILE, OLDER
 from elasticrun.wire.messages import Beat, JobSpec, RoundReport, Start, Welcome
 from elasticrun.wire.records import typed
-
-OLDER: Final = ".1"
-"""Added to the name of the ring's file in use: the one before it."""
 
 MAX_LINE: Final = 64 * 1024 * 1024
 """No line is longer: facts of 100,000 nodes have some 30 MB."""
@@ -118,7 +115,7 @@ Item = Head | Step | Gap
 def read(path: Path) -> Iterator[Item]:
     """What the trace at `path` (a file, or the folder of a record) says. NoTrace."""
     if path.is_dir():
-        path = path / "trace"
+        path = path / FILE
     older = path.with_name(path.name + OLDER)
     files = [older, path] if older.exists() and path.exists() else [path]
     for number, file in enumerate(files):
@@ -358,7 +355,7 @@ class _Player:
             back = "" if attached is None else f", in round {attached.round.number}"
             return f"{event.hello.node} attaches{back}"
         if isinstance(event, Heard):
-            return f"{self._name(event.session)}: {report_in_words(event.report)}"
+            return f"{self._name(event.session)}: {in_words(event.report)}"
         if isinstance(event, Detached):
             how = "hangs up" if event.clean else "stream broke"
             return f"{self._name(event.session)}: {how}"
@@ -381,7 +378,7 @@ class _Player:
     def _decision(self, effect: JobEffect) -> str:
         match effect:
             case Tell():
-                return f"-> {self._names(effect.sessions)}: {order_in_words(effect.order)}"
+                return f"-> {self._names(effect.sessions)}: {in_words(effect.order)}"
             case Hangup():
                 return f"hang up on {self._name(effect.session)}"
             case Note():

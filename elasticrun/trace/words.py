@@ -63,7 +63,7 @@ def effect_in_words(effect: JobEffect) -> str:
     """One line; equal for equal effects only, but for the ages in facts."""
     match effect:
         case Tell():
-            return f"tell {_sessions(effect.sessions)}: {order_in_words(effect.order)}"
+            return f"tell {_sessions(effect.sessions)}: {in_words(effect.order)}"
         case Hangup():
             return f"hang up {effect.session}"
         case Note():
@@ -74,38 +74,64 @@ def effect_in_words(effect: JobEffect) -> str:
             return f"record: {facts_in_words(effect.facts)}"
 
 
-def order_in_words(order: m.Order) -> str:
-    """An order as one line, with the whole name of its round."""
-    match order:
+def in_words(message: m.Report | m.Order) -> str:
+    """An order as one line, with the whole name of its round; a report, with the number."""
+    match message:
         case m.Start():
+            group = f"{message.group_rank}/{message.group_world_size}"
             return (
-                f"Start {order.round}: group {order.group_rank}/{order.group_world_size}, ranks "
-                f"from {order.first_rank} of {order.world_size}, store {order.store}"
-                f"{' (its own)' if order.host_store else ''}, restarts {order.restart_count}"
-                f"{_restored(order)}"
+                f"Start {message.round}: group {group}, ranks "
+                f"from {message.first_rank} of {message.world_size}, store {message.store}"
+                f"{' (its own)' if message.host_store else ''}, restarts {message.restart_count}"
+                f"{_restored(message)}"
             )
         case m.Stop():
-            return f"Stop {order.round}: {order.reason}"
+            return f"Stop {message.round}: {message.reason}"
         case m.End():
-            return f"End {order.exit_code}: {order.reason}"
+            return f"End {message.exit_code}: {message.reason}"
         case m.Refused():
-            return f"Refused {order.exit_code}: {order.reason}"
+            return f"Refused {message.exit_code}: {message.reason}"
         case m.Wait():
-            return f"Wait: {order.reason}"
+            return f"Wait: {message.reason}"
         case m.Park():
-            return f"Park for {order.seconds:g} s: {order.reason}"
+            return f"Park for {message.seconds:g} s: {message.reason}"
         case m.Welcome():
-            return f"Welcome: term {order.term}, a beat every {order.beat_interval:g} s"
+            return f"Welcome: term {message.term}, a beat every {message.beat_interval:g} s"
         case m.Echo():
-            return f"Echo {order.number}"
+            return f"Echo {message.number}"
         case m.Probe():
+            node = f"node {message.group_rank} of {message.group_world_size}"
+            ranks = f"ranks from {message.first_rank} of {message.world_size}"
             return (
-                f"Probe {order.check}{' (perf)' if order.perf else ''}: node {order.group_rank} of "
-                f"{order.group_world_size}, ranks from {order.first_rank} of {order.world_size}, "
-                f"store {order.store}, limit {order.limit:g} s"
+                f"Probe {message.check}{' (perf)' if message.perf else ''}: {node}, {ranks}, "
+                f"store {message.store}, limit {message.limit:g} s"
+            )
+        case m.Join():
+            return f"Join, with store {message.store}"
+        case m.RanksFailed():
+            ranks = ", ".join(
+                f"{failed.rank} ({failed.exitcode}, {failed.kind.value})"
+                for failed in message.failures
+            )
+            return f"RanksFailed {message.round.number}: {ranks}"
+        case m.Stopping():
+            return f"Stopping {message.round.number}, {message.remaining:g} s left"
+        case m.Running() | m.Stopped() | m.Finished():
+            return f"{type(message).__name__} {message.round.number}"
+        case m.Leaving():
+            return f"Leaving: {message.reason}"
+        case m.Beat():
+            return f"Beat {message.number}"
+        case m.Probed():
+            found = "ok" if message.ok else f"failed in {message.phase.value}: {message.reason}"
+            return f"Probed {message.check}: {found}"
+        case m.Steps():
+            return (
+                f"Steps {message.round.number}: {message.step}, {message.seconds:.3g} s each, "
+                f"{message.own:.3g} s its own"
             )
         case _:
-            return snapshot_words(order)
+            return snapshot_words(message)
 
 
 def _restored(order: m.Start) -> str:
@@ -114,39 +140,6 @@ def _restored(order: m.Start) -> str:
     words += f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else ""
     words += ", suspect" if order.suspect else ""
     return words + (f", restore step {order.restore_step}" if order.restore_step >= 0 else "")
-
-
-def report_in_words(report: m.Report) -> str:
-    """A report as one line; the round by its number."""
-    match report:
-        case m.Hello():
-            return "Hello"
-        case m.Join():
-            return f"Join, with store {report.store}"
-        case m.RanksFailed():
-            ranks = ", ".join(
-                f"{failed.rank} ({failed.exitcode}, {failed.kind.value})"
-                for failed in report.failures
-            )
-            return f"RanksFailed {report.round.number}: {ranks}"
-        case m.Stopping():
-            return f"Stopping {report.round.number}, {report.remaining:g} s left"
-        case m.Running() | m.Stopped() | m.Finished():
-            return f"{type(report).__name__} {report.round.number}"
-        case m.Leaving():
-            return f"Leaving: {report.reason}"
-        case m.Beat():
-            return f"Beat {report.number}"
-        case m.Probed():
-            found = "ok" if report.ok else f"failed in {report.phase.value}: {report.reason}"
-            return f"Probed {report.check}: {found}"
-        case m.Steps():
-            return (
-                f"Steps {report.round.number}: {report.step}, {report.seconds:.3g} s each, "
-                f"{report.own:.3g} s its own"
-            )
-        case _:
-            return snapshot_words(report)
 
 
 def snapshot_words(message: m.Report | m.Order) -> str:

@@ -35,7 +35,8 @@ from elasticrun.wire.records import plain
 from elasticrun.wire.types import mint_nonce
 
 FILE: Final = "trace"
-OLDER: Final = "trace.1"
+OLDER: Final = ".1"
+"""Added to the name of the ring's file in use: the one before it."""
 
 RING_BYTES: Final = 64 * 1024 * 1024
 """Both files together; less where the disk is small, see SHARE."""
@@ -172,7 +173,7 @@ class _Ring:
 
     def __init__(self, folder: Path, life: Life, most: int, began: float) -> None:
         self._path = folder / FILE
-        self._older = folder / OLDER
+        self._older = folder / (FILE + OLDER)
         self._life = life
         self._most = most
         self._began = began

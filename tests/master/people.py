@@ -78,6 +78,16 @@ def at_once(page: m.JobStatus) -> m.JobStatus:
     return structs.replace(page, age=0.0)
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Recorder:
     """The smallest brain of the right shape: greets, remembers, and does what a test says
     through `on`."""

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
-from elasticrun.core.events import Attached, Detached, Heard, JobEvent, Overslept, Tell, Tick
+from elasticrun.agent.link.link import Link
+from elasticrun.core.events import (
+    AgentEvent,
+    Attached,
+    Detached,
+    Heard,
+    JobEvent,
+    Overslept,
+    Tell,
+    Tick,
+)
+from elasticrun.core.nodes.membership import BEATS_PER_SECOND, beat_interval
 from elasticrun.master import loop as master_loop
-from elasticrun.master.loop import BrainFault, Loop, Mailbox, subject
+from elasticrun.master.loop import BrainFault, Figures, Loop, Mailbox, subject
 from elasticrun.wire import messages as m
+from elasticrun.wire.messages import Holding, Holdings, Steps
 from elasticrun.wire.rpc import protobuf as codec
 from elasticrun.wire.types import Endpoint
 from tests import aio
-from tests.master.people import LIMIT, ROUND, Recorder, hello, serving
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.master.people import LIMIT, ROUND, Clock, Recorder, hello, serving, status
 
 
 def _kinds(events: list[JobEvent]) -> list[str]:
@@ -175,3 +179,89 @@ async def test_an_order_that_cannot_be_sent_is_no_end_of_the_master() -> None:
         async with served.agent() as stream:
             await stream.send(m.Beat(13))
         await served.is_well()
+
+
+# ---------------------------------------------------------------- how often agents beat
+
+
+async def echo_of(loop: Loop, box: Mailbox, session: int) -> m.Order:
+    """What the loop answers to a beat of this session."""
+    loop.put(Heard(session, m.Beat(1)))
+    while loop._inbox:
+        loop._turn()
+    while len(box):
+        data = await box.take()
+        assert data is not None
+        order = codec.order_from_wire(data)
+    return order
+
+
+async def test_an_echo_tells_the_pace_of_a_job_that_has_grown() -> None:
+    """The first to attach were told to beat each second; they hear it when there are thousands, and
+    again when there are few."""
+    many = 2 * BEATS_PER_SECOND
+    loop = Loop(Recorder(), on_over=lambda _: None)
+    boxes = {session: Mailbox() for session in range(1, many + 1)}
+    loop.attach(Attached(1, hello("n1")), boxes[1])
+    assert await echo_of(loop, boxes[1], 1) == m.Echo(1)
+    for session in range(2, many + 1):
+        loop.attach(Attached(session, hello(f"n{session}")), boxes[session])
+    assert await echo_of(loop, boxes[1], 1) == m.Echo(1, beat_interval(many))
+    for session in range(2, many + 1):
+        loop.put(Detached(session, clean=True))
+    assert await echo_of(loop, boxes[1], 1) == m.Echo(1, beat_interval(1))
+
+
+async def test_an_agent_beats_as_the_echo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[AgentEvent] = []
+    async with serving() as served:
+        link = Link(lambda: served.endpoint, hello, heard.append)
+        link.start()
+        monkeypatch.setattr(master_loop, "beat_interval", lambda streams: 7.0)
+        await served.brain.until(lambda e: isinstance(e, Heard) and e.report == m.Beat(1))
+        session = link._session
+        assert session is not None
+        async with asyncio.timeout(LIMIT):
+            while session.beat_interval != 7.0:
+                await session._echo.wait()
+        assert session.echo_limit == 3.5
+        await link.close(LIMIT)
+
+
+async def test_who_starts_is_not_told_any_more_why_it_waited() -> None:
+    box = Mailbox()
+    for kind in ("Wait", "Stop", "Start"):
+        box.put(kind, kind.encode())
+    assert [await box.take() for _ in range(len(box))] == [b"Stop", b"Start"]
+
+
+# ---------------------------------------------------------------- what the status shows
+
+
+def test_the_step_its_age_and_the_jobs() -> None:
+    now = 100.0
+    figures = Figures(lambda: now)
+    assert figures.shown(status()).step == -1
+    report = Steps(ROUND, 40, 5, 0.1, 0.0, 0.0)
+    figures.heard(report)
+    now = 103.0
+    figures.heard(report)  # the same step again is no news
+    page = figures.shown(status())
+    assert (page.step, page.step_age, page.age) == (40, 3.0, 3.0)
+    again = replace(ROUND, number=2)
+    figures.started(again)
+    figures.heard(structs.replace(report, step=50))  # of a round that is over
+    assert figures.shown(status()).step == 40
+    figures.heard(structs.replace(report, round=again, step=30))  # it has gone back to a snapshot
+    page = figures.shown(status())
+    assert (page.step, page.step_age) == (30, 0.0)
+
+
+def test_a_snapshot_in_memory_tells_the_step_too() -> None:
+    figures = Figures(lambda: 0.0)
+    figures.started(ROUND, nodes=2)
+    assert figures.nodes == 2
+    old = Holding(replace(ROUND, number=9), 90, 0, 2, (1, 1), wanted=False)
+    held = tuple(structs.replace(old, round=ROUND, step=step) for step in (20, 30))
+    figures.heard(Holdings(None, (old, *held)))
+    assert figures.shown(status()).step == 30

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.config import MasterConfig
 from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.master import sqlite_store
+from elasticrun.master import records, sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.wire import messages as m
 from elasticrun.wire.records import dumps, loads
@@ -402,3 +403,35 @@ def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> 
 def test_facts_survive_their_text() -> None:
     made = facts(2, nodes=3, outcome=m.End(1, "over", ()))
     assert loads(dumps(made), Facts) == made
+
+
+# ---------------------------------------------------------------- a folder that answers too late
+
+
+async def test_a_folder_that_answers_too_late_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and what comes afterwards disturbs nobody and holds no lock."""
+    monkeypatch.setattr(records, "FOLDER_LIMIT", 0.01)
+    may, troubles, held = threading.Event(), list[object](), list[int]()
+
+    class Slow(records.Records):
+        def _hold(self, folder: Path) -> int:
+            assert may.wait(LIMIT)
+            held.append(os.open(folder, os.O_RDONLY))
+            return held[0]
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: troubles.append(context))
+    try:
+        config = MasterConfig("job", "127.0.0.1", 0, None, record_dir=str(tmp_path))
+        assert await Slow(config, hosted=True).open(1) is None
+        (late,) = (t for t in threading.enumerate() if t.name == "elasticrun-folder")
+        may.set()
+        await asyncio.to_thread(late.join, LIMIT)  # before which it has handed over its answer
+    finally:
+        loop.set_exception_handler(None)
+    assert not troubles
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0])
+    assert caplog.text.count(f"{tmp_path} has not answered for 0.01 s") == 1

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
-from elasticrun.master.server import TELL_EVERY, Refusals
+from elasticrun.master.server import DEAF, TELL_EVERY, Listening, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
 from elasticrun.wire.rpc.channel import (
@@ -31,6 +31,7 @@ from tests.master import raw
 from tests.master.people import (
     LIMIT,
     SPEC,
+    Clock,
     Served,
     asking,
     at_once,
@@ -298,3 +299,73 @@ def test_refusals_are_logged_once_a_minute_with_their_number(
         now[0] = TELL_EVERY
         refusals.add("refused")
     assert caplog.messages == ["refused", "refused (1000 times)"]
+
+
+# ---------------------------------------------------------------- how long a stream was silent
+
+
+def begun() -> tuple[Clock, Listening, float]:
+    """Somebody was heard, at this moment."""
+    clock = Clock()
+    listening = Listening(clock)
+    return clock, listening, listening.heard()
+
+
+def beats(listening: Listening, clock: Clock, until: float, every: float = 1.0) -> None:
+    """Somebody is heard again and again."""
+    while clock.now < until:
+        clock.now = min(until, clock.now + every)
+        listening.heard()
+
+
+def test_a_stream_that_others_outlived_was_silent() -> None:
+    clock, listening, last = begun()
+    beats(listening, clock, 1005.0)
+    assert listening.silence(last, 3) == pytest.approx(5.0)
+
+
+def test_a_stream_that_was_reset_was_not() -> None:
+    clock, listening, _ = begun()
+    beats(listening, clock, 1005.0)
+    clock.now += 0.2
+    assert listening.silence(1005.0, 3) == pytest.approx(0.2)
+
+
+def test_who_heard_nobody_knows_nothing() -> None:
+    """The master itself stood still, or there is nobody else: what breaks then proves nothing."""
+    clock, listening, last = begun()
+    clock.now += 10.0
+    assert listening.silence(last, 3) == 0.0
+
+
+def test_what_was_missed_while_nobody_listened_does_not_count() -> None:
+    """The loop stood still for 10 s; others are read again before this stream is seen broken."""
+    clock, listening, last = begun()
+    clock.now += 10.0
+    listening.heard()
+    clock.now += 0.1
+    assert listening.silence(last, 3) == pytest.approx(0.1)
+    beats(listening, clock, 1013.0)
+    assert listening.silence(last, 3) == pytest.approx(3.0)
+
+
+def test_in_a_large_job_nodes_beat_less_often() -> None:
+    """5,000 nodes beat every 10 s: 5 s without a word of one of them are nothing."""
+    clock, listening, last = begun()
+    beats(listening, clock, 1005.0, every=0.1)
+    assert listening.silence(last, 5000) == 0.0
+    beats(listening, clock, 1014.0, every=0.1)
+    assert listening.silence(last, 5000) == pytest.approx(5.0)
+
+
+def test_a_gap_of_a_beat_is_none() -> None:
+    clock, listening, last = begun()
+    beats(listening, clock, 1010.0, every=DEAF)
+    assert listening.silence(last, 2) == pytest.approx(10.0)
+
+
+def test_the_only_stream_of_all_was_quiet_however_little_that_proves() -> None:
+    clock, listening, last = begun()
+    clock.now += 5.0
+    assert listening.silence(last, 1) == 0.0
+    assert listening.quiet(last) == pytest.approx(5.0)

@@ -24,6 +24,7 @@ import pytest
 from elasticrun.shm.segment import Segment
 from elasticrun.testing import plugin as warm, processes
 from elasticrun.testing.job import ElasticJob
+from elasticrun.testing.steps import World
 from tests.harness import await_true, processes_of, until_file
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -140,6 +141,12 @@ class Training:
         status = self.job.wait_for(world_size=self.world)
         assert status.round is not None
         self.round, self._whole = status.round.number, self.world
+
+    def comes_to(self, step: int) -> World:
+        """Wait until all ranks are there and have done this step, beyond which the gate is shut."""
+        self.all_there()
+        self.open_gate(step)
+        return self.job.wait_for_world(self.world, step=step)
 
     def go_on(self) -> None:
         """Open the gate once something has ended the round that the test began in: not before, or

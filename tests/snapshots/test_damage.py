@@ -34,8 +34,7 @@ pytestmark = pytest.mark.slow
 def test_a_flipped_bit_in_memory(training: Training) -> None:
     """What does not have its hash counts as absent: the older slot is taken, and it is said."""
     job = training.start(gated=True, max_restarts=1)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
+    training.comes_to(7)
     for path in training.segments():
         training.until(lambda path=path: hashed(path, 7), "hashes of step 7")  # type: ignore[misc]
         flip(path, 7)

@@ -33,9 +33,7 @@ def begin(training: Training, *args: str, mode: str = "ddp", **options: Any) -> 
     job = training.start(
         *args, mode=mode, gated=True, steps=STEPS, **{"options": [LONG], **options}
     )
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     # the ranks' log tells of step 7 before the agents do, and one of them may be about to go
     job.wait_for(lambda status: "step 7 is whole in memory" in status.snapshot)
     return world

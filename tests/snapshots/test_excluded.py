@@ -27,9 +27,7 @@ def test_an_excluded_node_stays_until_its_part_is_saved(training: Training) -> N
         max_restarts=3,
         options=["--network-check", "--save-at-breakpoint"],
     )
-    training.all_there()
-    training.open_gate(7)
-    victim = job.wait_for_world(2, step=7).nodes[1]
+    victim = training.comes_to(7).nodes[1]
     job.kill_agent(victim)
     job.nodes[victim].env = {"ELASTICRUN_FAULT": f"probe-fail=compute@node{victim}"}
     job.restart_node(victim)

@@ -75,8 +75,7 @@ def test_a_rank_hangs(training: Training) -> None:
 def test_the_fork_server_dies(training: Training) -> None:
     """With ranks and saver; the snapshots are the agent's."""
     job = training.start(mode="fsdp2", gated=True, max_restarts=1)
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
+    training.comes_to(7)
     fork_server(job).kill()
     training.go_on()
     training.finish()
@@ -87,12 +86,9 @@ def test_the_fork_server_dies(training: Training) -> None:
 def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     """The next master is told anew what the nodes hold."""
     job = training.start(gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
-    training.all_there()
-    training.open_gate(5)
-    job.wait_for_world(2, step=5)
+    training.comes_to(5)
     job.kill_master()
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
+    training.comes_to(7)
     job.wait_for(lambda status: all(node.pids for node in status.nodes) and len(status.nodes) == 2)
     job.kill_rank(1)
     training.go_on()
@@ -107,9 +103,7 @@ def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     it: there is no slot for others. A rank dies; the ranks go on from what there is."""
     args = ("--busy", "skip", "--print-at", "5")
     job = training.start(*args, gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
-    training.all_there()
-    training.open_gate(2)
-    job.wait_for_world(2, step=2)
+    training.comes_to(2)
     training.until(lambda: [watermark(p) for p in training.segments()] == [2, 2], "step 2, whole")
     victim = job.rank_pid(1)
     job.freeze_master()
@@ -132,9 +126,7 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
     """Its segments are adopted by the next agent of the node: even what is sharded is there."""
     # without a restart to spend, a job that is below its least number of nodes ends at once
     job = training.start(mode="fsdp2", gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     victim = world.nodes[1]
     job.kill_agent(victim)
     job.restart_node(victim)
@@ -151,8 +143,7 @@ def test_an_agent_dies_and_comes_back(training: Training) -> None:
 def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     """With the master, whose record goes too: the next one is told by the agent what was there."""
     job = training.start(mode="fsdp2", gated=True, options=["--save-at-breakpoint"])
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
+    training.comes_to(7)
     job.nodes[0].kill(masters=True)
     training.open_gate()
     job.restart_node(0)
@@ -167,9 +158,7 @@ def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
 def test_a_node_is_lost_and_all_have_the_same_state(training: Training) -> None:
     """DDP: the others go on from memory, with fewer ranks."""
     job = training.start(gated=True, nodes=2, nproc=1, nnodes="1:2", silence=NOTICED)
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     job.kill_node(world.nodes[1])
     training.go_on()
     training.finish()
@@ -191,9 +180,7 @@ def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
         silence=NOTICED,
     )
     training.world = 2
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     job.kill_node(world.nodes[1])
     training.go_on()
     training.finish()
@@ -202,18 +189,14 @@ def test_a_spare_takes_the_place_and_the_state(training: Training) -> None:
     training.is_as_if_nothing_happened()
 
 
-@further(
-    "core/snapshots/test_choice", "snapshots/test_random_kills::test_killed_at_random_moments"
-)
+@further("core/snapshots/test_choice", "snapshots/test_random_kills::test_killed_at_random_moments")
 def test_a_node_with_the_only_copy_is_lost(training: Training) -> None:
     """FSDP without replicas: everybody goes back to the newest checkpoint, and it is said why."""
     args = ("--persist-every", "4")
     job = training.start(
         *args, mode="fsdp2", gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2"
     )
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     job.wait_for(lambda status: "4" in status.snapshot and training.checkpoints() == [4])
     victim = world.nodes[1]
     job.kill_node(victim)
@@ -232,9 +215,7 @@ def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -
     job = training.start(
         gated=True, nodes=2, nproc=1, nnodes="1:2", silence=NOTICED, options=["--grow=now"]
     )
-    training.all_there()
-    training.open_gate(7)
-    world = job.wait_for_world(2, step=7)
+    world = training.comes_to(7)
     victim = world.nodes[1]
     at = job.freeze_node(victim)
     training.open_gate(9)  # its ranks hang in step 8, until they are ended

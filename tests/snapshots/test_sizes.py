@@ -22,9 +22,7 @@ def test_more_ranks_from_memory(training: Training) -> None:
         nnodes="2:3",
         options=["--grow=now"],
     )
-    training.all_there()
-    training.open_gate(7)
-    job.wait_for_world(2, step=7)
+    training.comes_to(7)
     for rank in (0, 1):  # what it had in step 7: the newcomer's round ends it at the gate
         until_printed(training.out, rank)
     job.add_node()

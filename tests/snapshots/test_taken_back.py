@@ -20,8 +20,7 @@ def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     neither."""
     args = ("--every", "4", "--persist-every", "4", "--keep", "1", "--poison", "8")
     job = training.start(*args, gated=True, max_restarts=4)
-    training.open_gate(8)
-    job.wait_for_world(2, step=8)
+    training.comes_to(8)
     training.until(lambda: 8 in training.checkpoints(), "checkpoint of step 8")
     job.kill_rank(1)
     job.wait_for(round=2, phase="running")
