@@ -44,7 +44,7 @@ STRANGER_AFTER: Final = 3
 somebody there who does not speak our protocol before we end with a sentence."""
 
 
-class Failed(NamedTuple):
+class FailedDial(NamedTuple):
     """An attempt that came to nothing: why, and the exit code where no other can come to more."""
 
     reason: str
@@ -222,7 +222,7 @@ class Link:
         endpoint = self._dialled = self._endpoint()
         self._moved.clear()
         outcome = await self._dial(endpoint)
-        if not isinstance(outcome, Failed):
+        if not isinstance(outcome, FailedDial):
             return outcome
         reason, code = outcome
         final = None if code is None else Refused(f"{endpoint}: {reason}", code)
@@ -240,7 +240,7 @@ class Link:
             self._waiting(reason)
         return final
 
-    async def _dial(self, endpoint: Endpoint) -> Session | Refused | Failed:
+    async def _dial(self, endpoint: Endpoint) -> Session | Refused | FailedDial:
         """A welcomed session, or what the job's own master says in its place."""
         session: Session | None = None
         kept = False
@@ -251,15 +251,15 @@ class Link:
                 kept = True
                 self._welcomed(answer)
                 return session
-            return answer if session.proved else Failed(answer.reason, answer.exit_code)
+            return answer if session.proved else FailedDial(answer.reason, answer.exit_code)
         except Unproved as error:
-            return Failed(str(error), code_of(Ending.REFUSED))
+            return FailedDial(str(error), code_of(Ending.REFUSED))
         except LinkError as error:
-            return Failed(str(error), EXIT_FAILED if error.rejected else None)
+            return FailedDial(str(error), EXIT_FAILED if error.rejected else None)
         except tls.TlsError as error:
-            return Failed(str(error))
+            return FailedDial(str(error))
         except TimeoutError:
-            return Failed("no answer")
+            return FailedDial("no answer")
         finally:
             if session is not None and not kept:
                 await session.drop()

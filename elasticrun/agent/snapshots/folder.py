@@ -27,6 +27,7 @@ from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import round_key
 from elasticrun.wire.messages import Restore, Start
+from elasticrun.wire.records import typed
 from elasticrun.wire.types import RoundName
 
 DEFAULT_BASE: Final = "/dev/shm"
@@ -50,19 +51,18 @@ LIVES: Final = "lives.json"
 ORPHAN: Final = "orphan"
 """Its time is when another agent found that this folder had lost its own."""
 
-_TEXTS: Final = ("nonce", "folder", "from_nonce")
 _OR_NONE: Final = ("from_step", "rewound_from")
-"""Fields of a `Life` that are text, and numbers of which -1 says that there is none."""
+"""Fields of a `LocalRound` of which -1 says that there is none."""
 
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
 
 
-class NotOurs(OSError):
+class NotOurFolder(OSError):
     """There is something at that path, and it is not a folder of this user; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SegmentFile:
     """A file of a segment."""
 
     path: str
@@ -73,7 +73,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class LocalRound:
     """What a snapshot's record does not say of its round: one life of the local ranks, its place in
     the round, where its checkpoints go, and what it had gone on from."""
 
@@ -94,7 +94,7 @@ class Life:
     rewound_from: int = -1  # as in Start
 
     @classmethod
-    def of(cls, start: Start, nproc: int) -> Life:
+    def of(cls, start: Start, nproc: int) -> LocalRound:
         """That of ranks which are about to start."""
         name = start.round
         life = cls(name.term, name.number, name.nonce, start.first_rank, start.world_size, nproc)
@@ -146,24 +146,24 @@ class SegmentFolder:
         whose = f"r{replica}" if replica >= 0 else str(local_rank)
         return os.path.join(self.path, f"{whose}-{layout:016x}-{serial}")
 
-    def files(self) -> Iterator[Found]:
+    def files(self) -> Iterator[SegmentFile]:
         """Each segment that lies here."""
         for name in sorted(os.listdir(self.path))[:MAX_FILES]:
             if found := _NAME.fullmatch(name):
                 rank, layout = int(found[2]), int(found[3], 16)
                 whose = (-1, rank) if found[1] else (rank, -1)
-                yield Found(os.path.join(self.path, name), *whose, layout, int(found[4]))
+                yield SegmentFile(os.path.join(self.path, name), *whose, layout, int(found[4]))
 
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[LocalRound]:
         """The rounds that the last agent has noted; [] where nothing can be read."""
         try:
             with open(os.path.join(self.path, LIVES), "rb") as file:
                 rows = json.loads(file.read(MAX_LIVES_BYTES))
-            return [_life(row) for row in rows[:MAX_LIVES]]
+            return [_believed(row) for row in rows[:MAX_LIVES]]
         except (OSError, ValueError, TypeError):
             return []
 
-    def note(self, lives: list[Life]) -> None:
+    def note(self, lives: list[LocalRound]) -> None:
         """Keep the newest rounds for an agent that comes after us. OSError."""
         text = json.dumps([asdict(life) for life in lives[-MAX_LIVES:]])
         path = os.path.join(self.path, LIVES)
@@ -196,14 +196,14 @@ def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | No
     """The locked folder of this node; without `make` only one that its last agent has left, None if
     there is none. A name that somebody else has taken is passed over. OSError."""
     ours = _ours(job_id)
-    taken: list[NotOurs] = []
+    taken: list[NotOurFolder] = []
     for number in range(MOST_ALIKE):
         path = os.path.join(base, f"{ours}{_hash(node)}.{number}")
         if not make and not os.path.isdir(path):
             continue
         try:
             lock = _lock(path)
-        except NotOurs as error:
+        except NotOurFolder as error:
             taken.append(error)
             continue
         if lock is not None:
@@ -283,7 +283,7 @@ def _lock(path: str) -> int | None:
             os.mkdir(path, 0o700)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise NotOurs(f"{path} is not a folder of this user")
+            raise NotOurFolder(f"{path} is not a folder of this user")
         os.chmod(path, 0o700)
         lock = os.path.join(path, LOCK)
         try:
@@ -341,15 +341,13 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _life(row: Any) -> Life:
-    life = Life(**row)
-    for name, value in asdict(life).items():
-        if name in _TEXTS:
-            if not isinstance(value, str):
-                raise ValueError("a name is no text")
-        elif type(value) is not int or not (-1 if name in _OR_NONE else 0) <= value < 2**62:
-            raise ValueError("impossible numbers")
-    return life
+def _believed(row: Any) -> LocalRound:
+    found: LocalRound = typed(row, LocalRound)
+    for name, value in asdict(found).items():
+        least = -1 if name in _OR_NONE else 0
+        if isinstance(value, int) and not least <= value < 2**62:
+            raise ValueError(f"{name} is {value}")
+    return found
 
 
 def _ours(job_id: str) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from elasticrun.agent.link.link import Link
-from elasticrun.agent.snapshots.folder import Life
+from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
 from elasticrun.operator_log import logger
@@ -43,23 +43,23 @@ class Inventory:
         self._segments = segments
         self._wanted = wanted
         self._nproc = nproc
-        self._lives: dict[bytes, Life] = {}
+        self._lives: dict[bytes, LocalRound] = {}
         self._adopted: set[bytes] = set()
         self._folder_told = False
         self.reading: int | None = None
         """The checkpoint that ranks of the present life went on from; -1: none; None: they have not
         said so yet, and may be reading any."""
-        self.present: Life | None = None
+        self.present: LocalRound | None = None
         """The newest life of the local ranks."""
 
-    def adopt(self, lives: Iterable[Life]) -> None:
+    def adopt(self, lives: Iterable[LocalRound]) -> None:
         """Those of the agent before us."""
         self._lives = {life.key: life for life in lives}
         self._adopted = set(self._lives)
 
     def begin(self, start: m.Start) -> None:
         """A new life; older ones of which nothing lies here are forgotten."""
-        life = Life.of(start, self._nproc)
+        life = LocalRound.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
         self._folder_told = False
@@ -113,16 +113,16 @@ class Inventory:
         life = max(lived, key=lambda one: (one.term, one.number))
         return m.LastRound(life.name, life.world_size, life.restore, life.rewound_from)
 
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[LocalRound]:
         """All that are known, the newest last."""
         return list(self._lives.values())
 
-    def life(self, name: RoundName) -> Life | None:
+    def life(self, name: RoundName) -> LocalRound | None:
         return self._lives.get(round_key(name))
 
     def learn(self, name: RoundName, world_size: int) -> None:
         """A round in which no rank of this node took part, and of which it is to hold replicas."""
-        life = Life(name.term, name.number, name.nonce, 0, world_size, 0)
+        life = LocalRound(name.term, name.number, name.nonce, 0, world_size, 0)
         if life.key not in self._lives:
             if self.present is not None:
                 last, every = self.present.keep_last, self.present.keep_every
@@ -144,7 +144,7 @@ class Inventory:
             if (life.name, snapshot.step) == (name, step)
         ]
 
-    def everything(self) -> Iterator[tuple[Held, Snapshot, Life, int]]:
+    def everything(self) -> Iterator[tuple[Held, Snapshot, LocalRound, int]]:
         """Every snapshot of a known life that lies here, with its rank."""
         for one in self._segments.held:
             for snapshot in one.snapshots():
@@ -277,7 +277,7 @@ class Inventory:
         return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
 
 
-def _rank(one: Held, life: Life) -> int:
+def _rank(one: Held, life: LocalRound) -> int:
     """Whose snapshots of this life lie there; -1: nobody's."""
     if one.local_rank >= 0:
         return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 from elasticrun.agent.runtime import NoThread, Tasks, in_thread
 from elasticrun.agent.snapshots.folder import (
     DEFAULT_BASE,
-    Found,
-    Life,
+    LocalRound,
     Orphans,
+    SegmentFile,
     SegmentFolder,
     take,
 )
@@ -142,7 +142,7 @@ class Adopted(NamedTuple):
 
     folder: SegmentFolder
     held: list[Held]
-    lives: list[Life]
+    lives: list[LocalRound]
 
 
 class Segments:
@@ -164,12 +164,12 @@ class Segments:
         self._told: set[str] = set()
         self._closed = False
         self._tasks = Tasks(logger.error)
-        self._to_note: list[Life] = []
-        self._noted: list[Life] = []
+        self._to_note: list[LocalRound] = []
+        self._noted: list[LocalRound] = []
         self._noting: asyncio.Task[None] | None = None
         self.held: list[Held] = []
 
-    async def open(self, node: str) -> list[Life]:
+    async def open(self, node: str) -> list[LocalRound]:
         """Take over what a killed agent of this node has left; the rounds that its snapshots are
         of. The folder of a node that has none is made when it is needed."""
         self._node = node
@@ -193,12 +193,12 @@ class Segments:
             logger.info("snapshots of the agent before this one are here: %s", sizes)
         return lives
 
-    async def note(self, lives: list[Life]) -> None:
+    async def note(self, lives: list[LocalRound]) -> None:
         """Keep for a later agent what snapshots do not say of their rounds; what is said last is
         what stays."""
         self._to_note = list(lives)
         if self._noting is None or self._noting.done():
-            self._noting = asyncio.create_task(self._note())
+            self._noting = self._tasks.start(self._note(), "noting the rounds")
         await asyncio.shield(self._noting)
 
     async def _note(self) -> None:
@@ -288,7 +288,8 @@ class Segments:
         """Once; who comes meanwhile waits for it."""
         if self._folder is None and not self._no_folder:
             if self._making is None:
-                self._making = asyncio.create_task(self._make_folder())
+                work = self._make_folder()
+                self._making = self._tasks.start(work, "making the folder of snapshots")
             await asyncio.shield(self._making)
 
     async def _make_folder(self) -> None:
@@ -441,7 +442,7 @@ class Segments:
                 let_go(held)
         return due, Adopted(folder, found, lives)
 
-    def _adopted(self, file: Found) -> Held | None:
+    def _adopted(self, file: SegmentFile) -> Held | None:
         """A segment with snapshots of ours, or None for what is none."""
         try:
             fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

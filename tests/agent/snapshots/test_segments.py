@@ -17,7 +17,7 @@ import pytest
 from inotify_simple import INotify, flags
 
 from elasticrun.agent.snapshots import segments as segments_module
-from elasticrun.agent.snapshots.folder import Life, take
+from elasticrun.agent.snapshots.folder import LocalRound, take
 from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
 from elasticrun.shm import memory
@@ -30,17 +30,17 @@ from tests.agent.snapshots.played import LIMIT, layout_of
 pytestmark = pytest.mark.slow
 
 ROUND = RoundName(7, 1, "n1")
-LIFE = Life(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
+LIFE = LocalRound(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
 LAYOUT = layout_of()
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 2)
 
 Body = Callable[[Segments], Awaitable[None]]
 
 
-def play(shm: Path, body: Body, *, job: str = "a-job", node: str = "node-a") -> list[Life]:
+def play(shm: Path, body: Body, *, job: str = "a-job", node: str = "node-a") -> list[LocalRound]:
     """Use the segments of a node, and give them back in good order."""
 
-    async def main() -> list[Life]:
+    async def main() -> list[LocalRound]:
         segments = Segments(job, 2, {"ELASTICRUN_SHM_DIR": str(shm)})
         lives = await segments.open(node)
         try:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from elasticrun.agent.snapshots.folder import Life
+from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
@@ -152,5 +152,5 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
 
 def test_lives_of_an_older_release_are_read() -> None:
     old = {"term": 7, "number": 1, "nonce": "n", "first_rank": 0, "world_size": 2, "nproc": 2}
-    life = Life(**old)  # type: ignore[arg-type]
+    life = LocalRound(**old)  # type: ignore[arg-type]
     assert (life.restore, life.rewound_from) == (None, -1)
