@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from elasticrun.core import events as fx
 from elasticrun.core.nodes.admission import Exclusions, Stays
 from elasticrun.core.nodes.membership import Membership
-from elasticrun.core.nodes.node import Roster
+from elasticrun.core.nodes.node import Nodes
 from elasticrun.core.rounds.budget import Settlement
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
@@ -25,8 +25,8 @@ class JobContext:
         self.mint = mint
         self.now = now  # monotonic seconds, of the event that is being taken in
         self.away = 0.0  # seconds in which the master did not listen
-        self.membership = Membership(heartbeat_timeout=spec.heartbeat_timeout)
-        self.roster = Roster()
+        self.nodes = Nodes()
+        self.membership = Membership(self.nodes, heartbeat_timeout=spec.heartbeat_timeout)
         self.stays = Stays()
         self.exclusions = Exclusions()
         self.rdzv = Rendezvous(spec, now)

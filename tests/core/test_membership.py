@@ -9,8 +9,10 @@ from elasticrun.config import (
     STOPPED_AFTER,
     SUSPECT_CONFIRM,
 )
-from elasticrun.core.nodes.membership import Membership
-from elasticrun.core.nodes.node import Admission, Health
+from elasticrun.core.events import Detached
+from elasticrun.core.nodes.membership import Admission, Membership
+from elasticrun.core.nodes.node import Health, Nodes
+from tests.core.by_hand import hello
 
 TIMEOUT = 5.0
 
@@ -19,28 +21,38 @@ class Crowd:
     """A membership with handles that are short."""
 
     def __init__(self, *names: str) -> None:
-        self.m = Membership(heartbeat_timeout=TIMEOUT)
+        self.nodes = Nodes()
+        self.m = Membership(self.nodes, heartbeat_timeout=TIMEOUT)
         self.sessions: dict[str, int] = {}
         for name in names:
             assert self.attach(name).refusal == ""
 
     def attach(self, name: str, life: str = "1", now: float = 0.0) -> Admission:
         session = len(self.sessions) + int(now * 10) + 1000 * int(life)
-        admission = self.m.attach(
-            node=name, host=f"host-{name}", incarnation=name + life, session=session, now=now
-        )
+        admission = self.m.attach(session, hello(name, incarnation=name + life), now)
         if not admission.refusal:
             self.sessions[name] = session
         return admission
 
-    def breaks(self, name: str, now: float, corroborated: bool = False) -> None:
-        self.m.detached(self.sessions[name], now, corroborated=corroborated, clean=False)
+    def breaks(
+        self,
+        name: str,
+        now: float,
+        corroborated: bool = False,
+        silent: float = 0.0,
+        quiet: float = 0.0,
+    ) -> str | None:
+        event = Detached(self.sessions[name], False, silent, quiet)
+        return self.m.detached(event, now, corroborated=corroborated)
+
+    def barred_until(self, name: str) -> float:
+        return self.nodes[name].silences.barred_until
 
     def deaths(self, now: float) -> list[str]:
         return [d.node for d in self.m.due(now, lambda _: True, len(self.sessions))]
 
     def health(self, name: str) -> Health:
-        return self.m.member(name).health
+        return self.nodes[name].health
 
 
 def test_a_broken_stream_alone_is_dead_after_the_silence_limit() -> None:
@@ -178,7 +190,7 @@ def test_a_new_stream_of_the_same_life_replaces_the_old_one() -> None:
     crowd = Crowd("a")
     old = crowd.sessions["a"]
     assert crowd.attach("a", now=5.0).old_session == old
-    assert crowd.m.detached(old, 6.0, corroborated=False, clean=False) is None
+    assert crowd.m.detached(Detached(old, False), 6.0, corroborated=False) is None
     assert crowd.health("a") is Health.ALIVE
 
 
@@ -191,7 +203,7 @@ def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
         now += TIMEOUT
         assert crowd.deaths(now) == ["a"]
         crowd.m.heard(crowd.sessions["b"], now)
-        waits.append(crowd.m.barred_until("a", now) - now)
+        waits.append(max(0.0, crowd.barred_until("a") - now))
         now += 1.0
         crowd.attach("a", now=now)
     assert waits == [0.0, 120.0, 240.0, 480.0]
@@ -207,21 +219,19 @@ def test_who_dies_again_while_it_waits_waits_on() -> None:
         assert crowd.deaths(now) == ["a"]
         crowd.m.heard(crowd.sessions["b"], now)
         crowd.attach("a", now=now)
-    until = crowd.m.barred_until("a", now)
+    until = crowd.barred_until("a")
     assert until == now + 960.0
     crowd.breaks("a", now + 700.0)
     assert "a" in crowd.deaths(now + 700.0 + TIMEOUT)
     crowd.attach("a", now=now + 710.0)
-    assert crowd.m.barred_until("a", now + 710.0) == until
+    assert crowd.barred_until("a") == until
 
 
 def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:
     """It fell silent 5 s ago, and that is told of the stream: only as long as a node that dials
     again needs is left. One that is reset has the whole limit."""
     crowd = Crowd("a", "b", "c", "d", "e")
-    session = crowd.m.session_of("b")
-    assert session is not None
-    crowd.m.detached(session, 10.0, corroborated=False, clean=False, silent=TIMEOUT)
+    crowd.breaks("b", 10.0, silent=TIMEOUT)
     crowd.breaks("c", 10.0)
     assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == []
     assert crowd.deaths(10.0 + REDIAL_GRACE) == ["b"]
@@ -234,7 +244,7 @@ def test_two_witnesses_kill_at_once_only_where_the_kernel_closed_the_stream() ->
     back, and dials again."""
     crowd = Crowd("a", "b", "c")
     for node, quiet in (("a", 0.2), ("b", STOPPED_AFTER)):
-        crowd.m.detached(crowd.sessions[node], 10.0, corroborated=True, clean=False, quiet=quiet)
+        crowd.breaks(node, 10.0, corroborated=True, quiet=quiet)
     assert crowd.deaths(10.0 + SUSPECT_CONFIRM) == ["a"]
     assert crowd.deaths(10.0 + REDIAL_GRACE - 0.01) == []
     assert crowd.deaths(10.0 + REDIAL_GRACE) == ["b"]
@@ -243,8 +253,7 @@ def test_two_witnesses_kill_at_once_only_where_the_kernel_closed_the_stream() ->
 def test_the_only_node_of_all_may_be_silent_for_longer() -> None:
     """It was stopped, and comes back; nobody could have taken its place meanwhile."""
     crowd = Crowd("a")
-    session = crowd.sessions["a"]
-    crowd.m.detached(session, 10.0, corroborated=False, clean=False, quiet=5.0)
+    crowd.breaks("a", 10.0, quiet=5.0)
     assert crowd.deaths(5.0 + SLUGGISH_DEAD - 0.1) == []
     assert crowd.deaths(5.0 + SLUGGISH_DEAD) == ["a"]
 
@@ -252,16 +261,14 @@ def test_the_only_node_of_all_may_be_silent_for_longer() -> None:
 def test_the_only_node_of_all_that_dies_is_given_up_as_any_other() -> None:
     """The kernel closes the streams of a process that has died: the last beat is no second old."""
     crowd = Crowd("a")
-    session = crowd.sessions["a"]
-    crowd.m.detached(session, 10.0, corroborated=False, clean=False, quiet=0.9)
+    crowd.breaks("a", 10.0, quiet=0.9)
     assert crowd.deaths(10.0 + TIMEOUT) == ["a"]
 
 
 @pytest.mark.parametrize(("comes", "dies"), [(11.0, 10.0 + TIMEOUT), (30.0, 30.0)])
 def test_a_second_node_ends_the_patience_with_the_first(comes: float, dies: float) -> None:
     crowd = Crowd("a")
-    session = crowd.sessions["a"]
-    crowd.m.detached(session, 10.0, corroborated=False, clean=False, quiet=5.0)
+    crowd.breaks("a", 10.0, quiet=5.0)
     assert crowd.deaths(comes) == []
     crowd.attach("b", now=comes)
     assert crowd.m.next_deadline() == dies

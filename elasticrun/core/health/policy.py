@@ -50,7 +50,7 @@ class HealthPolicy:
         """`exclude` tells these nodes to go."""
         self._ctx = ctx
         self._exclude = exclude
-        self._membership, self._roster, self._rdzv = ctx.membership, ctx.roster, ctx.rdzv
+        self._membership, self._nodes, self._rdzv = ctx.membership, ctx.nodes, ctx.rdzv
         self._netcheck: NetCheck | None = None
         self._stragglers: Stragglers | None = None
         self._at_door: dict[str, None] = {}  # nodes that are probed at the door
@@ -113,7 +113,7 @@ class HealthPolicy:
             ready = self._in_order()
             if not check.wants(ready):
                 return None
-            ranks = {node: self._roster[node].hello.local_world_size for node in ready}
+            ranks = {node: self._nodes[node].hello.local_world_size for node in ready}
             self._is_checking = True
             for node in ready:
                 if check.standing(node) is not Standing.GOOD:
@@ -123,9 +123,9 @@ class HealthPolicy:
 
     def _in_order(self) -> list[str]:
         """The ready nodes in the order of placement, so that neighbours are probed together."""
-        ready = [self._roster.candidate(node) for node in self._rdzv.ready]
+        ready = [self._nodes[node] for node in self._rdzv.ready]
         round_ = self._ctx.round
-        return [one.node for one in lay_out(ready, round_.seats if round_ else {}).places]
+        return [one.id for one in lay_out(ready, round_.seats if round_ else {})]
 
     def _doubt_the_cause(self) -> None:
         """The node whose rank was the first to fail in the last round is probed again, once."""
@@ -169,7 +169,7 @@ class HealthPolicy:
 
     def _tell_why_kept_out(self, node: str) -> None:
         """Why this one waits, whatever the others wait for; once per sentence."""
-        entry, session = self._roster[node], self._membership.session_of(node)
+        entry, session = self._nodes[node], self._membership.session_of(node)
         why = self._rdzv.reason_of(node, self._ctx.now)
         if session is not None and entry.told != why:
             entry.told = why
@@ -229,7 +229,7 @@ class HealthPolicy:
     def _joined(self, node: str) -> None:
         ctx, now = self._ctx, self._ctx.now
         until, why = max(
-            (self._membership.barred_until(node, now), "it fell silent too often"),
+            (max(now, self._nodes[node].silences.barred_until), "it fell silent too often"),
             (ctx.settlement.blame.barred_until(node, now), "its ranks kept failing"),
             (ctx.stays.barred_until(node, now), "its agent died soon after each start"),
         )
@@ -296,13 +296,13 @@ class HealthPolicy:
 
     def _probes(self, group: Group) -> Iterator[tuple[str, m.Probe]]:
         """Each node's place in a group that is probed together; O(nodes) for all of them."""
-        places = [self._roster.candidate(node) for node in group.nodes]
-        world_size = sum(one.local_world_size for one in places)
+        places = [self._nodes[node] for node in group.nodes]
+        world_size = sum(one.hello.local_world_size for one in places)
         store = store_host(places).store
         first_rank = 0
         for at, one in enumerate(places):
             yield (
-                one.node,
+                one.id,
                 m.Probe(
                     check=group.check,
                     perf=group.perf,
@@ -315,7 +315,7 @@ class HealthPolicy:
                     limit=self._checks.probe_limit,
                 ),
             )
-            first_rank += one.local_world_size
+            first_rank += one.hello.local_world_size
 
     def gone(self, node: str, reason: str) -> None:
         """The node has gone, or its present life has."""

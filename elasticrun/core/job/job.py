@@ -182,7 +182,7 @@ class Job:
     def _heard(self, node: str, report: m.Report) -> None:
         if isinstance(report, m.Join | m.Running | m.Stopped | m.Finished):
             self._snapshots.points.has_said_all(node)
-        health = self._ctx.membership.member(node).health
+        health = self._ctx.nodes[node].health
         if health is Health.PARKED and isinstance(report, m.Leaving):
             return  # told when its stream ends
         is_out = health in (Health.LEFT, Health.PARKED)
@@ -190,7 +190,7 @@ class Job:
             return  # an excluded node that has not read it yet
         match report:
             case m.Join():
-                self._ctx.roster.joined(node, report.store)
+                self._ctx.nodes.joined(node, report.store)
                 self._streams.health.join(node)
             case m.Probed():
                 self._streams.health.answered(node, report)
@@ -226,7 +226,7 @@ class Job:
             return
         match report:
             case m.Running():
-                ctx.roster[node].pids = report.pids
+                ctx.nodes[node].pids = report.pids
                 rdzv.last.running(node)
             case m.RanksFailed():
                 self._ranks_failed(node, report)
@@ -319,7 +319,7 @@ class Job:
         rdzv = self._ctx.rdzv
         if rdzv.loss:
             return rdzv.loss
-        for node in self._ctx.membership.suspects():
+        for node in self._ctx.membership.suspects:
             if rdzv.last.is_concerned(node):
                 return f"node {node} is suspect"
         cause, why = self._culprit()
@@ -373,7 +373,7 @@ class Job:
             return
         if only is not None and rdzv.is_barred(only):
             session, why = ctx.membership.session_of(only), rdzv.reason_of(only, ctx.now)
-            if session is not None and ctx.roster[only].told != why:
+            if session is not None and ctx.nodes[only].told != why:
                 ctx.tell(session, m.Wait(why))
         if not self._reason:
             return
@@ -381,7 +381,7 @@ class Job:
         for node in rdzv.ready if only is None else (only,):
             if node not in rdzv.ready:
                 continue
-            entry, session = ctx.roster[node], ctx.membership.session_of(node)
+            entry, session = ctx.nodes[node], ctx.membership.session_of(node)
             if session is not None and entry.told != self._reason:
                 entry.told = self._reason
                 sessions.append(session)
@@ -417,15 +417,15 @@ class Job:
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
-        ready = [ctx.roster.candidate(node) for node in rdzv.ready]
+        ready = [ctx.nodes[node] for node in rdzv.ready]
         count = settlement.budget.count
-        round_ = begin(name, ready, limit, last, count, ctx.roster.life_of, choice.restore)
+        round_ = begin(name, ready, limit, last, count, choice.restore)
         round_.rewound_from = points.rewound_from
         round_.suspect, round_.restore_step = choice.suspect, choice.restore_step
         round_.why = why or (last.why_stopped if last is not None else "")
         ctx.round = round_
         for node in round_.seats:
-            ctx.roster[node].told = ""
+            ctx.nodes[node].told = ""
         self._left_a_round = False
         rdzv.formed(round_.seats, now)
         ctx.stays.formed(round_.seats, now)

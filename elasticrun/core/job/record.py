@@ -9,16 +9,12 @@ from __future__ import annotations
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Record
-from elasticrun.core.nodes.admission import recalled
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts, RoundFacts
 from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
 from elasticrun.core.rounds.round import Round, restore
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
-
-MAX_LEFT_OUT = 1000
-"""Nodes whose deaths by silence are recorded, the newest."""
 
 RECORD_EVERY = 10.0
 """While the job waits for something, what remains of the wait is recorded so often (seconds), so
@@ -54,24 +50,20 @@ class Recorder:
         """O(nodes)."""
         ctx, now, saves = self._ctx, self._ctx.now, self._snapshots
         settlement, round_ = ctx.settlement, ctx.round
-        keep = {
-            member.node
-            for member in ctx.membership.nodes()
-            if member.health in (Health.ALIVE, Health.SUSPECT)
-        }
+        here = (Health.ALIVE, Health.SUSPECT)
+        keep = {node.id for node in ctx.nodes.values() if node.health in here}
         keep.update(round_.members if round_ else ())
-        pasts = ctx.membership.pasts(now)[-MAX_LEFT_OUT:]
         excuse = settlement.window.excused
         return Facts(
             spec=ctx.spec,
             term=ctx.term,
             number=ctx.number,
             round=_round_facts(round_, ctx.rdzv, excuse, now) if round_ else None,
-            order=ctx.roster.order(keep, others=ctx.spec.max_nodes),
+            order=ctx.nodes.order(keep, others=ctx.spec.max_nodes),
             charges=settlement.budget.ages(now),
             restart_count=settlement.budget.count,
             short_lives=settlement.budget.short_lives,
-            left_out=tuple(one.fact(node, now) for node, one in pasts),
+            left_out=ctx.membership.left_out(now),
             fickle=ctx.stays.record(now),
             starved=ctx.rdzv.starved(now),
             outcome=ctx.outcome,
@@ -90,10 +82,10 @@ class Recorder:
         ctx, now = self._ctx, self._ctx.now
         ctx.number = facts.number
         ctx.outcome = facts.outcome
-        ctx.roster.remember(facts.order)
+        ctx.nodes.remember(facts.order)
         ctx.settlement.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
         ctx.settlement.blame.restore(facts.blamed, now)
-        ctx.membership.remember({one.node: recalled(one, now) for one in facts.left_out})
+        ctx.membership.remember(facts.left_out, now)
         ctx.stays.restore(facts.fickle, now)
         ctx.exclusions.restore(facts.excluded, facts.slow_ages, now)
         written = (facts.written, facts.rejected)

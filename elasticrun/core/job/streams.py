@@ -13,7 +13,8 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy, Sentence
 from elasticrun.core.job.record import Recorder
 from elasticrun.core.job.saving import Saving
-from elasticrun.core.nodes.node import Admission, Health, differences
+from elasticrun.core.nodes.membership import Admission
+from elasticrun.core.nodes.node import Health, differences
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.round import adopt, adopted_seat
@@ -33,7 +34,7 @@ class Streams:
         self._saving = saving
         self._recorded_term = recorded_term
         self._is_over_told = False
-        self._membership, self._rdzv, self._roster = ctx.membership, ctx.rdzv, ctx.roster
+        self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason = ""
         """Why no silence counts at present, in a sentence."""
@@ -45,7 +46,7 @@ class Streams:
         ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
         if self._refuse_excluded(session, hello):
             return
-        suspect = self._membership.is_suspect(node)
+        suspect = node in self._membership.suspects
         admission = self._admit(session, hello)
         if admission is None:
             return
@@ -79,13 +80,7 @@ class Streams:
 
     def _admit(self, session: int, hello: m.Hello) -> Admission | None:
         """Take the stream for its node's; None if that is refused. An older one is closed."""
-        admission = self._membership.attach(
-            node=hello.node,
-            host=hello.host,
-            incarnation=hello.incarnation,
-            session=session,
-            now=self._ctx.now,
-        )
+        admission = self._membership.attach(session, hello, self._ctx.now)
         if admission.refusal:
             self._ctx.tell(session, m.Refused(admission.refusal, code_of(Ending.REFUSED)))
             self._ctx.hang_up(session)
@@ -106,16 +101,14 @@ class Streams:
             self._saving.gone(node, replaced)
             self.health.doubt(node)
         if admission.forgotten:
-            self._roster.forget(admission.forgotten)
             self.health.doubt(admission.forgotten)
-        self._roster.enter(hello)
 
     def _note_oddities(self, hello: m.Hello) -> None:
         node, spec = hello.node, self._ctx.spec
         if hello.spec != spec:
             otherwise = ", ".join(differences(hello.spec, spec))
             self._ctx.note(f"node {node} was started otherwise: {otherwise}", "warning")
-        if namesake := self._roster.namesake(hello):
+        if namesake := self._nodes.namesake(hello):
             both = f"nodes {namesake} and {node} are both on a host named {hello.host}"
             self._ctx.note(f"{both}, with different addresses: name the hosts apart", "warning")
 
@@ -197,15 +190,8 @@ class Streams:
             return
         seen = self._rdzv.last.is_concerned(node)
         seen = seen and ctx.settlement.window.reported_by_another(node)
-        self._membership.detached(
-            event.session,
-            now,
-            corroborated=seen,
-            clean=event.clean,
-            silent=event.silent,
-            quiet=event.quiet,
-        )
-        member = self._membership.member(node)
+        self._membership.detached(event, now, corroborated=seen)
+        member = self._nodes[node]
         if member.health is Health.PARKED:
             self._membership.left(node, "it is excluded, and was parked")
             ctx.note(f"node {node} is parked no longer: its agent has gone")
@@ -231,7 +217,7 @@ class Streams:
             # where a round needed it, every agent says so itself (Start.why, Wait)
             level = "info" if rdzv.last.is_concerned(node) else "warning"
             ctx.note(f"node {node} {reason}", level)
-            last_heard = self._membership.member(node).last_heard
+            last_heard = self._nodes[node].last_heard
             self._end_stay(node, death.since)
             rdzv.gone(node, reason, last_word=last_heard)
             self.health.gone(node, reason)
@@ -263,7 +249,7 @@ class Streams:
         """These nodes are told to go, and are refused for a while: recorded first, then told."""
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
         for node, kind, reason in sentences:
-            host = self._roster[node].hello.host
+            host = self._nodes[node].hello.host
             ctx.exclusions.add(node, host, kind=kind, reason=reason, seconds=seconds, now=now)
             ctx.note(f"node {node} is excluded for {seconds:g} s: {reason}", "warning")
         self._saving.going(node for node, _, _ in sentences)
@@ -296,7 +282,6 @@ class Streams:
             ctx.tell(session, m.Refused(refusal, code_of(Ending.EXCLUDED)))
             ctx.hang_up(session)
         elif self._admit(session, hello) is not None:
-            self._roster.enter(hello)
             ctx.tell(session, self._welcome())
             self._park(session, node, refusal, ctx.exclusions.remaining(node, host, now))
         return True
@@ -313,6 +298,6 @@ class Streams:
     def _park(self, session: int, node: str, sentence: str, seconds: float) -> None:
         """It stays without ranks, for so many seconds at most. It has its place for as long as its
         stream stands; when it dials again it is parked again, if there is room."""
-        self._membership.park(node, f"parked: {sentence}")
+        self._membership.left(node, f"parked: {sentence}", Health.PARKED)
         self._ctx.note(f"node {node} stays parked until the job ends, for {seconds:.0f} s at most")
         self._ctx.tell(session, m.Park(sentence, seconds))

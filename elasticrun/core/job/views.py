@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy
-from elasticrun.core.nodes.node import Health, Member
+from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.wire.messages import JobSpec, JobStatus, NodeStatus
 
@@ -47,15 +47,13 @@ def picture(
     rest = f"; at most {max(0.0, ends - now):.0f} s more" if ends is not None else ""
     waits = reason and ctx.outcome is None
 
-    def why(member: Member) -> str:
-        if member.health is not Health.ALIVE:
-            return member.reason
-        entry = ctx.roster.get(member.node)
-        told = entry.told if entry else ""
+    def why(node: Node) -> str:
+        if node.health is not Health.ALIVE:
+            return node.reason
         return (
-            ctx.membership.sluggish(member, now)
-            or rdzv.reason_of(member.node, now)
-            or (f"{told}{rest}" if told and told == reason else told)
+            ctx.membership.sluggish(node, now)
+            or rdzv.reason_of(node.id, now)
+            or (f"{node.told}{rest}" if node.told and node.told == reason else node.told)
         )
 
     return JobStatus(
@@ -70,8 +68,7 @@ def picture(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         nodes=tuple(
-            _node(ctx, member, why(member), health.health(member.node))
-            for member in ctx.membership.nodes()
+            _node(ctx, node, why(node), health.health(node.id)) for node in ctx.nodes.values()
         ),
         last_failure=last_failure,
         outcome=ctx.outcome.reason if ctx.outcome else "",
@@ -81,22 +78,21 @@ def picture(
     )
 
 
-def _node(ctx: JobContext, member: Member, reason: str, health: str) -> NodeStatus:
-    node = member.node
-    entry = ctx.roster.get(node)  # None: of a restored round, and not heard yet
-    here = ctx.rdzv.last.is_member(node)
-    seat = ctx.round.members.get(node) if ctx.round and here else None
+def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
+    hello = node.said  # None: of a restored round, and not heard yet
+    here = ctx.rdzv.last.is_member(node.id)
+    seat = ctx.round.members.get(node.id) if ctx.round and here else None
     ranks = seat.ranks if seat else 0
     return NodeStatus(
-        node=node,
-        host=entry.hello.host if entry else "",
-        address=entry.hello.address if entry else "",
-        state=member.health.value,
-        activity="none" if member.health is Health.PARKED else ctx.rdzv.activity(node),
+        node=node.id,
+        host=hello.host if hello else "",
+        address=hello.address if hello else "",
+        state=node.health.value,
+        activity="none" if node.health is Health.PARKED else ctx.rdzv.activity(node.id),
         reason=reason,
         group_rank=seat.group_rank if seat else -1,
         first_rank=seat.first_rank if seat else -1,
-        local_world_size=entry.hello.local_world_size if entry else ranks,
-        pids=entry.pids if entry and here else (),
+        local_world_size=hello.local_world_size if hello else ranks,
+        pids=node.pids if here else (),
         health=health,
     )

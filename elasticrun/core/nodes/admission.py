@@ -1,24 +1,19 @@
-"""Nodes that are not let in for a while: how long, until when, and why.
+"""Which nodes are not let in, until when, and why.
 
-Deaths that are held against one node, and how long one that dies so again and again waits
-outside: deaths by silence, and those soon after the node was let in (`stays`).
+*Left out*: a node waits at the door although there is room for it, for 2, 4, 8 ... minutes, unless
+the job needs it to reach its smallest size. Its agent fell silent again and again, or was killed
+whenever it trained (too little memory, a broken disk): it comes back each time, and each time the
+job gives up a round to let it in and another when it dies. A *stay* is from the round in which a
+life of a node first has a place to that life's death; who leaves in good order has done nothing.
+What dies at the door counts nothing: it costs nobody a round.
 
-How long nodes stay in the rounds they are let into, and which of them never stay.
+*Excluded*: a node is refused by a verdict: it failed the network check ("failed"), or it is too
+slow ("slow"). The entry is of a node id on a host: who moves to another host under the same id is a
+newcomer. When its time is over it may come back, and is probed as any newcomer is. At most
+STRAGGLERS_PER_HOUR times within an hour a node is excluded for being slow, be it the same one, so
+that a wrong measure cannot take a job apart.
 
-A node whose agent is killed whenever it trains (too little memory, a broken disk) comes back each
-time, and each time the job gives up a round to let it in and another when it dies. A *stay* is from
-the round in which a life of a node first has a place to that life's death; who leaves in good order
-has done nothing. A node whose stays are brief again and again waits at the door for 2, 4, 8 ...
-minutes, unless the job needs it to reach its smallest size. What dies at the door counts nothing:
-it costs nobody a round.
-
-Which nodes the job refuses, why, and until when.
-
-A node is excluded by a verdict: it failed the network check ("failed"), or it is too slow ("slow").
-The entry is of a node id on a host: who moves to another host under the same id is a newcomer. When
-its time is over it may come back, and is probed as any newcomer is. At most STRAGGLERS_PER_HOUR
-times within an hour a node is excluded for being slow, be it the same one, so that a wrong measure
-cannot take a job apart.
+Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -99,22 +94,17 @@ MEMORY = 600.0
 """Such deaths are counted over this many seconds; see EXCLUDE_SILENT_AFTER."""
 
 
-class Silences:
-    """When a node died in one of these ways, and how often it was sent to the door for it."""
+class Deaths:
+    """When a node died in one way that is held against it, by silence or soon after it was let in,
+    and how often it was sent to the door for that."""
 
-    def __init__(
-        self,
-        times: Iterable[float] = (),
-        bars: int = 0,
-        barred_until: float = -math.inf,
-        after: int = EXCLUDE_SILENT_AFTER,
-    ) -> None:
+    def __init__(self, after: int = EXCLUDE_SILENT_AFTER) -> None:
         """`after`: so many deaths within MEMORY are too many."""
-        self.times = list(times)
-        """Monotonic seconds, oldest first: within MEMORY of the newest."""
-        self.bars = bars
-        self.barred_until = barred_until
+        self.times: list[float] = []
+        """Oldest first: within MEMORY of the newest."""
+        self.barred_until = -math.inf
         """Until when it waits at the door; -inf if it need not."""
+        self._bars = 0
         self._after = after
 
     def count(self, now: float) -> None:
@@ -122,27 +112,30 @@ class Silences:
         self.times = [when for when in self.times if when >= now - MEMORY]
         self.times.append(now)
         if len(self.times) >= self._after:
-            self.bars += 1
-            self.barred_until = max(self.barred_until, now + bar_length(self.bars))
+            self._bars += 1
+            self.barred_until = max(self.barred_until, now + bar_length(self._bars))
 
     def matter(self, now: float) -> bool:
         """Whether they can still be held against the node."""
-        return bool(self.times) and (self.bars > 0 or self.times[-1] > now - MEMORY)
+        return bool(self.times) and (self._bars > 0 or self.times[-1] > now - MEMORY)
 
     def fact(self, node: str, now: float) -> LeftOut:
         """For the record of the job."""
         return LeftOut(
             node=node,
             silences=tuple(now - when for when in self.times),
-            bars=self.bars,
+            bars=self._bars,
             remaining=max(0.0, self.barred_until - now),
         )
 
-
-def recalled(fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Silences:
-    """What `Silences.fact` gave to a master before this one."""
-    until = now + fact.remaining if fact.remaining > 0.0 else -math.inf
-    return Silences((now - age for age in fact.silences), fact.bars, until, after)
+    @classmethod
+    def recalled(cls, fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
+        """What `fact` gave to a master before this one."""
+        deaths = cls(after)
+        deaths.times, deaths._bars = [now - age for age in fact.silences], fact.bars
+        if fact.remaining > 0.0:
+            deaths.barred_until = now + fact.remaining
+        return deaths
 
 
 MAX_RECORDS = 1000
@@ -150,11 +143,11 @@ MAX_RECORDS = 1000
 
 
 class Stays:
-    """The stays of all nodes; times are monotonic seconds."""
+    """How long nodes stay in the rounds they are let into, and which of them never stay."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        self._brief: dict[str, Silences] = {}
+        self._brief: dict[str, Deaths] = {}
 
     def formed(self, nodes: Iterable[str], now: float) -> None:
         """These nodes have a place now, and no others; O(n)."""
@@ -170,7 +163,7 @@ class Stays:
         since = self._since.pop(node, -math.inf)
         if at - since >= RESTART_HEALTHY_AFTER:
             return
-        record = self._brief.pop(node, None) or Silences(after=EXCLUDE_BRIEF_AFTER)
+        record = self._brief.pop(node, None) or Deaths(EXCLUDE_BRIEF_AFTER)
         record.count(now)
         self._brief[node] = record
         if len(self._brief) > MAX_RECORDS:
@@ -192,7 +185,7 @@ class Stays:
     def restore(self, facts: Iterable[LeftOut], now: float) -> None:
         """Take over what another master had recorded."""
         for one in facts:
-            self._brief[one.node] = recalled(one, now, EXCLUDE_BRIEF_AFTER)
+            self._brief[one.node] = Deaths.recalled(one, now, EXCLUDE_BRIEF_AFTER)
 
 
 HOUR = 3600.0
@@ -203,7 +196,7 @@ SLOW = "slow"
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One exclusion; times are monotonic seconds."""
+    """One exclusion."""
 
     kind: str
     reason: str
@@ -223,7 +216,7 @@ class Exclusions:
         self, node: str, host: str, *, kind: str, reason: str, seconds: float, now: float
     ) -> None:
         """Exclude this node for so many seconds."""
-        self._forget_old(now)
+        self._entries = {key: one for key, one in self._entries.items() if now < one.until}
         self._entries.pop((node, host), None)
         self._entries[node, host] = _Entry(kind, reason, now, now + seconds)
         if kind == SLOW:
@@ -272,6 +265,3 @@ class Exclusions:
             self._entries[one.node, one.host] = _Entry(
                 one.kind, one.reason, now - one.age, now + one.remaining
             )
-
-    def _forget_old(self, now: float) -> None:
-        self._entries = {key: e for key, e in self._entries.items() if now < e.until}

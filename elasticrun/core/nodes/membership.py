@@ -1,12 +1,4 @@
-"""How often the agents of a job say that they live.
-
-When so many nodes fall silent together that it is the master that has been cut off.
-
-Nodes die one by one, or a few at a time. Where more than half of a round's nodes (of three at
-least) are silent at once, the one that hears nothing is the likelier to be at fault: the verdict
-waits for MASS_SILENCE_HOLD, and is given then if they are silent still.
-
-Which nodes are there: ALIVE, SUSPECT, DEAD, LEFT, from streams, beats and incarnations.
+"""Which nodes are there: ALIVE, SUSPECT, DEAD, LEFT, from streams, beats and incarnations.
 
 Three witnesses speak of a node, because a slow loop or a broken stream is no death yet, and a node
 that is wrongly taken for dead costs all the others a restart. *Process*: its stream; the
@@ -19,8 +11,10 @@ once if a newer incarnation of it attaches, and otherwise when it has been silen
 all, once fallen silent (stopped by Ctrl-Z, or by a debugger), has until SLUGGISH_DEAD or until
 another node comes: giving it up would help nobody (decision 026).
 
-Silence proves nothing where the listener did not listen: `overslept` moves every deadline, and when
-more than half of a round's nodes fall silent together the verdict waits (`mass_silence`).
+Silence proves nothing where the listener did not listen: `overslept` moves every deadline. And
+nodes die one by one, or a few at a time: where more than half of a round's nodes (of three at
+least) are silent at once, the one that hears nothing is the likelier to be at fault; the verdict
+waits for MASS_SILENCE_HOLD, and is given then if they are silent still.
 
 A node's name is its node id; an incarnation is one life of its agent. A superseded incarnation is
 refused for ever. One that was only taken for dead may come back: it is treated as a newcomer, and
@@ -33,6 +27,7 @@ Every report costs O(1). The caller owes `due` a look whenever `next_deadline` h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from elasticrun.config import (
     BEAT_INTERVAL,
@@ -45,8 +40,11 @@ from elasticrun.config import (
     SUSPECT_CONFIRM,
 )
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.nodes.admission import Silences
-from elasticrun.core.nodes.node import Admission, Death, Health, Member
+from elasticrun.core.events import Detached
+from elasticrun.core.nodes.admission import Deaths
+from elasticrun.core.nodes.node import Health, Node, Nodes
+from elasticrun.core.persisted import LeftOut
+from elasticrun.wire.messages import Hello
 
 BEATS_PER_SECOND = 500
 """Beats that one master hears per second at most; more nodes beat less often. With more to hear
@@ -111,60 +109,71 @@ class MassSilence:
 SLUGGISH_BEATS = 5.0
 """A node that has missed so many beats is shown as sluggish."""
 
+MAX_LEFT_OUT = 1000
+"""Nodes whose deaths by silence are recorded, the newest."""
+
 MAX_SUPERSEDED = 100_000
 """Superseded incarnations remembered; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to a stream that wants to be a node's."""
+
+    refusal: str = ""  # a sentence; empty: admitted
+    newer: bool = False  # another life of this node was known
+    superseded: bool = False  # an older life of the node had not been given up: it is over now
+    silent_since: float = 0.0  # ... and when its stream broke
+    returned: bool = False  # this very incarnation had been given up as dead
+    old_session: int | None = None  # a stream that this one replaces
+    forgotten: str = ""  # a node that had gone, forgotten to make room
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A node that was given up, and why."""
+
+    node: str
+    reason: str
+    session: int | None  # a stream that stood nevertheless: close it
+    since: float = 0.0  # when its stream broke, or when it was last heard
 
 
 class Membership:
     """All nodes that the job has seen."""
 
-    def __init__(self, *, heartbeat_timeout: float) -> None:
+    def __init__(self, nodes: Nodes, *, heartbeat_timeout: float) -> None:
         """`heartbeat_timeout`: seconds from a broken stream to death, without corroboration."""
+        self._nodes = nodes
         self._timeout = heartbeat_timeout
-        self._members: dict[str, Member] = {}
-        self._sessions: dict[int, Member] = {}
+        self._sessions: dict[int, Node] = {}
         self._superseded: dict[str, None] = {}
         self._suspects: dict[str, None] = {}
         self._present: dict[str, None] = {}  # alive or suspect
         self._deadlines: Deadlines[str] = Deadlines()
         self._mass_silence = MassSilence()
-        self._past: dict[str, Silences] = {}  # from the record: nodes that have not attached yet
+        self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet
 
     # ------------------------------------------------------------ questions
 
     def node_of(self, session: int) -> str | None:
         """The node whose present stream this is."""
-        member = self._sessions.get(session)
-        return None if member is None else member.node
+        node = self._sessions.get(session)
+        return None if node is None else node.id
 
     def session_of(self, node: str) -> int | None:
         """The stream of `node`, None if none stands."""
-        member = self._members.get(node)
-        return None if member is None else member.session
-
-    def member(self, node: str) -> Member:
-        """What is known of a node that has attached once."""
-        return self._members[node]
+        known = self._nodes.get(node)
+        return None if known is None else known.session
 
     def sessions(self) -> tuple[int, ...]:
         """Every stream that stands, in the order of attaching."""
         return tuple(self._sessions)
 
-    def nodes(self) -> Iterable[Member]:
-        """Every node seen, in the order of first sight."""
-        return self._members.values()
-
-    def suspects(self) -> Iterable[str]:
+    @property
+    def suspects(self) -> Mapping[str, None]:
         """Nodes whose stream is broken and whose fate is open."""
         return self._suspects
-
-    def is_suspect(self, node: str) -> bool:
-        """Whether its stream is broken and its fate is open."""
-        return node in self._suspects
-
-    def connected(self) -> int:
-        """How many streams stand."""
-        return len(self._sessions)
 
     def present(self) -> int:
         """How many nodes are alive or suspect."""
@@ -178,15 +187,10 @@ class Membership:
         """Why no verdict is given although nodes are silent; empty if none is held back."""
         return self._mass_silence.reason()
 
-    def barred_until(self, node: str, now: float) -> float:
-        """Until when a node that keeps falling silent waits at the door; `now` if it need not."""
-        member = self._members[node]
-        return max(now, member.silences.barred_until)
-
-    def sluggish(self, member: Member, now: float) -> str:
+    def sluggish(self, node: Node, now: float) -> str:
         """That a node whose stream stands misses its beats, in words; empty if it does not."""
-        silent = now - member.last_heard
-        if member.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
+        silent = now - node.last_heard
+        if node.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
             return ""
         return (
             f"sluggish: its connection stands, but its agent has said nothing for {silent:.0f} s "
@@ -199,132 +203,117 @@ class Membership:
 
     # ------------------------------------------------------------ events
 
-    def attach(
-        self, *, node: str, host: str, incarnation: str, session: int, now: float
-    ) -> Admission:
+    def attach(self, session: int, hello: Hello, now: float) -> Admission:
         """A stream says that it is this incarnation of this node."""
-        if incarnation in self._superseded:
-            return Admission(f"a newer agent has taken the place of this one as node {node}")
-        old = self._members.get(node)
+        if hello.incarnation in self._superseded:
+            return Admission(f"a newer agent has taken the place of this one as node {hello.node}")
+        old = self._nodes.get(hello.node)
         if old is None:
             forgotten = ""
-            if len(self._members) >= MAX_SESSIONS:
+            if len(self._nodes) >= MAX_SESSIONS:
                 forgotten = self._forget_one()
                 if not forgotten:
                     return Admission(f"the master serves {MAX_SESSIONS} nodes and takes no more")
-            fresh = Member(node, host, incarnation, session, now, silences=self._recalled(node))
-            self._enter(fresh, now)
+            self._enter(session, hello, self._recalled(hello.node), now)
             return Admission(forgotten=forgotten)
-        if old.incarnation == incarnation:
-            return self._reattach(old, session, now)
+        if old.incarnation == hello.incarnation:
+            return self._reattach(old, session, hello, now)
         if old.session is not None:
             return Admission(
-                f"node {node} is held by another agent, on {old.host}, which is "
+                f"node {old.id} is held by another agent, on {old.hello.host}, which is "
                 + ("leaving" if old.health is Health.LEFT else "alive")
             )
         self._supersede(old.incarnation)
-        fresh = Member(node, host, incarnation, session, now, silences=old.silences)
-        self._enter(fresh, now)
+        self._enter(session, hello, old.silences, now)
         if old.health in (Health.DEAD, Health.LEFT):
             return Admission(newer=True)
         return Admission(newer=True, superseded=True, silent_since=old.broke_at)
 
-    def _reattach(self, old: Member, session: int, now: float) -> Admission:
-        returned = old.health is Health.DEAD
-        replaced = old.session
+    def _enter(self, session: int, hello: Hello, silences: Deaths, now: float) -> None:
+        """A life of a node that was not known."""
+        node = Node(hello.node, hello.incarnation, hello, session, now, silences)
+        self._nodes[node.id] = node
+        self._stands(node, session, now)
+
+    def _reattach(self, old: Node, session: int, hello: Hello, now: float) -> Admission:
+        returned, replaced = old.health is Health.DEAD, old.session
         if replaced is not None:
             self._sessions.pop(replaced, None)
-        old.session, old.last_heard = session, now
-        old.health, old.reason, old.corroborated, old.unseen = Health.ALIVE, "", False, False
-        self._enter(old, now)
+        old.session, old.last_heard, old.said, old.told = session, now, hello, ""
+        old.health, old.reason, old.corroborated = Health.ALIVE, "", False
+        self._stands(old, session, now)
         return Admission(returned=returned, old_session=replaced)
 
-    def _enter(self, member: Member, now: float) -> None:
-        self._members[member.node] = member
-        if member.session is not None:
-            self._sessions[member.session] = member
-        self._present[member.node] = None
-        self._suspects.pop(member.node, None)
-        self._mass_silence.settled(member.node)
-        self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
+    def _stands(self, node: Node, session: int, now: float) -> None:
+        self._sessions[session] = node
+        self._present[node.id] = None
+        self._suspects.pop(node.id, None)
+        self._mass_silence.settled(node.id)
+        self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
         if len(self._present) == 2:  # one that fell silent is no longer the only node
-            for first in map(self._members.__getitem__, self._suspects):
-                if not first.unseen:
+            for first in map(self._nodes.__getitem__, self._suspects):
+                if first.said is not None:
                     until = first.broke_at + self._patience(first)
-                    self._deadlines.arm(first.node, max(now, until))
+                    self._deadlines.arm(first.id, max(now, until))
 
     def heard(self, session: int, now: float) -> str | None:
         """Something came in on `session`; the node it speaks for, None if it speaks for none."""
-        member = self._sessions.get(session)
-        if member is None:
+        node = self._sessions.get(session)
+        if node is None:
             return None
-        member.last_heard = now
-        if member.health is Health.ALIVE:
-            self._deadlines.arm(member.node, now + SLUGGISH_DEAD)
-        self._mass_silence.settled(member.node)
-        return member.node
+        node.last_heard = now
+        if node.health is Health.ALIVE:
+            self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
+        self._mass_silence.settled(node.id)
+        return node.id
 
-    def detached(
-        self,
-        session: int,
-        now: float,
-        *,
-        corroborated: bool,
-        clean: bool,
-        silent: float = 0.0,
-        quiet: float = 0.0,
-    ) -> str | None:
+    def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
         """The stream is gone; the node it was the stream of, if it was a node's present one.
-        `corroborated`: ranks of its round have failed on another node. `silent`: for how long
-        nothing had come, while the master heard others. `quiet`: for how long nothing had come,
-        whatever else was heard."""
-        member = self._sessions.pop(session, None)
-        if member is None:
+        `corroborated`: ranks of its round have failed on another node."""
+        node = self._sessions.pop(event.session, None)
+        if node is None:
             return None
-        member.session = None
-        if member.health is Health.ALIVE:
-            member.health = Health.SUSPECT
-            member.reason = "its connection was closed" if clean else "its connection broke"
-            member.broke_at, member.silent, member.quiet = now, silent, quiet
-            member.corroborated = corroborated
-            self._suspects[member.node] = None
-            self._deadlines.arm(member.node, now + self._patience(member))
-        return member.node
+        node.session = None
+        if node.health is Health.ALIVE:
+            node.health = Health.SUSPECT
+            node.reason = "its connection was closed" if event.clean else "its connection broke"
+            node.broke_at, node.silent, node.quiet = now, event.silent, event.quiet
+            node.corroborated = corroborated
+            self._suspects[node.id] = None
+            self._deadlines.arm(node.id, now + self._patience(node))
+        return node.id
 
-    def _patience(self, member: Member) -> float:
+    def _patience(self, node: Node) -> float:
         confirm = min(REDIAL_GRACE, self._timeout)
-        if member.corroborated:
-            closed = member.quiet < STOPPED_AFTER  # by its kernel: no ping was missed
+        if node.corroborated:
+            closed = node.quiet < STOPPED_AFTER  # by its kernel: no ping was missed
             return min(SUSPECT_CONFIRM, confirm) if closed else confirm
-        if len(self._present) == 1 and member.quiet >= STOPPED_AFTER:
-            return max(confirm, max(self._timeout, SLUGGISH_DEAD) - member.quiet)
-        return max(confirm, self._timeout - member.silent)
+        if len(self._present) == 1 and node.quiet >= STOPPED_AFTER:
+            return max(confirm, max(self._timeout, SLUGGISH_DEAD) - node.quiet)
+        return max(confirm, self._timeout - node.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
         """Ranks failed on `reporter`: suspects for whom `concerned` holds have a second witness."""
-        for node in self._suspects:
-            member = self._members[node]
-            if node != reporter and not member.corroborated and concerned(node):
-                member.corroborated = True
-                self._deadlines.arm(node, max(now, member.broke_at + self._patience(member)))
+        for node in map(self._nodes.__getitem__, self._suspects):
+            if node.id != reporter and not node.corroborated and concerned(node.id):
+                node.corroborated = True
+                self._deadlines.arm(node.id, max(now, node.broke_at + self._patience(node)))
 
-    def left(self, node: str, reason: str) -> None:
-        """The node says that it goes. Its stream may still stand while its ranks end."""
-        member = self._members[node]
-        member.health, member.reason = Health.LEFT, reason
+    def left(self, node: str, reason: str, health: Health = Health.LEFT) -> None:
+        """The node says that it goes. Its stream may still stand while its ranks end; of one that
+        is PARKED it stands for as long as its agent stays."""
+        self._nodes[node].health, self._nodes[node].reason = health, reason
+        self._deadlines.disarm(node)
+        self._has_gone(node)
+
+    def _has_gone(self, node: str) -> None:
         self._suspects.pop(node, None)
         self._present.pop(node, None)
-        self._deadlines.disarm(node)
         self._mass_silence.settled(node)
-
-    def park(self, node: str, reason: str) -> None:
-        """It has left, and its agent stays for as long as its stream stands."""
-        self.left(node, reason)
-        self._members[node].health = Health.PARKED
 
     def parked(self, but: str = "") -> int:
         """How many nodes are parked, not counting `but`."""
-        health = (one.health for node, one in self._members.items() if node != but)
+        health = (one.health for node, one in self._nodes.items() if node != but)
         return sum(one is Health.PARKED for one in health)
 
     def overslept(self, by: float, beat: float) -> None:
@@ -338,56 +327,46 @@ class Membership:
         due = self._deadlines.pop_due(now)
         if not due:
             return []
-        silent = [node for node in due if not self._members[node].corroborated]
+        nodes = self._nodes
+        silent = [node for node in due if not nodes[node].corroborated]
         if silent:
-            waiting = [n for n in self._suspects if not self._members[n].corroborated]
+            waiting = [node for node in self._suspects if not nodes[node].corroborated]
             together = {node for node in (*silent, *waiting) if concerned(node)}
             until = self._mass_silence.holds_until(together, size, now)
             if until is not None:
                 for node in silent:
                     self._deadlines.arm(node, until)
-                due = [node for node in due if self._members[node].corroborated]
-        return [self._die(node, now) for node in due]
+                due = [node for node in due if nodes[node].corroborated]
+        return [self._die(nodes[node], now) for node in due]
 
-    def _die(self, node: str, now: float) -> Death:
-        member = self._members[node]
-        if member.unseen:
-            reason = member.reason
-        elif member.corroborated:
-            reason = f"{member.reason} and ranks of other nodes lost it"
-        elif member.health is Health.SUSPECT:
-            silent = now - member.broke_at + member.silent
-            reason = f"{member.reason} and nothing was heard for {silent:.1f} s"
+    def _die(self, node: Node, now: float) -> Death:
+        if node.said is None:
+            reason = node.reason
+        elif node.corroborated:
+            reason = f"{node.reason} and ranks of other nodes lost it"
+        elif node.health is Health.SUSPECT:
+            silent = now - node.broke_at + node.silent
+            reason = f"{node.reason} and nothing was heard for {silent:.1f} s"
         else:
-            reason = f"its agent said nothing for {now - member.last_heard:.0f} s"
-        since = member.broke_at if member.health is Health.SUSPECT else member.last_heard
-        if not member.corroborated and not member.unseen:
-            member.silences.count(now)
-        member.health, member.reason = Health.DEAD, reason
-        session, member.session = member.session, None
+            reason = f"its agent said nothing for {now - node.last_heard:.0f} s"
+        since = node.broke_at if node.health is Health.SUSPECT else node.last_heard
+        if not node.corroborated and node.said is not None:
+            node.silences.count(now)
+        node.health, node.reason = Health.DEAD, reason
+        session, node.session = node.session, None
         if session is not None:
             self._sessions.pop(session, None)
-        self._suspects.pop(node, None)
-        self._present.pop(node, None)
-        self._mass_silence.settled(node)
-        return Death(node, reason, session, since)
+        self._has_gone(node.id)
+        return Death(node.id, reason, session, since)
 
     # ------------------------------------------------------------ the record of another master
 
-    def recall(self, node: str, incarnation: str, now: float) -> Member:
+    def recall(self, node: str, incarnation: str, now: float) -> Node:
         """A member of the record's round that had been given up."""
-        member = self._members[node] = Member(
-            node,
-            "",
-            incarnation,
-            None,
-            now,
-            Health.DEAD,
-            "it had gone before the master came back",
-            silences=self._recalled(node),
-            unseen=True,
-        )
-        return member
+        known = Node(node, incarnation, None, None, now, self._recalled(node), Health.DEAD)
+        known.reason = "it had gone before the master came back"
+        self._nodes[node] = known
+        return known
 
     def redial(self, nodes: int) -> float:
         """Seconds in which living agents, so many, have dialled a master that came back: they try
@@ -397,26 +376,30 @@ class Membership:
     def expect(self, node: str, incarnation: str, now: float, *, redial: float) -> None:
         """A member of the record's round. It is suspect until it attaches, for REATTACH_GRACE; for
         `redial` only where another node's ranks lose it."""
-        member = self.recall(node, incarnation, now)
-        member.health = Health.SUSPECT
-        member.reason = "it was not heard since the master came back"
-        member.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
+        known = self.recall(node, incarnation, now)
+        known.health = Health.SUSPECT
+        known.reason = "it was not heard since the master came back"
+        known.broke_at = now + max(0.0, redial - SUSPECT_CONFIRM)
         self._present[node] = None
         self._suspects[node] = None
         self._deadlines.arm(node, now + REATTACH_GRACE)
 
-    def remember(self, past: Mapping[str, Silences]) -> None:
+    def remember(self, left_out: Iterable[LeftOut], now: float) -> None:
         """Nodes that fell silent under another master."""
-        self._past = dict(past)
+        self._past = {one.node: Deaths.recalled(one, now) for one in left_out}
 
-    def pasts(self, now: float) -> list[tuple[str, Silences]]:
-        """The nodes whose silences still matter, the newest last."""
-        found = [*self._past.items(), *((m.node, m.silences) for m in self._members.values())]
+    def left_out(self, now: float) -> tuple[LeftOut, ...]:
+        """The nodes whose silences still matter, the newest of them, the newest last."""
+        found = [
+            *self._past.items(),
+            *((one.id, one.silences) for one in self._nodes.values()),
+        ]
         found = [one for one in found if one[1].matter(now)]
-        return sorted(found, key=lambda one: one[1].times[-1])
+        found.sort(key=lambda one: one[1].times[-1])
+        return tuple(silences.fact(node, now) for node, silences in found[-MAX_LEFT_OUT:])
 
-    def _recalled(self, node: str) -> Silences:
-        return self._past.pop(node, None) or Silences()
+    def _recalled(self, node: str) -> Deaths:
+        return self._past.pop(node, None) or Deaths()
 
     # ------------------------------------------------------------ bounds
 
@@ -427,9 +410,9 @@ class Membership:
 
     def _forget_one(self) -> str:
         """Make room by forgetting a node that has gone; its name, empty if none has."""
-        for node, member in self._members.items():
-            if member.health in (Health.DEAD, Health.LEFT) and member.session is None:
-                self._supersede(member.incarnation)
-                del self._members[node]
-                return node
+        for node in self._nodes.values():
+            if node.health in (Health.DEAD, Health.LEFT) and node.session is None:
+                self._supersede(node.incarnation)
+                self._nodes.forget(node.id)
+                return node.id
         return ""

@@ -1,120 +1,59 @@
-"""Members -> group ranks and ranks. Functions only; the same input gives the same places.
+"""The last round that was formed, adopted or restored: its name, the place of every node, and what
+has become of its members.
 
-A node rank that the user gave is the group rank, where the round is large enough. A survivor keeps
-the group rank it had. The others fill the gaps: those with a node rank first, in its order, then by
-order of first join. Ranks follow the group ranks; nodes may have different numbers of ranks.
-
-The last round that was formed, adopted or restored: its name, and the place of every node.
+Places: members -> group ranks and ranks; the same input gives the same places. A node rank that the
+user gave is the group rank, where the round is large enough. A survivor keeps the group rank it
+had. The others fill the gaps: those with a node rank first, in its order, then by order of first
+join. Ranks follow the group ranks; nodes may have different numbers of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RoundFacts, Seat
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
 from elasticrun.wire.types import Endpoint, RoundName
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node that is ready to take part."""
-
-    node: str
-    node_rank: int  # -1: none was given
-    order: int  # of first join
-    local_world_size: int
-    role: str
-    store: Endpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A node's place in a round."""
-
-    node: str
-    group_rank: int
-    first_rank: int
-    role_first_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """A whole round, laid out."""
-
-    places: tuple[Place, ...]  # by group rank
-    world_size: int
-    role_sizes: Mapping[str, int]
-    store_host: str  # the node whose store the ranks use
-    store: Endpoint
-
-
-def choose(
-    candidates: Sequence[Candidate], limit: int, previous: Mapping[str, int]
-) -> list[Candidate]:
-    """The `limit` candidates that take part: members of the last round first, then those whose
+def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
+    """The `limit` ready nodes that take part: members of the last round first, then those whose
     given node rank has a place in a round of that size, then by order of first join."""
 
-    def priority(one: Candidate) -> tuple[bool, bool, int]:
-        return (one.node not in previous, not 0 <= one.node_rank < limit, one.order)
+    def priority(one: Node) -> tuple[bool, bool, int]:
+        return (one.id not in previous, not 0 <= one.hello.node_rank < limit, one.order)
 
-    return sorted(candidates, key=priority)[:limit]
+    return sorted(ready, key=priority)[:limit]
 
 
-def lay_out(members: Sequence[Candidate], previous: Mapping[str, int]) -> World:
-    """Give every member its place. `previous`: group ranks of the last round, by node."""
-    seats: list[Candidate | None] = [None] * len(members)
+def lay_out(members: Sequence[Node], previous: Mapping[str, int]) -> list[Node]:
+    """The members by group rank. `previous`: group ranks of the last round, by node."""
+    places: list[Node | None] = [None] * len(members)
+    given = {one.id: one.hello.node_rank for one in members}
     pending = sorted(members, key=lambda one: one.order)
-    pending = _seat(seats, pending, {one.node: one.node_rank for one in members})
-    pending = _seat(seats, pending, previous)
-    pending.sort(key=lambda one: (one.node_rank < 0, one.node_rank, one.order))
-    free = iter([seat for seat, taken in enumerate(seats) if taken is None])
-    for one in pending:
-        seats[next(free)] = one
-    return _number([one for one in seats if one is not None])
+    for wishes in (given, previous):
+        others = []
+        for one in pending:
+            wish = wishes.get(one.id, -1)
+            if 0 <= wish < len(places) and places[wish] is None:
+                places[wish] = one
+            else:
+                others.append(one)
+        pending = others
+    pending.sort(key=lambda one: (given[one.id] < 0, given[one.id], one.order))
+    rest = iter(pending)
+    return [next(rest) if one is None else one for one in places]
 
 
-def _seat(
-    seats: list[Candidate | None], pending: list[Candidate], wishes: Mapping[str, int]
-) -> list[Candidate]:
-    """Seat whoever's wish is free; the others."""
-    others = []
-    for one in pending:
-        wish = wishes.get(one.node, -1)
-        if 0 <= wish < len(seats) and seats[wish] is None:
-            seats[wish] = one
-        else:
-            others.append(one)
-    return others
-
-
-def _number(seats: list[Candidate]) -> World:
-    places = []
-    next_rank = 0
-    role_sizes: dict[str, int] = {}
-    for group_rank, one in enumerate(seats):
-        places.append(Place(one.node, group_rank, next_rank, role_sizes.get(one.role, 0)))
-        next_rank += one.local_world_size
-        role_sizes[one.role] = role_sizes.get(one.role, 0) + one.local_world_size
-    host = store_host(seats)
-    return World(tuple(places), next_rank, role_sizes, host.node, host.store)
-
-
-def store_host(seats: Sequence[Candidate]) -> Candidate:
+def store_host(places: Sequence[Node]) -> Node:
     """The node with group rank 0, as torchrun has it; but where it offers only its loopback, under
     which the others find nothing, the first that offers an address that others can dial."""
-    if is_loopback(seats[0].store.host):
-        for one in seats:
-            if not is_loopback(one.store.host):
-                return one
-    return seats[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address means "this host" wherever it is read."""
-    return host == "localhost" or host.startswith(("127.", "::ffff:127.")) or host == "::1"
+    if is_loopback(places[0].store.host):
+        return next((one for one in places if not is_loopback(one.store.host)), places[0])
+    return places[0]
 
 
 @dataclass(slots=True)
@@ -221,34 +160,37 @@ def restore(facts: RoundFacts) -> Round:
 
 def begin(
     name: RoundName,
-    ready: Sequence[Candidate],
+    ready: Sequence[Node],
     limit: int,
     previous: Round | None,
     restart_count: int,
-    life_of: Callable[[str], str],
     snapshot: Restore | None = None,
 ) -> Round:
-    """Give `limit` of the ready nodes their places in a new round. `life_of`: node -> the
-    incarnation of its agent; `snapshot`: what the ranks go on from."""
-    seats = previous.seats if previous else {}
-    chosen = choose(ready, limit, seats)
-    world = lay_out(chosen, seats)
-    by_name = {one.node: one for one in chosen}
-    round_ = Round(name, world.world_size, restart_count, world.store, world.store_host)
-    round_.restore = snapshot
-    for place in world.places:
-        one = by_name[place.node]
+    """Give `limit` of the ready nodes their places in a new round. `snapshot`: what the ranks go on
+    from."""
+    before = previous.seats if previous else {}
+    places = lay_out(choose(ready, limit, before), before)
+    host, hellos = store_host(places), [one.hello for one in places]
+    world_size = sum(hello.local_world_size for hello in hellos)
+    round_ = Round(name, world_size, restart_count, host.store, host.id, restore=snapshot)
+    role_sizes: dict[str, int] = {}
+    for hello in hellos:
+        role_sizes[hello.role] = role_sizes.get(hello.role, 0) + hello.local_world_size
+    first_rank, role_first_ranks = 0, dict.fromkeys(role_sizes, 0)
+    for group_rank, hello in enumerate(hellos):
         round_.seat(
             Seat(
-                node=place.node,
-                incarnation=life_of(place.node),
-                group_rank=place.group_rank,
-                first_rank=place.first_rank,
-                ranks=one.local_world_size,
-                role_first_rank=place.role_first_rank,
-                role_world_size=world.role_sizes[one.role],
+                node=hello.node,
+                incarnation=hello.incarnation,
+                group_rank=group_rank,
+                first_rank=first_rank,
+                ranks=hello.local_world_size,
+                role_first_rank=role_first_ranks[hello.role],
+                role_world_size=role_sizes[hello.role],
             )
         )
+        first_rank += hello.local_world_size
+        role_first_ranks[hello.role] += hello.local_world_size
     return round_
 
 
