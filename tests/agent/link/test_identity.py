@@ -71,23 +71,22 @@ def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     assert (tmp_path / "elasticrun").stat().st_mode & 0o777 == 0o700
 
 
-def test_local_addr_is_offered_as_given() -> None:
-    assert offered_address("10.9.8.7", "head", "127.0.0.1") == "10.9.8.7"
+ROUTED = routed_address()
+routed = pytest.mark.skipif(not ROUTED, reason="this host has no address beyond loopback")
 
 
-def test_an_endpoint_on_loopback_means_loopback() -> None:
-    assert offered_address(None, "localhost", "127.0.0.1") == "127.0.0.1"
-
-
-def test_a_name_that_resolves_to_loopback_is_not_offered_to_other_hosts() -> None:
-    routed = routed_address()
-    if not routed:
-        pytest.skip("this host has no address beyond loopback")
-    assert offered_address(None, "debian-host", "127.0.1.1") == routed
-
-
-def test_the_address_of_the_way_to_the_master() -> None:
-    routed = routed_address()
-    if not routed:
-        pytest.skip("this host has no address beyond loopback")
-    assert offered_address(None, "head", routed) == routed
+@pytest.mark.parametrize(
+    ("local_addr", "endpoint", "master", "offered"),
+    [
+        ("10.9.8.7", "head", "127.0.0.1", "10.9.8.7"),
+        (None, "localhost", "127.0.0.1", "127.0.0.1"),
+        # a name that resolves to loopback here is another host's to others
+        pytest.param(None, "debian-host", "127.0.1.1", ROUTED, marks=routed),
+        # the address of the way to the master
+        pytest.param(None, "head", ROUTED, ROUTED, marks=routed),
+    ],
+)
+def test_the_address_offered(
+    local_addr: str | None, endpoint: str, master: str, offered: str
+) -> None:
+    assert offered_address(local_addr, endpoint, master) == offered

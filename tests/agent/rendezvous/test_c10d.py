@@ -99,17 +99,18 @@ def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> N
     assert second.dial == Endpoint("127.0.0.1", taken)
 
 
-def test_is_host_0_never_hosts() -> None:
-    where = Rendezvous("elastic", "localhost", free_port(), is_host=False)
-    assert settle(agent_config(rendezvous=where)).bind is None
-
-
-def test_is_host_1_hosts_although_the_address_is_not_ours() -> None:
-    where = Rendezvous("elastic", "192.0.2.1", free_port(), is_host=True)
-    assert settle(agent_config(rendezvous=where)).bind == Endpoint("::", where.port)
-    assert settle(
-        agent_config(rendezvous=Rendezvous("elastic", "192.0.2.1", where.port))
-    ) .bind is None  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "is_host", "bind"),
+    [
+        ("localhost", False, None),  # it never hosts
+        ("192.0.2.1", True, "::"),  # it hosts although the address is not ours
+        ("192.0.2.1", None, None),
+    ],
+)
+def test_what_is_host_says(host: str, is_host: bool | None, bind: str | None) -> None:
+    where = Rendezvous("elastic", host, free_port(), is_host=is_host)
+    expected = None if bind is None else Endpoint(bind, where.port)
+    assert settle(agent_config(rendezvous=where)).bind == expected
 
 
 def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
