@@ -22,9 +22,9 @@ import pytest
 from elasticrun.system.processes import state
 from tests.counting import let_pass, times
 from tests.faults.relay import Relay, relay_to
-from tests.faults.team import Team, descriptors
+from tests.faults.team import Node, Team, descriptors
 from tests.further import further
-from tests.harness import World, await_true
+from tests.harness import Launched, World, await_true
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def durations(short: float, full: float) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seconds", both)
 
 
-def unharmed(team: Team, harm: Callable[[], object]) -> None:
+def unharmed(team: Team, harm: Callable[[], object], master: Launched | None = None) -> None:
     """Start three nodes (unless there are some), do the harm: the same world goes on, nobody was
     given up, and no node left its place."""
     for _ in range(3 - len(team.nodes)):
@@ -56,6 +56,9 @@ def unharmed(team: Team, harm: Callable[[], object]) -> None:
     lives = team.finish()
     assert [life.world for life in lives] == [first.world], team.log.story()
     said = team.words()
+    if master is not None:
+        assert master.wait() == 0
+        said += master.stderr
     assert " is dead" not in said, said
 
 
@@ -74,13 +77,9 @@ def test_one_job_bears_one_stall_after_another(world: World) -> None:
             for node in ("master", names[1]):
                 team.stall(node, "loop", SHORT)
                 team.log.goes_on(life, 20)
-            before = descriptors(linked.agent.pid)
-            again_and_again(relay, 10.0)
-            assert descriptors(linked.agent.pid) <= before + 8
+            again_and_again(relay, linked, 10.0)
 
-        unharmed(team, harm)
-    assert master.wait() == 0
-    assert " is dead" not in master.stderr
+        unharmed(team, harm, master)
 
 
 @further("test_one_job_bears_one_stall_after_another")
@@ -103,9 +102,7 @@ def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> Non
     silence counts only while the listener listened."""
     team = Team(world, "1:3", OUTSIDE)
     master = team.master(SILENCE, stalling=True)
-    unharmed(team, lambda: team.stall("master", how, seconds))
-    assert master.wait() == 0
-    assert " is dead" not in master.stderr
+    unharmed(team, lambda: team.stall("master", how, seconds), master)
 
 
 @further("test_one_job_bears_one_stall_after_another")
@@ -115,37 +112,28 @@ def test_a_link_that_is_out_for_three_seconds(world: World) -> None:
     master = team.master(SILENCE)
     with relay_to(team.port) as relay:
         team.add(port=relay.port)
-        unharmed(team, lambda: relay.pause(3.0))
-    assert master.wait() == 0
-    assert " is dead" not in master.stderr
+        unharmed(team, lambda: relay.pause(3.0), master)
 
 
 @further("test_one_job_bears_one_stall_after_another")
 @durations(10.0, 300.0)
 def test_a_stream_that_is_reset_again_and_again(world: World, seconds: float) -> None:
-    """A NAT or a mesh that forgets connections: every 10 s for 5 minutes, or every second for 10.
-    Nothing piles up in the agent."""
+    """A NAT or a mesh that forgets connections: every 10 s for 5 minutes, or each second for 10."""
     team = Team(world, "1:3", OUTSIDE)
     master = team.master(SILENCE)
     with relay_to(team.port) as relay:
         node = team.add(port=relay.port)
-
-        def harm() -> None:
-            before = descriptors(node.agent.pid)
-            again_and_again(relay, seconds)
-            assert descriptors(node.agent.pid) <= before + 8
-
-        unharmed(team, harm)
-    assert master.wait() == 0
-    assert " is dead" not in master.stderr
+        unharmed(team, lambda: again_and_again(relay, node, seconds), master)
 
 
-def again_and_again(relay: Relay, seconds: float) -> None:
-    """Resets, ten or thirty of them in so many seconds."""
+def again_and_again(relay: Relay, node: Node, seconds: float) -> None:
+    """Resets, ten or thirty of them in so many seconds; nothing piles up in the agent."""
+    before = descriptors(node.agent.pid)
     pause = 10.0 if seconds > 60 else 1.0
     for _ in range(int(seconds / pause)):
         relay.reset()
         let_pass(pause)
+    assert descriptors(node.agent.pid) <= before + 8
 
 
 @further("e2e/test_surroundings::test_a_frozen_terminal")
