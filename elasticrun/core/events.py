@@ -1,7 +1,7 @@
-"""What goes into the two brains (events) and what they may ask for (effects).
+"""What goes into the two state machines (events) and what they may ask for (effects).
 
-The shells feed events in the order in which things happened and carry out the effects of one step
-before the next. Effects never fail back into the brain: what came of them is a later event.
+Their processes feed events in the order in which things happened and carry out the effects of one
+step before the next. Effects never fail back into the machine: what came of them is a later event.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Failure, Hello, Order, Probe, Probed, Report, Start
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint
 
-# ---------------------------------------------------------------- both brains
+# ---------------------------------------------------------------- both
 
 
 class Tick(Struct, frozen=True):
@@ -26,7 +26,7 @@ class Note(Struct, frozen=True):
     level: str = "info"  # info, warning, error
 
 
-# ---------------------------------------------------------------- the master's brain: Job
+# ---------------------------------------------------------------- the master's: Job
 
 
 class Attached(Struct, frozen=True):
@@ -95,7 +95,7 @@ class Record(Struct, frozen=True):
 JobEffect = Tell | Hangup | Note | JobOver | Record
 
 
-# ---------------------------------------------------------------- the agent's brain: WorkerGroup
+# ---------------------------------------------------------------- the agent's: WorkerGroup
 
 
 class Ordered(Struct, frozen=True):
@@ -272,43 +272,3 @@ AgentEffect = (
     | Note
     | Exit
 )
-
-__all__ = [
-    "AgentEffect",
-    "AgentEvent",
-    "Attached",
-    "CallOffProbe",
-    "Detached",
-    "Endpoint",
-    "Exit",
-    "Hangup",
-    "Heard",
-    "JobEffect",
-    "JobEvent",
-    "JobOver",
-    "LinkBack",
-    "LinkLost",
-    "Note",
-    "Obey",
-    "Ordered",
-    "Overslept",
-    "PrepareStore",
-    "ProbeEnded",
-    "RankExited",
-    "RankSpawned",
-    "RanksSwept",
-    "Record",
-    "ReleaseStore",
-    "RoundName",
-    "RunProbe",
-    "Say",
-    "SignalRanks",
-    "Signalled",
-    "SpawnRanks",
-    "SpawnerLost",
-    "StoreLost",
-    "StoreReady",
-    "SweepRanks",
-    "Tell",
-    "Tick",
-]

@@ -5,11 +5,6 @@ hands the newest `Facts` to its `Job`, which takes them for true and is never to
 (decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
 and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the
 next master has another clock.
-
-Facts that have lain in a record for a while: their ages have grown, what remains has shrunk.
-
-Without this every crash of a master would start an exclusion or a window of the restart budget
-anew, and a master that crashes often enough would never let anything end.
 """
 
 from __future__ import annotations
@@ -117,35 +112,31 @@ class Facts(Struct, frozen=True):
 
 
 def aged(facts: Facts, seconds: float) -> Facts:
-    """The same facts `seconds` later. `starved` stays as it is: while there was no master nobody
-    could have joined."""
+    """The same facts, after they have lain in the record for so long: ages have grown, what remains
+    has shrunk. Without this every crash of a master would start an exclusion or a window of the
+    restart budget anew, and a master that crashes often enough would never let anything end.
+    `starved` stays as it is: while there was no master nobody could have joined."""
     if seconds <= 0.0:
         return facts
+
+    def left_out(entry: LeftOut) -> LeftOut:
+        silences = tuple(age + seconds for age in entry.silences)
+        return replace(entry, silences=silences, remaining=rest(entry.remaining))
+
+    def rest(remaining: float) -> float:
+        return max(0.0, remaining - seconds)
+
     last = facts.round
     return replace(
         facts,
-        round=None if last is None else _round(last, seconds),
+        round=last and replace(last, age=last.age + seconds, silent=last.silent + seconds),
         charges=tuple(age + seconds for age in facts.charges),
-        left_out=tuple(_left_out(entry, seconds) for entry in facts.left_out),
-        fickle=tuple(_left_out(entry, seconds) for entry in facts.fickle),
+        left_out=tuple(map(left_out, facts.left_out)),
+        fickle=tuple(map(left_out, facts.fickle)),
         blamed=tuple(replace(b, remaining=b.remaining - seconds) for b in facts.blamed),
-        excluded=tuple(_excluded(entry, seconds) for entry in facts.excluded),
+        excluded=tuple(
+            replace(entry, age=entry.age + seconds, remaining=rest(entry.remaining))
+            for entry in facts.excluded
+        ),
         slow_ages=tuple(age + seconds for age in facts.slow_ages),
     )
-
-
-def _round(last: RoundFacts, seconds: float) -> RoundFacts:
-    return replace(last, age=last.age + seconds, silent=last.silent + seconds)
-
-
-def _left_out(entry: LeftOut, seconds: float) -> LeftOut:
-    return replace(
-        entry,
-        silences=tuple(age + seconds for age in entry.silences),
-        remaining=max(0.0, entry.remaining - seconds),
-    )
-
-
-def _excluded(entry: ExcludedNode, seconds: float) -> ExcludedNode:
-    remaining = max(0.0, entry.remaining - seconds)
-    return replace(entry, age=entry.age + seconds, remaining=remaining)

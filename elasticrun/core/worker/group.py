@@ -91,7 +91,10 @@ class WorkerGroup:
         self._restart_grace = restart_grace
         self._shutdown_timeout = shutdown_timeout
         self._exit_barrier = exit_barrier_timeout
-        self._master_lost_timeout = master_lost_timeout
+        self.master_lost_timeout = master_lost_timeout
+        """Seconds for which ranks go on with no master to be heard, as the last one told."""
+        self.term = 0
+        """Of the last master that was obeyed, for Hello; 0 if there was none."""
 
         self.state = State.PREPARING
         self.reason = ""  # why this node waits, for people
@@ -105,7 +108,6 @@ class WorkerGroup:
         self.out: list[fx.AgentEffect] = []
         self._table = tabulate(self.rules())
         self._begun = False
-        self._term = 0
         self._obeying = True
         self._link_lost = ""
         self._wait_ends: float | None = None  # when the wait that the master ordered is over
@@ -127,16 +129,6 @@ class WorkerGroup:
             master_lost=self._link_lost,
             wait_ends=self._wait_ends if self.state is State.JOINED else ends,
         )
-
-    @property
-    def term(self) -> int:
-        """The term of the last master that was obeyed, for Hello; 0 if there was none."""
-        return self._term
-
-    @property
-    def master_lost_timeout(self) -> float:
-        """Seconds for which ranks go on with no master to be heard, as the last one told."""
-        return self._master_lost_timeout
 
     @property
     def is_parked(self) -> bool:
@@ -249,21 +241,21 @@ class WorkerGroup:
     # ------------------------------------------------------------ the master and the way to it
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
-        if order.term < self._term:
+        if order.term < self.term:
             self._obeying = False
-            reason = f"the master that answers is of term {order.term}, older than {self._term}"
+            reason = f"the master that answers is of term {order.term}, older than {self.term}"
             self.note(f"{reason}: it is not obeyed", "warning")
             self._link_gone(reason, now)
             return
-        if self.state is State.PARKED and order.term > self._term:
+        if self.state is State.PARKED and order.term > self.term:
             self.deadlines.arm("confirm", now + CONFIRM)
-        self._term = order.term
+        self.term = order.term
         self._obeying = True
         if self._link_lost:
             self.note("the master answers again", "warning")
         self._link_lost = ""
         self.deadlines.disarm("master-lost")
-        self._master_lost_timeout = order.master_lost_timeout
+        self.master_lost_timeout = order.master_lost_timeout
 
     def _wait(self, order: m.Wait, now: float) -> None:
         self._wait_ends = now + order.left if order.left else None
@@ -278,9 +270,9 @@ class WorkerGroup:
         # who ends for a reason of its own needs no master any more
         ending = self.state in ENDINGS and not self.is_parked
         if not self._link_lost and not ending:
-            goes_on = f"this node goes on for {self._master_lost_timeout:g} s"
+            goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
             self.note(f"no master answers ({reason}); {goes_on}", "warning")
-            self.deadlines.arm("master-lost", now + self._master_lost_timeout)
+            self.deadlines.arm("master-lost", now + self.master_lost_timeout)
         self._link_lost = f"no master answers: {reason}"
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
@@ -307,7 +299,7 @@ class WorkerGroup:
                     self.say(self.probing.answer)
 
     def _master_lost(self, now: float) -> None:
-        waited = f"no master answered for {self._master_lost_timeout:g} s"
+        waited = f"no master answered for {self.master_lost_timeout:g} s"
         if self.is_parked:
             self.leaving.park_ends(waited)
         elif self.state is State.FINISHED:

@@ -1,5 +1,5 @@
 """The agent's states, the picture that it gives of itself, and rules ("in these states, at these
-events, this method") as a table and as a drawing."""
+events, this method") as a table."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ class UnexpectedEvent(RuntimeError):
 
     def __init__(self, state: State, event: str) -> None:
         super().__init__(f"a worker group that is {state.value} cannot be told {event}")
-        self.state = state
-        self.event = event
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +72,3 @@ def tabulate(rules: Rules) -> dict[tuple[State, type], Method]:
                     raise ValueError(f"two rules for {state.value} and {kind.__name__}")
                 table[state, kind] = method
     return table
-
-
-def draw(rules: Rules) -> str:
-    """Markdown; a dot is "nothing to do", an empty cell "cannot happen"."""
-    table = tabulate(rules)
-    kinds = list(dict.fromkeys(kind for _, kinds, _ in rules for kind in kinds))
-    lines = [
-        "| | " + " | ".join(state.value for state in State) + " |",
-        "|---" * (len(State) + 1) + "|",
-    ]
-    for kind in kinds:
-        cells = []
-        for state in State:
-            method = table.get((state, kind))
-            name = "" if method is None else method.__name__.lstrip("_").replace("_", " ")
-            cells.append("·" if name == "ignore" else name)
-        lines.append(f"| {kind.__name__} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

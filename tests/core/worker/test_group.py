@@ -18,7 +18,7 @@ from elasticrun.config import (
 )
 from elasticrun.core import events as fx
 from elasticrun.core.worker.ranks import MAX_LOSSES
-from elasticrun.core.worker.states import State, UnexpectedEvent, draw, tabulate
+from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import NEXT, ROUND, START, STORE, WELCOME, Agent, own
@@ -38,6 +38,24 @@ def test_every_pair_is_listed_or_raises() -> None:
         agent.exit(0, 0)
     with pytest.raises(ValueError, match="two rules for over and"):
         tabulate((RULES[-1], RULES[-1]))
+
+
+def draw(rules: Rules) -> str:
+    """Markdown; a dot is "nothing to do", an empty cell "cannot happen"."""
+    table = tabulate(rules)
+    kinds = list(dict.fromkeys(kind for _, kinds, _ in rules for kind in kinds))
+    lines = [
+        "| | " + " | ".join(state.value for state in State) + " |",
+        "|---" * (len(State) + 1) + "|",
+    ]
+    for kind in kinds:
+        cells = []
+        for state in State:
+            method = table.get((state, kind))
+            name = "" if method is None else method.__name__.lstrip("_").replace("_", " ")
+            cells.append("·" if name == "ignore" else name)
+        lines.append(f"| {kind.__name__} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def test_architecture_shows_the_table_as_it_is() -> None:

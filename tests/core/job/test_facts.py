@@ -8,11 +8,12 @@ from msgspec.structs import replace
 from elasticrun.config import GROW_YOUNG, MASS_SILENCE_HOLD, REATTACH_GRACE
 from elasticrun.core import events as fx
 from elasticrun.core.job.record import RECORD_EVERY
-from elasticrun.core.persisted import Facts
+from elasticrun.core.persisted import Blamed, Facts, LeftOut, aged
 from elasticrun.wire import messages as m
 from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint
 from tests.core.by_hand import SPEC, Master, failure, hello
+from tests.master.facts import facts, round_facts
 
 DAY = 86400.0
 
@@ -30,9 +31,8 @@ def kinds(effects: list[fx.JobEffect]) -> list[str]:
 
 def successor(master: Master, *, now: float = 1000.0) -> Master:
     """The next master, with the record, on another clock."""
-    facts = master.facts
-    assert facts is not None
-    return Master(None, facts=loads(dumps(facts), Facts), now=now)
+    assert master.facts is not None
+    return Master(None, facts=loads(dumps(master.facts), Facts), now=now)
 
 
 def test_what_is_recorded_and_before_what() -> None:
@@ -174,19 +174,19 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
             master.hear(2, m.Join(Endpoint("10.0.0.2", 4000)))
         else:
             master.come_back(2, name)
-        facts = master.facts
-        assert facts is not None
-        assert facts.round is not None
-        assert facts.round.name.number == crash + 2, "a round for every crash"
-        assert len(facts.charges) <= 3
-        name = facts.round.name
+        found = master.facts
+        assert found is not None
+        assert found.round is not None
+        assert found.round.name.number == crash + 2, "a round for every crash"
+        assert len(found.charges) <= 3
+        name = found.round.name
         if crash % 72 == 71:
-            sizes.append(len(dumps(facts)))
-            report = m.RoundReport(name, 0, 2, 0, 4, 0, facts.round.store)
+            sizes.append(len(dumps(found)))
+            report = m.RoundReport(name, 0, 2, 0, 4, 0, found.round.store)
             master = successor(master, now=float(crash))
             master.feed(fx.Attached(1, hello("a", attached=report)))
             master.feed(fx.Attached(2, replace(pod, attached=replace(report, group_rank=1))))
-    assert facts.restart_count == 30 * 36, "every second one was a rank's own failure"
+    assert found.restart_count == 30 * 36, "every second one was a rank's own failure"
     assert len(sizes) == 30
     assert max(sizes[1:]) <= 1.2 * min(sizes[1:]), sizes
     assert max(sizes) < 20_000
@@ -250,8 +250,8 @@ def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
     name = master.running()
     assert master.facts is not None
     assert master.facts.round is not None
-    aged = replace(master.facts, round=replace(master.facts.round, age=500.0))
-    again = Master(None, facts=aged)
+    old = replace(master.facts, round=replace(master.facts.round, age=500.0))
+    again = Master(None, facts=old)
     again.feed(fx.Attached(1, hello("a", attached=None)))
     (start,) = (order for order in again.orders(1) if isinstance(order, m.Start))
     assert start.round == name
@@ -261,3 +261,52 @@ def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
     again.feed(fx.Attached(2, hello("b", incarnation="another")))
     assert again.facts.round is not None
     assert again.facts.round.age == GROW_YOUNG
+
+
+# ---------------------------------------------------------------- facts that have lain in a record
+
+LAIN = facts(
+    round=round_facts(silent=2.0),
+    charges=(1.0, 50.0),
+    left_out=(LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0)),
+    fickle=(LeftOut("c", (3.0, 1.0), 1, 100.0),),
+    blamed=(Blamed("c", 2, 1, 7, 30.0),),
+    starved=4.0,
+    excluded=(m.ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),),
+    slow_ages=(20.0, 4.0),
+)
+
+
+def test_ages_grow_and_remainders_shrink() -> None:
+    older = aged(LAIN, 10.0)
+    assert older.round is not None
+    assert (older.round.age, older.round.silent) == (11.5, 12.0)
+    assert older.charges == (11.0, 60.0)
+    assert [entry.remaining for entry in older.left_out] == [90.0, 0.0]
+    assert [entry.silences for entry in older.left_out] == [(13.0,), (13.0,)]
+    assert older.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
+    assert [entry.remaining for entry in older.blamed] == [20.0]
+    assert older.excluded == (m.ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0),)
+    assert older.slow_ages == (30.0, 14.0)
+
+
+def test_a_wait_for_nodes_stands_still_while_there_is_no_master() -> None:
+    assert aged(LAIN, 1e6).starved == LAIN.starved
+
+
+def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
+    assert aged(LAIN, 0.0) == aged(LAIN, -5.0) == LAIN
+    assert (
+        replace(
+            aged(LAIN, 5.0),
+            round=LAIN.round,
+            charges=LAIN.charges,
+            left_out=LAIN.left_out,
+            fickle=LAIN.fickle,
+            blamed=LAIN.blamed,
+            excluded=LAIN.excluded,
+            slow_ages=LAIN.slow_ages,
+        )
+        == LAIN
+    )
+    assert aged(facts(round=None), 5.0) == facts(round=None)
