@@ -81,7 +81,7 @@ def test_a_node_that_is_still_bad(health: Health) -> None:
     health.finish(0, 75)
 
 
-@further("core/test_checking", "sim/test_chaos::test_invariants_hold_with_the_network_check")
+@further("core/job/test_health", "sim/test_chaos::test_invariants_hold_with_the_network_check")
 def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     """Two train; the third is probed at the door, and the round goes on without a pause."""
     job = health.start("1:3", CHECK, nodes=2)
@@ -93,7 +93,7 @@ def test_a_bad_newcomer_stops_nobody(health: Health) -> None:
     health.finish(0, 0, 75)
 
 
-@further("core/test_checking")
+@further("core/job/test_health")
 def test_a_good_newcomer_is_let_in(health: Health) -> None:
     """Probed at the door, paired at the next gathering."""
     job = health.start("1:3", CHECK, "--grow=now", nodes=2)

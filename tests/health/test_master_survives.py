@@ -26,7 +26,7 @@ def test_killed_in_the_middle_of_a_check(health: Health) -> None:
     health.finish(0, 0, 75)
 
 
-@further("sim/test_chaos::test_invariants_hold_with_the_network_check", "core/test_facts")
+@further("sim/test_chaos::test_invariants_hold_with_the_network_check", "core/job/test_facts")
 def test_killed_after_a_verdict(health: Health) -> None:
     """Ranks do not notice, the list is the same, and who stands on it is refused. (A record lasts
     as long as the agent that started the first master: that must not be the bad one here.)"""
