@@ -50,6 +50,14 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> dict[type, list[ast.AST]]:
+        """All of the tree by their kind, from one walk."""
+        found: dict[type, list[ast.AST]] = defaultdict(list)
+        for node in ast.walk(self.tree):
+            found[type(node)].append(node)
+        return found
+
     @property
     def lines(self) -> int:
         return len(self.text.splitlines())
@@ -76,8 +84,8 @@ class House:
 
     def _nodes(self, *kinds: type) -> Iterator[tuple[Module, ast.AST]]:
         for module in self.modules.values():
-            for node in ast.walk(module.tree):
-                if isinstance(node, kinds):
+            for kind in kinds:
+                for node in module.nodes[kind]:
                     yield module, node
 
     def lines(self) -> Count:
@@ -196,10 +204,10 @@ class House:
         found = []
         for module in self.modules.values():
             names = [(1, module.path.stem)]
-            for node in ast.walk(module.tree):
-                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    names.append((node.lineno, node.name))
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            for kind in (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+                names += [(node.lineno, node.name) for node in module.nodes[kind]]
+            for node in module.nodes[ast.Attribute]:
+                if isinstance(node.ctx, ast.Store):
                     names.append((node.lineno, node.attr))
             for line, name in names:
                 words = re.findall(r"[A-Z]?[a-z]+", name)
