@@ -13,6 +13,7 @@ import pytest
 from elasticrun.cli.main import main
 from elasticrun.core.events import JobEffect, JobEvent, Tick
 from elasticrun.core.job.job import Job
+from elasticrun.core.nodes.membership import Death, Membership
 from elasticrun.core.persisted import Facts
 from elasticrun.trace import writer as trace_writer
 from elasticrun.trace.replay import DIFFERS, SAME, Wanted, replay
@@ -193,12 +194,14 @@ def test_what_was_recorded_otherwise_is_shown(traced: Path) -> None:
 def test_a_brain_that_raised_raises_again(traced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a defect shows the defect, and, when it is mended, that it is."""
 
-    def defect(self: Job, now: float) -> None:
+    real = Membership.due
+
+    def defect(self: Membership, now: float, *rest: Any) -> list[Death]:
         if now > 25.0:
             raise KeyError("a defect")
+        return real(self, now, *rest)
 
-    real = Job._bury
-    monkeypatch.setattr(Job, "_bury", lambda self, now: (defect(self, now), real(self, now)))
+    monkeypatch.setattr(Membership, "due", defect)
     with pytest.raises(KeyError):
         run(read(STORY))
     Traced.writers[-1].raised(Tick(), 26.0, KeyError("a defect"))
@@ -206,7 +209,7 @@ def test_a_brain_that_raised_raises_again(traced: Path, monkeypatch: pytest.Monk
     code, lines = _replayed(traced)
     assert code == SAME
     assert "the brain raised KeyError: 'a defect'" in "\n".join(lines)
-    monkeypatch.setattr(Job, "_bury", real)
+    monkeypatch.setattr(Membership, "due", real)
     code, lines = _replayed(traced)
     assert code == DIFFERS
     assert "  recorded: raised KeyError: 'a defect'" in lines

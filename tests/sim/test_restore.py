@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.events import JobEffect, JobEvent, Record
 from elasticrun.core.job.job import Job
+from elasticrun.core.job.streams import Streams
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Order, Start
 from elasticrun.wire.records import dumps, loads
@@ -219,6 +220,6 @@ def test_the_proof_can_fail_by_its_bill(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_proof_can_fail_by_its_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a brain that tells nobody again what the master before it did not live to tell."""
-    monkeypatch.setattr(Job, "_repeat_start", lambda *_: None)
+    monkeypatch.setattr(Streams, "_repeat_start", lambda *_: None)
     with pytest.raises(AssertionError):
         test_killed_at_every_moment("all is done", True)
