@@ -243,7 +243,7 @@ class Job:
     def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         stopped = rdzv.last.is_stopping(node)
-        if not ctx.settlement.add(node, report.failures, now, stopped=stopped):
+        if not ctx.settlement.window.add(node, report.failures, now, stopped=stopped):
             return
         ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
@@ -461,7 +461,7 @@ class Job:
             ctx.note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
-        failures = () if exit_code == EXIT_OK else ctx.settlement.failures
+        failures = () if exit_code == EXIT_OK else ctx.settlement.window.failures
         ctx.outcome = m.End(exit_code, reason, failures)
         self._until = None
         ctx.note(f"the job is over: {reason}")

@@ -101,7 +101,8 @@ class Recorder:
 
     def _load_round(self, was: RoundFacts, starved: float) -> None:
         ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
-        ctx.settlement.restore_round(was.excuse, adopted=was.adopted)
+        ctx.settlement.new_round(adopted=was.adopted)  # its agents tell its failures again
+        ctx.settlement.window.excuse(was.excuse)
         redial = ctx.membership.redial(len(was.seats))
         ctx.stays.taken_over(seat.node for seat in was.seats)
         for seat in was.seats:

@@ -155,7 +155,7 @@ class Blame:
         }
         if self._trail:
             last = self._trail[-1]
-            row = len(_tail(list(self._trail), lambda one: one.node == last.node))
+            row = len(_tail(self._trail, lambda one: one.node == last.node))
             entry = found.pop(last.node, Blamed(last.node, 0, 0, last.rank, 0.0))
             found[last.node] = replace(entry, rounds=row)
         return tuple(found.values())
@@ -168,25 +168,21 @@ class Blame:
             if one.times:
                 self._records[one.node] = _Record(one.times, now + one.remaining, one.rank)
 
-    # ------------------------------------------------------------ small change
-
     def _wherever_it_runs(self, cause: Cause) -> bool:
         """Whether this very rank has just failed as often as it takes on other nodes as well."""
-        same_rank = _tail([*self._trail], lambda one: one.rank == cause.rank)
+        same_rank = _tail(self._trail, lambda one: one.rank == cause.rank)
         elsewhere = [
             one for one in same_rank if one.node != cause.node and cause.at - one.at <= MEMORY
         ]
         return len(elsewhere) >= self._after
 
     def _row(self, cause: Cause) -> list[Cause]:
-        row = [*self._trail, cause]
-        last = _tail(row, lambda one: one.node == cause.node)
+        """The last causes on this node, as far back as no two are MEMORY apart."""
+        last = _tail([*self._trail, cause], lambda one: one.node == cause.node)
         late = [one.at - before.at > MEMORY for before, one in pairwise(last)]
         return last[len(late) - late[::-1].index(True) :] if True in late else last
 
 
-def _tail(trail: list[Cause], alike: Callable[[Cause], bool]) -> list[Cause]:
+def _tail(trail: Iterable[Cause], alike: Callable[[Cause], bool]) -> list[Cause]:
     """The last of them, as far back as they are alike."""
-    found = list(takewhile(alike, reversed(trail)))
-    found.reverse()
-    return found
+    return list(takewhile(alike, reversed([*trail])))[::-1]

@@ -1,13 +1,9 @@
-"""The job's restart budget: how many restarts are left, and how long the next one waits.
+"""What the failures of a round cost, and whether they end the job.
 
-One budget for the whole job, kept by the master (torchrun keeps one per agent and they diverge).
-A charge is made at most once per round, by whoever settles the round's failure window.
-
-What the failures of a round cost, and whether they end the job: the window against the budget.
-
-The window is open from the first failure of a round until the next round forms. Meanwhile `judge`
-says whether the job is at its end, or what the next round has to wait for; `settle` writes the bill
-when it forms, once per round.
+One restart budget for the whole job, kept by the master (torchrun keeps one per agent and they
+diverge). A round's failure window is open from its first failure until the next round forms.
+Meanwhile `judge` says whether the job is at its end, or what the next round has to wait for;
+`settle` writes the bill when it forms, so a round is charged once at most.
 """
 
 from __future__ import annotations
@@ -27,7 +23,10 @@ from elasticrun.core.rounds.failures import (
     is_the_scripts,
     root_cause,
 )
-from elasticrun.wire.messages import Failure, JobSpec
+from elasticrun.wire.messages import JobSpec
+
+LEAST_DOUBT = 1.0
+"""Seconds for which failures that all look like peer loss wait for news of a death, at least."""
 
 MAX_AGES = 1024
 """Charges that are recorded one by one: a job that may restart more often than this in one window
@@ -54,7 +53,8 @@ class Budget:
         self._healthy_after = healthy_after
         self._charges: deque[float] = deque()
         self._adopted = 0
-        self._short_lives = 0
+        self.short_lives = 0
+        """How many rounds in a row died soon after they began."""
         self.count = 0
         """Restarts charged since the job began: TORCHELASTIC_RESTART_COUNT."""
 
@@ -67,7 +67,7 @@ class Budget:
     def restore(self, count: int, ages: Iterable[float], short_lives: int, now: float) -> None:
         """What the record of the master before this one says; `ages` as `ages` gave them."""
         self.count = count
-        self._short_lives = short_lives
+        self.short_lives = short_lives
         if self._window > 0:
             self._charges = deque(now - age for age in ages)
         else:
@@ -81,11 +81,6 @@ class Budget:
         self.left(now)
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
-    @property
-    def short_lives(self) -> int:
-        """How many rounds in a row died soon after they began."""
-        return self._short_lives
-
     def left(self, now: float) -> int:
         """Restarts that may still be charged."""
         while self._window > 0 and self._charges and self._charges[0] <= now - self._window:
@@ -95,21 +90,17 @@ class Budget:
 
     def delay(self, life: float) -> float:
         """Seconds that a restart waits after a life of `life` seconds, before it is charged."""
-        if self._backoff <= 0 or life >= self._healthy_after or self._short_lives == 0:
+        if self._backoff <= 0 or life >= self._healthy_after or self.short_lives == 0:
             return 0.0
-        return float(min(self._backoff, 2.0 ** min(self._short_lives - 1, 30)))
+        return float(min(self._backoff, 2.0 ** min(self.short_lives - 1, 30)))
 
     def charge(self, now: float, life: float) -> None:
         """Spend one restart for a round that lived `life` seconds."""
         if life >= self._healthy_after:
-            self._short_lives = 0
-        self._short_lives += 1
+            self.short_lives = 0
+        self.short_lives += 1
         self._charges.append(now)
         self.count += 1
-
-
-LEAST_DOUBT = 1.0
-"""Seconds for which failures that all look like peer loss wait for news of a death, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +129,10 @@ class Settlement:
         self.blame = Blame()
         self._nodes = 0
 
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        """Those of the present round, root cause first."""
-        return self.window.failures
-
     def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
         """A round begins, or one of another master is taken over. `nodes`: how many, if known."""
         self._nodes = nodes
         self.window = Window(self._doubt, adopted=adopted, alone=nodes == 1)
-
-    def restore_round(self, excuse: str, *, adopted: bool) -> None:
-        """The record's round: its failures are told again by its agents."""
-        self.new_round(adopted=adopted)
-        if excuse:
-            self.window.excuse(excuse)
-
-    def add(
-        self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
-    ) -> bool:
-        """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
-        stopped when they died."""
-        return self.window.add(node, failures, now, stopped=stopped)
 
     def cause(self) -> Cause | None:
         """What the present round ended by, if it was a failure of its own."""
@@ -193,8 +166,10 @@ class Settlement:
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.cause()
             story = self.blame.in_words(cause, self._nodes) if cause else ""
-            end = f"{verdict.reason}; no restart is left"
-            return Judgement(end=f"{end}; {story}" if story else end, code=self._code_of_spent())
+            end = f"{verdict.reason}; no restart is left" + (f"; {story}" if story else "")
+            root = root_cause(self.window.failures)
+            own = self._scheduler_codes and root is not None and is_the_scripts(root)
+            return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
             reason = "ranks have lost a peer: waiting for the news that its node is lost"
             return Judgement(reason=reason, until=verdict.until)
@@ -204,12 +179,6 @@ class Settlement:
                 reason = f"ranks die soon after they start: the next restart waits {wait:g} s"
                 return Judgement(reason=reason, until=opened + wait)
         return None
-
-    def _code_of_spent(self) -> int:
-        """The exit code of a job whose ranks have failed once more than its budget allows."""
-        cause = root_cause(self.failures)
-        own = self._scheduler_codes and cause is not None and is_the_scripts(cause)
-        return code_of(Ending.SPENT if own else Ending.RANK)
 
     def settle(self, membership: str, formed_at: float, now: float) -> str:
         """The next round forms: charge what the last one cost. A line for the log, or empty."""
