@@ -28,9 +28,9 @@ from elasticrun.caller.savers import Saver
 from elasticrun.caller.store_process import StoreProcess
 from elasticrun.config import STUCK_AFTER
 from elasticrun.system.sweep import Sweep, end_at_once, kill_group
-from elasticrun.wire import env, frames, spawning as spawner
-
-READ_BYTES: Final = 256 * 1024
+from elasticrun.wire import env, spawning as spawner
+from elasticrun.wire.connection import Connection, NotRead
+from elasticrun.wire.frames import FrameError
 
 MAX_UNSENT: Final = 1024 * 1024
 """Bytes of reports that wait for the agent to read them. A report has some hundred bytes, so an
@@ -56,9 +56,8 @@ class FunctionSpawner:
         self.handlers: Mapping[int, Any] = {}
         """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
         self._sparing = Sparing()
-        self._channel, self.agents_end = socket.socketpair()
-        self._frames = frames.FrameBuffer(spawner.ToSpawner)
-        self._unsent = bytearray()
+        ours, self.agents_end = socket.socketpair()
+        self._line = Connection(ours, spawner.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Life] = {}
         self._probes = Probes(self._selector, self._say)
@@ -78,8 +77,7 @@ class FunctionSpawner:
     def serve(self, agent: AgentProcess) -> None:
         """Follow the agent's orders until it has ended; then nothing of ours is left."""
         self.agents_end.close()
-        self._channel.setblocking(False)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._converse)
+        self._selector.register(self._line, selectors.EVENT_READ, self._converse)
         listening = True
 
         def hear_end() -> None:
@@ -135,24 +133,17 @@ class FunctionSpawner:
                 self._swept(stuck)
 
     def _converse(self) -> None:
-        self._flush()
-        if self._talking:
-            self._hear()
-
-    def _hear(self) -> None:
+        self._line.flush()
+        self._watch()
         try:
-            data = self._channel.recv(READ_BYTES)
-        except BlockingIOError:
-            return
+            messages = self._line.receive()
         except OSError:
-            data = b""
-        if not data:
             self._hang_up()
             return
         try:
-            for message in self._frames.feed(data):
+            for message in messages or ():
                 self._obey(message)
-        except frames.FrameError as error:
+        except FrameError as error:
             logger.error("the agent said what cannot be understood: %s", error)
             self._hang_up()
 
@@ -160,8 +151,8 @@ class FunctionSpawner:
         """The conversation is over: the agent has gone or is going; ranks do not outlive it."""
         if self._talking:
             self._talking = False
-            self._selector.unregister(self._channel)
-            self._channel.close()
+            self._selector.unregister(self._line)
+            self._line.close()
             self._kill_all()
             self._saver.kill()
 
@@ -173,25 +164,18 @@ class FunctionSpawner:
     def _say(self, message: spawner.FromSpawner) -> None:
         if not self._talking:
             return
-        self._unsent += frames.encode(message)
-        if len(self._unsent) > MAX_UNSENT:
+        try:
+            self._line.send(message)
+        except NotRead:
             logger.error("the agent does not read what it is told: its ranks are ended")
             self._hang_up()
-        else:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Send what the agent takes now; the loop calls again when it takes more."""
-        try:
-            while self._unsent:
-                del self._unsent[: self._channel.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._hang_up()
             return
-        write = selectors.EVENT_WRITE if self._unsent else 0
-        self._selector.modify(self._channel, selectors.EVENT_READ | write, self._converse)
+        self._watch()
+
+    def _watch(self) -> None:
+        """The loop calls again when the agent takes more of what waits for it."""
+        write = selectors.EVENT_WRITE if self._line.unsent else 0
+        self._selector.modify(self._line, selectors.EVENT_READ | write, self._converse)
 
     def _obey(self, message: spawner.ToSpawner) -> None:
         match message:
@@ -312,7 +296,7 @@ class FunctionSpawner:
     def _close_in_fork(self) -> None:
         """In a fork: let go of what would keep the agent from noticing our end."""
         self._sparing.in_fork()
-        self._channel.close()
+        self._line.close()
         self._agent.close()
         self._selector.close()
         for life in self._ranks.values():

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +25,7 @@ from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
 from elasticrun.system import processes as linux, sweep
 from elasticrun.system.title import FORK_SERVER, set_title
+from elasticrun.wire.connection import Connection, NotRead
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.spawning import (
     SHIELDED,
@@ -51,12 +52,6 @@ if TYPE_CHECKING:
     from elasticrun.forkserver.warm.keeper import Stock
 
 
-READ_BYTES = 256 * 1024
-
-MAX_UNSENT = 16 * 1024 * 1024
-"""Bytes of reports that may wait for an agent that does not read; beyond it the agent is lost."""
-
-
 class Lost(Exception):
     """The agent is gone, or what it says cannot be understood; the sentence says which."""
 
@@ -66,69 +61,44 @@ class Lost(Exception):
 
 
 class Conversation:
-    """Frames over one socket."""
+    """With the agent, over our end of the socketpair; Lost wherever it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._incoming = FrameBuffer(ToSpawner)
-        self._unsent = bytearray()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
+        self._connection = Connection(sock, ToSpawner)
+        self.fileno = self._connection.fileno
+        self.close = self._connection.close
+        self.flush = self._connection.flush
 
     @property
     def wants_to_write(self) -> bool:
-        return bool(self._unsent)
+        return self._connection.unsent > 0
 
     def read_first(self) -> tuple[ToSpawner, list[ToSpawner]]:
         """Wait for the first message; with it come those that one read happened to bring."""
-        self._socket.setblocking(True)
         messages: list[ToSpawner] = []
         while not messages:
-            messages += self._receive()
-        self._socket.setblocking(False)
+            messages += self._messages(self._connection.wait)
         return messages[0], messages[1:]
 
     def read(self) -> Iterator[ToSpawner]:
-        """The messages that are there now. Raises Lost at the end of the conversation."""
-        try:
-            yield from self._receive()
-        except BlockingIOError:
-            return
+        """The messages that are there now."""
+        return self._messages(self._connection.receive)
 
-    def _receive(self) -> Iterator[ToSpawner]:
+    def _messages(self, receive: Callable[[], Iterator[ToSpawner] | None]) -> Iterator[ToSpawner]:
         try:
-            data = self._socket.recv(READ_BYTES)
-        except ConnectionError:
-            data = b""
-        if not data:
-            cut = self._incoming.pending > 0
-            raise Lost("the agent's last frame is cut" if cut else "", clean=not cut)
-        try:
-            yield from self._incoming.feed(data)
+            yield from receive() or ()
         except FrameError as error:
             raise Lost(str(error)) from None
+        except ConnectionError:
+            cut = self._connection.cut
+            raise Lost("the agent's last frame is cut" if cut else "", clean=not cut) from None
 
     def send(self, report: FromSpawner) -> None:
         """Queue a report and write what the socket takes."""
-        self._unsent += encode(report)
-        self.flush()
-        if len(self._unsent) > MAX_UNSENT:
-            raise Lost("the agent does not read its reports")
-
-    def flush(self) -> None:
-        while self._unsent:
-            try:
-                sent = self._socket.send(self._unsent)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                self._unsent.clear()  # the next read tells
-                return
-            del self._unsent[:sent]
+        try:
+            self._connection.send(report)
+        except NotRead:
+            raise Lost("the agent does not read its reports") from None
 
 
 EXIT_CONFUSED = 2

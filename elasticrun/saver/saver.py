@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
@@ -28,7 +27,8 @@ from elasticrun.saver.transfer import Answer, Served
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk as wire_bulk
-from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.connection import Connection, DescriptorsLost, HungUp, NotRead
+from elasticrun.wire.frames import FrameError
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
@@ -57,8 +57,6 @@ EXIT_HUNG: Final = 76
 """A file system did not let go of an attempt that was given up."""
 
 DIAL_LIMIT: Final = 30.0
-READ_BYTES: Final = 256 * 1024
-MAX_UNSENT: Final = 16 * 1024 * 1024
 MAX_DESCRIPTORS: Final = 64
 """That come with one read."""
 MAX_SEGMENTS: Final = 16_384
@@ -81,11 +79,8 @@ class Saver:
         remark: str,
     ) -> None:
         self._order = order
-        self._agent = agent
+        self._agent = Connection(agent, ToSaver, descriptors=MAX_DESCRIPTORS)
         self._remark = remark
-        self._frames = FrameBuffer(ToSaver)
-        self._descriptors: deque[int] = deque()
-        self._unsent = bytearray()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inbox = Inbox(self._poke)
         self._selector = selectors.DefaultSelector()
@@ -117,15 +112,14 @@ class Saver:
 
     def say(self, message: FromSaver) -> None:
         """Tell the agent. Lost if it does not read."""
-        self._unsent += encode(message)
-        self._flush()
-        if len(self._unsent) > MAX_UNSENT:
-            raise Lost("the agent does not read what its saver says")
+        try:
+            self._agent.send(message)
+        except NotRead:
+            raise Lost("the agent does not read what its saver says") from None
 
     # ------------------------------------------------------------ one turn
 
     def _begin(self) -> None:
-        self._agent.setblocking(False)
         self._selector.register(self._agent, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.say(SaverHere(VERSION, self._order.key, self._peers.port))
@@ -134,7 +128,7 @@ class Saver:
         self._attempts.get_ready()
 
     def _turn(self) -> None:
-        writing = selectors.EVENT_WRITE if self._unsent else 0
+        writing = selectors.EVENT_WRITE if self._agent.unsent else 0
         self._selector.modify(self._agent, selectors.EVENT_READ | writing)
         listening = self._peers.listening()
         if listening is not None:
@@ -150,56 +144,39 @@ class Saver:
         for call in self._inbox.take():
             call()
         if self._agent in ready:
-            self._flush()
+            self._agent.flush()
             self._hear()
         if listening in ready:
             self._peers.accept()
         if self._attempts.hung(time.monotonic()):
-            self._flush()
-            # The kernel closes no descriptor before the last thread is gone, which hangs.
-            with suppress(OSError):
-                self._agent.shutdown(socket.SHUT_RDWR)
+            self._agent.flush()
+            self._agent.hang_up()  # the kernel does not before the last thread is gone, which hangs
             os._exit(EXIT_HUNG)
 
     def _poke(self) -> None:
         with suppress(BlockingIOError):  # full: it will wake as it is
             os.write(self._woken, b"\0")
 
-    def _flush(self) -> None:
-        while self._unsent:
-            try:
-                sent = self._agent.send(self._unsent)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._unsent.clear()  # the next read tells
-                return
-            del self._unsent[:sent]
-
     def _hear(self) -> None:
         try:
-            data, descriptors, flags, _ = socket.recv_fds(self._agent, READ_BYTES, MAX_DESCRIPTORS)
-        except BlockingIOError:
-            return
+            messages = self._agent.receive()
+        except DescriptorsLost:
+            raise Lost("descriptors of the agent's got lost: there is room for no more") from None
+        except HungUp:
+            raise Lost("the agent's last frame is cut" if self._agent.cut else "") from None
         except OSError:
             raise Lost("") from None
-        self._descriptors += descriptors
-        if not data:
-            raise Lost("the agent's last frame is cut" if self._frames.pending else "")
-        if flags & socket.MSG_CTRUNC:
-            raise Lost("descriptors of the agent's got lost: there is room for no more")
         try:
-            for message in self._frames.feed(data):
+            for message in messages or ():
                 self._obey(message)
         except FrameError as error:
             raise Lost(str(error)) from None
 
     def _descriptor(self) -> int:
         """The one that came with the present message."""
-        if not self._descriptors:
+        descriptor = self._agent.descriptor()
+        if descriptor is None:
             raise Lost("a message came without its descriptor")
-        descriptor = self._descriptors.popleft()
-        os.set_inheritable(descriptor, False)
         return descriptor
 
     # ------------------------------------------------------------ orders

@@ -279,8 +279,7 @@ def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caller = FunctionSpawner(functions.places, (), "fork", b"")
-    caller._channel.setblocking(False)
-    caller._selector.register(caller._channel, selectors.EVENT_READ, caller._converse)
+    caller._selector.register(caller._line, selectors.EVENT_READ, caller._converse)
     caller.agents_end.setblocking(False)
     reports = [Notice(str(number) * 200) for number in range(700)]
     for report in reports:

@@ -1,0 +1,130 @@
+"""One conversation over a socketpair: what comes, what waits, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrun.wire.connection import Connection, DescriptorsLost, HungUp, NotRead
+from elasticrun.wire.frames import FrameError, encode
+from elasticrun.wire.snapshots import SegmentClosed, SegmentOpen, ToSaver
+
+CLOSED = SegmentClosed(7)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, ToSaver, descriptors=2)
+    yield connection, theirs
+    connection.close()
+    theirs.close()
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_messages_come_whole_and_in_order(pair: tuple[Connection, socket.socket]) -> None:
+    connection, peer = pair
+    assert connection.receive() is None
+    both = encode(CLOSED) + encode(SegmentClosed(8))
+    peer.sendall(both[:-3])
+    assert list(connection.receive() or ()) == [CLOSED]
+    assert connection.cut
+    peer.sendall(both[-3:])
+    assert list(connection.wait()) == [SegmentClosed(8)]
+    assert not connection.cut
+
+
+def test_what_is_no_message_is_told_after_those_before_it(
+    pair: tuple[Connection, socket.socket],
+) -> None:
+    connection, peer = pair
+    peer.sendall(encode(CLOSED) + b"\0\0\0\2{}")
+    messages = connection.receive()
+    assert messages is not None
+    assert next(messages) == CLOSED
+    with pytest.raises(FrameError, match="unknown type"):
+        next(messages)
+
+
+def test_the_end_is_told_once_all_is_read(pair: tuple[Connection, socket.socket]) -> None:
+    connection, peer = pair
+    peer.sendall(encode(CLOSED))
+    peer.close()
+    connection.send(CLOSED)  # nobody will read it
+    assert connection.unsent == 0
+    assert list(connection.receive() or ()) == [CLOSED]
+    with pytest.raises((HungUp, ConnectionResetError)):
+        connection.receive()
+
+
+@pytest.mark.parametrize("bound", [{"most_bytes": 10_000}, {"most_messages": 3}], ids=str)
+def test_a_peer_that_does_not_read_is_given_up(bound: dict[str, int]) -> None:
+    ours, theirs = socket.socketpair()
+    before = open_descriptors()
+    connection = Connection(ours, ToSaver, **bound)
+
+    def tell() -> None:
+        for _ in range(100_000):
+            connection.send(SegmentOpen(1, 2), 0)
+
+    with theirs, pytest.raises(NotRead):
+        tell()
+    assert connection.unsent > 0
+    connection.close()
+    assert open_descriptors() == before - 2  # nor is what waited beside the messages left
+
+
+def test_what_waited_goes_out_when_it_is_read(pair: tuple[Connection, socket.socket]) -> None:
+    connection, peer = pair
+    sent = 0
+    while not connection.unsent:
+        connection.send(CLOSED)
+        sent += 1
+    other = Connection(peer, ToSaver)
+    heard: list[object] = []
+    while len(heard) < sent:
+        heard += other.receive() or ()
+        connection.flush()
+    assert heard == [CLOSED] * sent
+
+
+def test_a_descriptor_comes_with_its_message(pair: tuple[Connection, socket.socket]) -> None:
+    connection, peer = pair
+    sender = Connection(peer, ToSaver)
+    read, write = os.pipe()
+    sender.send(SegmentOpen(1, 2), write)
+    os.close(write)
+    assert list(connection.receive() or ()) == [SegmentOpen(1, 2)]
+    here = connection.descriptor()
+    assert here is not None
+    assert not os.get_inheritable(here)
+    os.write(here, b"x")
+    assert os.read(read, 1) == b"x"
+    os.close(here)
+    os.close(read)
+    assert connection.descriptor() is None
+
+
+def test_descriptors_without_room_end_it(pair: tuple[Connection, socket.socket]) -> None:
+    connection, peer = pair
+    socket.send_fds(peer, [encode(CLOSED)], [0] * 9)
+    with pytest.raises(DescriptorsLost):
+        connection.receive()
+
+
+def test_where_none_is_expected_none_is_held() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, ToSaver)
+    with theirs:
+        before = open_descriptors()
+        socket.send_fds(theirs, [encode(CLOSED)], [0])
+        assert list(connection.receive() or ()) == [CLOSED]
+        assert open_descriptors() == before
+    connection.close()
