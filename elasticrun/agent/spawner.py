@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable
 from itertools import count
 from typing import Final
@@ -24,7 +23,8 @@ from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import state
-from elasticrun.wire import frames
+from elasticrun.wire.connection import Connection, HungUp
+from elasticrun.wire.frames import FrameError
 from elasticrun.wire.spawning import (
     CloseStore,
     Exited,
@@ -45,8 +45,6 @@ from elasticrun.wire.spawning import (
     Stale,
     ToSpawner,
 )
-
-READ_BYTES: Final = 256 * 1024
 
 PET_LIMIT: Final = 90.0
 """A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
@@ -96,19 +94,17 @@ class Spawner:
         self._silence: asyncio.TimerHandle | None = None
         self._heard = heard
         self._lost = lost
-        self._frames = frames.FrameBuffer(FromSpawner)
-        self._unsent: bytearray = bytearray()
         self._loop = asyncio.get_running_loop()
-        self._channel = process.channel
-        self._channel.setblocking(False)
-        self._loop.add_reader(self._channel, self._read)
+        # Orders may wait as long as torch is imported; who never answers is replaced (`expect`).
+        self._connection = Connection(process.channel, FromSpawner, most_bytes=0)
+        self._loop.add_reader(self._connection, self._read)
 
     def send(self, message: ToSpawner) -> None:
         """Queue an order; it is lost if the spawner is (which is told)."""
         if self.ended.is_set():
             return
-        self._unsent += frames.encode(message)
-        self._flush()
+        self._connection.send(message)
+        self._watch()
 
     def expect(self) -> None:
         """It has something to do, and answers within ANSWER_LIMIT or is given up; one that is not
@@ -150,9 +146,9 @@ class Spawner:
             return
         self.ended.set()
         self._hush()
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_writer(self._channel)
-        self._channel.close()
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._connection.close()
         self._lost(self, reason)
 
     def hear_out(self, reason: str) -> None:
@@ -169,33 +165,31 @@ class Spawner:
         return "its guard was killed" if lost_guard else seen
 
     def _flush(self) -> None:
-        try:
-            while self._unsent:
-                sent = self._channel.send(self._unsent, socket.MSG_NOSIGNAL)
-                del self._unsent[:sent]
-        except BlockingIOError:
-            self._loop.add_writer(self._channel, self._flush)
-            return
-        except OSError:
-            self._unsent.clear()  # what it still said before it died is read first
-        self._loop.remove_writer(self._channel)
+        self._connection.flush()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._connection.unsent:
+            self._loop.add_writer(self._connection, self._flush)
+        else:
+            self._loop.remove_writer(self._connection)
 
     def _read(self) -> bool:
         """Take in what has come; whether there was anything."""
         try:
-            data = self._channel.recv(READ_BYTES)
-        except BlockingIOError:
+            messages = self._connection.receive()
+        except HungUp:
+            self.end(self._death or self.how("it was killed, or has crashed"))
             return False
         except OSError as error:
             self.end(self._death or self.how(error.strerror or str(error)))
             return False
-        if not data:
-            self.end(self._death or self.how("it was killed, or has crashed"))
+        if messages is None:
             return False
         if self._silence is not None:
             self._wait_for_answer()
         try:
-            for message in self._frames.feed(data):
+            for message in messages:
                 if isinstance(message, Pong):
                     if message.number == self._pings:
                         self._hush()
@@ -203,7 +197,7 @@ class Spawner:
                 self._heard(self, message)
                 if self.ended.is_set():
                     break
-        except frames.FrameError as error:
+        except FrameError as error:
             self.end(f"it said what cannot be understood: {error}")
         return True
 

@@ -47,8 +47,8 @@ class Connection:
         most_messages: int = 0,
         descriptors: int = 0,
     ) -> None:
-        """`union`: the messages that may come. `most_bytes`, `most_messages` (0: any number): what
-        may wait for the peer to read. `descriptors`: how many may come with one read; where none
+        """`union`: the messages that may come. `most_bytes`, `most_messages`: what may wait for
+        the peer to read, 0: any number. `descriptors`: how many may come with one read; where none
         are expected the kernel closes them."""
         sock.setblocking(False)
         self._socket = sock
@@ -76,7 +76,7 @@ class Connection:
         self._outbox.append((data, os.dup(descriptor) if descriptor >= 0 else -1))
         self.unsent += len(data)
         self.flush()
-        if self.unsent > self._most_bytes or len(self._outbox) > self._most_messages > 0:
+        if self.unsent > self._most_bytes > 0 or len(self._outbox) > self._most_messages > 0:
             raise NotRead("it does not read what it is told")
 
     def flush(self) -> None:

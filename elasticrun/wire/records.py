@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
     if is_record(kind):
         return {
             name: item if type(item := getattr(value, name)) in _SCALARS else plain(item)
-            for name in fields_of(kind)
+            for name in _names(kind)
         }
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
@@ -86,12 +86,18 @@ def is_record(kind: type) -> bool:
 
 
 @cache
+def _names(kind: type) -> tuple[str, ...]:
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+    return names
+
+
+@cache
 def fields_of(kind: type) -> dict[str, Any]:
     """The fields of a record with their types; ten thousand seats of a round ask for them."""
     hints = typing.get_type_hints(kind)
-    if is_dataclass(kind):
-        return {field.name: hints[field.name] for field in fields(kind)}
-    return {name: hints[name] for name in kind.__struct_fields__}  # type: ignore[attr-defined]
+    return {name: hints[name] for name in _names(kind)}
 
 
 def resolve(kind: Any) -> None:

@@ -1,4 +1,5 @@
-"""Each option of `channel.py` does what its comment says, and the thing goes wrong without it."""
+"""Each option of `channel.py` does what its comment says, and the thing goes wrong without it;
+and what gRPC says is told in words."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import pytest
 
 from elasticrun.wire import auth as proof, messages as m
 from elasticrun.wire.rpc import channel as c, protobuf as codec
+from elasticrun.wire.rpc.channel import MAX_WORDS, in_words
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master import raw
@@ -106,42 +108,32 @@ def held_port() -> Iterator[int]:
 # ---------------------------------------------------------------- defaults of gRPC turned off
 
 
-def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{dead_port()}")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("no_grpc_proxy", raising=False)
-
-    async def run() -> None:
-        async with Master() as master:
-            await beats(master.endpoint)
-            with pytest.raises(c.LinkError):
-                await beats(master.endpoint, without(c.CLIENT_OPTIONS, "grpc.enable_http_proxy"))
-
-    aio.run(run())
+    async with Master() as master:
+        await beats(master.endpoint)
+        with pytest.raises(c.LinkError):
+            await beats(master.endpoint, without(c.CLIENT_OPTIONS, "grpc.enable_http_proxy"))
 
 
-def test_two_servers_cannot_share_a_port() -> None:
-    async def run() -> None:
-        async with Master() as master:
-            with pytest.raises(c.ListenError, match="another process listens") as refused:
-                Master(port=master.port)
-            assert refused.value.taken
-        shared = without(UNHURRIED, "grpc.so_reuseport")
-        async with Master(shared) as master:
-            Master(shared, port=master.port)  # gRPC's default says nothing
-
-    aio.run(run())
+async def test_two_servers_cannot_share_a_port() -> None:
+    async with Master() as master:
+        with pytest.raises(c.ListenError, match="another process listens") as refused:
+            Master(port=master.port)
+        assert refused.value.taken
+    shared = without(UNHURRIED, "grpc.so_reuseport")
+    async with Master(shared) as master:
+        Master(shared, port=master.port)  # gRPC's default says nothing
 
 
-def test_an_address_that_is_not_ours_is_a_sentence() -> None:
-    async def run() -> None:
-        server = c.make_server(Master._attend, Master._status, most=1)
-        with pytest.raises(c.ListenError, match=r"192\.0\.2\.1:0") as refused:
-            c.listen(server, "192.0.2.1", 0)
-        assert not refused.value.taken
-
-    aio.run(run())
+async def test_an_address_that_is_not_ours_is_a_sentence() -> None:
+    server = c.make_server(Master._attend, Master._status, most=1)
+    with pytest.raises(c.ListenError, match=r"192\.0\.2\.1:0") as refused:
+        c.listen(server, "192.0.2.1", 0)
+    assert not refused.value.taken
 
 
 # ---------------------------------------------------------------- silence
@@ -260,115 +252,94 @@ def _connections(port: int) -> int:
 
 
 @pytest.mark.parametrize(("names", "count"), [((), 2), (("grpc.use_local_subchannel_pool",), 1)])
-def test_a_second_channel_is_a_second_connection(names: tuple[str, ...], count: int) -> None:
-    async def run() -> None:
-        options = without(c.CLIENT_OPTIONS, *names)
-        async with Master() as master:
-            channels = [c.open_channel(master.endpoint, options) for _ in range(2)]
-            for channel in channels:
-                stream = c.attend(channel)
-                await stream.send(m.Beat(1))
-                await stream.receive()
-            assert _connections(master.port) == count
-            for channel in channels:
-                await channel.close()
-
-    aio.run(run())
+async def test_a_second_channel_is_a_second_connection(names: tuple[str, ...], count: int) -> None:
+    options = without(c.CLIENT_OPTIONS, *names)
+    async with Master() as master:
+        channels = [c.open_channel(master.endpoint, options) for _ in range(2)]
+        for channel in channels:
+            stream = c.attend(channel)
+            await stream.send(m.Beat(1))
+            await stream.receive()
+        assert _connections(master.port) == count
+        for channel in channels:
+            await channel.close()
 
 
-def test_a_message_over_the_bound_is_refused() -> None:
-    async def run() -> None:
-        async with Master() as master, c.open_channel(master.endpoint) as channel:
-            call = channel.stream_stream(c.ATTEND)()
-            await call.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
-            assert await call.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    aio.run(run())
+async def test_a_message_over_the_bound_is_refused() -> None:
+    async with Master() as master, c.open_channel(master.endpoint) as channel:
+        call = channel.stream_stream(c.ATTEND)()
+        await call.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+        assert await call.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [(), ("grpc.max_concurrent_streams",)], ids=["bound", "default"])
-def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
-    async def run() -> None:
-        most = c.SERVER_OPTIONS["grpc.max_concurrent_streams"]
-        options = without(UNHURRIED, *names)
-        async with Master(options) as master:
-            channel = c.open_channel(master.endpoint)
-            sends = [
-                asyncio.ensure_future(c.attend(channel).send(m.Beat(1))) for _ in range(most + 1)
-            ]
-            await asyncio.wait(sends, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
-            done, waiting = await asyncio.wait(sends, timeout=LIMIT if names else 2.0)
-            assert done  # gRPC counts a little less than it is told
-            assert bool(waiting) == (not names)
-            for send in waiting:
-                send.cancel()
-            await asyncio.gather(*sends, return_exceptions=True)
-            await channel.close()
-
-    aio.run(run())
+async def test_streams_on_one_connection_are_bounded(names: tuple[str, ...]) -> None:
+    most = c.SERVER_OPTIONS["grpc.max_concurrent_streams"]
+    options = without(UNHURRIED, *names)
+    async with Master(options) as master:
+        channel = c.open_channel(master.endpoint)
+        sends = [asyncio.ensure_future(c.attend(channel).send(m.Beat(1))) for _ in range(most + 1)]
+        await asyncio.wait(sends, timeout=LIMIT, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(sends, timeout=LIMIT if names else 2.0)
+        assert done  # gRPC counts a little less than it is told
+        assert bool(waiting) == (not names)
+        for send in waiting:
+            send.cancel()
+        await asyncio.gather(*sends, return_exceptions=True)
+        await channel.close()
 
 
-def test_a_status_reply_may_be_longer_than_a_message() -> None:
+async def test_a_status_reply_may_be_longer_than_a_message() -> None:
     node = m.NodeStatus("n", "h", "a", "alive", "running", "r" * 4000, 0, 0, 1, ())
     wide = m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (node,) * 100, "", "")
 
-    async def run() -> None:
-        async def attend(_context: Any) -> None: ...
+    async def attend(_context: Any) -> None: ...
 
-        async def status(context: Any) -> None:
-            await show(context, wide)
+    async def status(context: Any) -> None:
+        await show(context, wide)
 
-        server = c.make_server(attend, status, most=1, options=UNHURRIED)
-        port = c.listen(server, "127.0.0.1", 0)
-        await server.start()
-        assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
-        await server.stop(0)
-
-    aio.run(run())
+    server = c.make_server(attend, status, most=1, options=UNHURRIED)
+    port = c.listen(server, "127.0.0.1", 0)
+    await server.start()
+    assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
+    await server.stop(0)
 
 
 @pytest.mark.parametrize("names", [(), ("grpc.max_allowed_incoming_connections",)])
-def test_connections_are_bounded(names: tuple[str, ...]) -> None:
+async def test_connections_are_bounded(names: tuple[str, ...]) -> None:
     most = 3
     options = {**UNHURRIED, "grpc.max_allowed_incoming_connections": most}
-
-    async def run() -> None:
-        async with Master(without(options, *names)) as master:
-            served = 0
-            held = []
-            for _ in range(most + 3):
-                wire = await Wire.open(master.port)
-                held.append(wire)
-                served += bool(await wire.hears(raw.SETTINGS))
-            assert served == (most + 3 if names else most)
-            for wire in held:
-                wire.close()
-
-    aio.run(run())
+    async with Master(without(options, *names)) as master:
+        served = 0
+        held = []
+        for _ in range(most + 3):
+            wire = await Wire.open(master.port)
+            held.append(wire)
+            served += bool(await wire.hears(raw.SETTINGS))
+        assert served == (most + 3 if names else most)
+        for wire in held:
+            wire.close()
 
 
 @pytest.mark.parametrize("names", [(), ("grpc.max_receive_message_length",)], ids=["ours", "grpcs"])
-def test_an_order_over_the_bound_is_refused_by_the_agent(names: tuple[str, ...]) -> None:
-    async def run() -> None:
-        async def attend(context: Any) -> None:
-            await context.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+async def test_an_order_over_the_bound_is_refused_by_the_agent(names: tuple[str, ...]) -> None:
+    async def attend(context: Any) -> None:
+        await context.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
 
-        server = c.make_server(attend, attend, most=1, options=UNHURRIED)
-        port = c.listen(server, "127.0.0.1", 0)
-        await server.start()
-        options = without(c.CLIENT_OPTIONS, *names)
-        async with c.open_channel(Endpoint("127.0.0.1", port), options) as channel:
-            call = channel.stream_stream(c.ATTEND)()
-            if names:
-                assert len(await call.read()) > m.MAX_MESSAGE_BYTES
-            else:
-                with pytest.raises(c.grpc.aio.AioRpcError) as refused:
-                    await call.read()
-                assert refused.value.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
-        await server.stop(0)
-
-    aio.run(run())
+    server = c.make_server(attend, attend, most=1, options=UNHURRIED)
+    port = c.listen(server, "127.0.0.1", 0)
+    await server.start()
+    options = without(c.CLIENT_OPTIONS, *names)
+    async with c.open_channel(Endpoint("127.0.0.1", port), options) as channel:
+        call = channel.stream_stream(c.ATTEND)()
+        if names:
+            assert len(await call.read()) > m.MAX_MESSAGE_BYTES
+        else:
+            with pytest.raises(c.grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is c.grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop(0)
 
 
 # ---------------------------------------------------------------- what only raw HTTP/2 shows
@@ -429,40 +400,34 @@ PINGS = 12
 
 
 @pytest.mark.parametrize("names", [(), ("grpc.http2.max_ping_strikes",)], ids=["ours", "grpcs"])
-def test_pings_of_an_agent_or_a_proxy_are_no_reason_to_hang_up(names: tuple[str, ...]) -> None:
+async def test_pings_of_an_agent_or_a_proxy_are_no_reason_to_hang_up(
+    names: tuple[str, ...],
+) -> None:
     options = UNHURRIED  # the wire answers no ping
     if names:  # gRPC's own idea of how often one may ping goes with it
         names += ("grpc.http2.min_ping_interval_without_data_ms",)
         options = without(c.SERVER_OPTIONS, *names)
-
-    async def run() -> None:
-        async with Master(options) as master:
-            wire = await Wire.open(master.port)
-            for _ in range(PINGS):
-                wire.send(raw.frame(raw.PING, b"12345678"))
-            assert await wire.ends(LIMIT if names else 1.0) == bool(names)
-            wire.close()
-
-    aio.run(run())
+    async with Master(options) as master:
+        wire = await Wire.open(master.port)
+        for _ in range(PINGS):
+            wire.send(raw.frame(raw.PING, b"12345678"))
+        assert await wire.ends(LIMIT if names else 1.0) == bool(names)
+        wire.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [(), ("grpc.keepalive_permit_without_calls",)])
-def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> None:
+async def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> None:
     """Or a host that vanishes between two streams would keep its connection."""
-
-    async def run() -> None:
-        async with Master(without(UNHURRIED, *names)) as master:
-            wire = await Wire.open(master.port)
-            # The first ping of a connection measures bandwidth and comes either way.
-            counted = 0
-            within = 4.0 if names else LIMIT
-            while counted < 3 and await wire.hears(raw.PING, within=within, answer=True):
-                counted += 1
-            assert (counted == 3) == (not names)
-            wire.close()
-
-    aio.run(run())
+    async with Master(without(UNHURRIED, *names)) as master:
+        wire = await Wire.open(master.port)
+        # The first ping of a connection measures bandwidth and comes either way.
+        counted = 0
+        within = 4.0 if names else LIMIT
+        while counted < 3 and await wire.hears(raw.PING, within=within, answer=True):
+            counted += 1
+        assert (counted == 3) == (not names)
+        wire.close()
 
 
 @pytest.mark.slow
@@ -472,45 +437,35 @@ def test_a_connection_without_a_stream_is_pinged_too(names: tuple[str, ...]) -> 
     ids=["no-word", "no-stream"],
 )
 @pytest.mark.parametrize("kept", [True, False], ids=["ours", "grpcs"])
-def test_a_connection_on_which_nothing_happens_is_closed(
+async def test_a_connection_on_which_nothing_happens_is_closed(
     name: str, greet: bool, kept: bool
 ) -> None:
     """Here after less than a second, in the place of 10 and 60; never or in minutes without."""
     ours = {**c.SERVER_OPTIONS, name: 700}
-
-    async def run() -> None:
-        async with Master(ours if kept else without(UNHURRIED, name)) as master:
-            wire = await Wire.open(master.port, greet=greet)
-            assert await wire.ends(LIMIT if kept else 3.0) == kept
-            wire.close()
-
-    aio.run(run())
+    async with Master(ours if kept else without(UNHURRIED, name)) as master:
+        wire = await Wire.open(master.port, greet=greet)
+        assert await wire.ends(LIMIT if kept else 3.0) == kept
+        wire.close()
 
 
 # ---------------------------------------------------------------- sentences and silence
 
 
-def test_a_dead_endpoint_is_a_sentence() -> None:
-    async def run() -> None:
-        with pytest.raises(c.LinkError) as dead:
-            await c.get_status(Endpoint("127.0.0.1", dead_port()), 5.0)
-        assert "\n" not in str(dead.value)
-        assert not dead.value.rejected
-
-    aio.run(run())
+async def test_a_dead_endpoint_is_a_sentence() -> None:
+    with pytest.raises(c.LinkError) as dead:
+        await c.get_status(Endpoint("127.0.0.1", dead_port()), 5.0)
+    assert "\n" not in str(dead.value)
+    assert not dead.value.rejected
 
 
-def test_a_server_that_is_no_master_is_named_so() -> None:
-    async def run() -> None:
-        server = c.grpc.aio.server()
-        port = c.listen(server, "127.0.0.1", 0)
-        await server.start()
-        with pytest.raises(c.LinkError, match="no elasticrun master") as wrong:
-            await c.get_status(Endpoint("127.0.0.1", port), LIMIT)
-        assert wrong.value.rejected
-        await server.stop(0)
-
-    aio.run(run())
+async def test_a_server_that_is_no_master_is_named_so() -> None:
+    server = c.grpc.aio.server()
+    port = c.listen(server, "127.0.0.1", 0)
+    await server.start()
+    with pytest.raises(c.LinkError, match="no elasticrun master") as wrong:
+        await c.get_status(Endpoint("127.0.0.1", port), LIMIT)
+    assert wrong.value.rejected
+    await server.stop(0)
 
 
 def test_importing_grpc_leaves_no_trace_and_says_nothing() -> None:
@@ -554,3 +509,31 @@ def test_a_users_own_grpc_settings_stand() -> None:
         env={**os.environ, "GRPC_VERBOSITY": "error"},
     )
     assert done.stdout == "error\n"
+
+
+# ---------------------------------------------------------------- gRPC's explanations
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
+            "connect to remote host: Connection refused",
+            "Connection refused",
+        ),
+        (
+            "errors resolving h:1: [field:hostname lookup error:UNKNOWN: address lookup failed for "
+            "h:1: Domain name not found]",
+            "the name server does not know this host",
+        ),
+        ("Cancelling all calls", "it has ended"),
+        ("Stream removed (ping timeout)", "no answer to pings"),
+        ("two\n lines", "two lines"),
+        ("", "unavailable"),
+        (None, "unavailable"),
+        ("x" * 1000, "x" * MAX_WORDS),
+    ],
+)
+def test_what_an_operator_reads(details: str | None, said: str) -> None:
+    assert in_words("UNAVAILABLE", details) == said

@@ -12,7 +12,6 @@ from elasticrun.config import Tls
 from elasticrun.wire import auth as tls
 from elasticrun.wire.rpc import channel as c
 from elasticrun.wire.types import Endpoint
-from tests import aio
 from tests.certificates import Authority
 from tests.master.people import LIMIT, at_once, serving, status
 
@@ -101,14 +100,13 @@ def test_a_master_needs_a_certificate(files: Mapping[str, Tls]) -> None:
     ],
     ids=["mutual", "by-another-name", "as-it-was-named", "master-alone"],
 )
-def test_what_fits_is_served(files: Mapping[str, Tls], master: str, peer: str, name: str) -> None:
-    async def run() -> None:
-        async with serving(tls=raw(files[master])) as served:
-            pem = raw(files[peer])
-            page = await c.get_status(served.endpoint, LIMIT, tls=pem, name=name)
-            assert at_once(page) == status()
-
-    aio.run(run())
+async def test_what_fits_is_served(
+    files: Mapping[str, Tls], master: str, peer: str, name: str
+) -> None:
+    async with serving(tls=raw(files[master])) as served:
+        pem = raw(files[peer])
+        page = await c.get_status(served.endpoint, LIMIT, tls=pem, name=name)
+        assert at_once(page) == status()
 
 
 @pytest.mark.parametrize(
@@ -124,43 +122,33 @@ def test_what_fits_is_served(files: Mapping[str, Tls], master: str, peer: str, n
         (None, "good"),
     ],
 )
-def test_what_does_not_fit_is_not(
+async def test_what_does_not_fit_is_not(
     files: Mapping[str, Tls], master: str | None, peer: str | None
 ) -> None:
-    async def run() -> None:
-        async with serving(tls=raw(files[master] if master else None)) as served:
-            pem = raw(files[peer] if peer else None)
-            with pytest.raises(c.LinkError) as refused:
-                await c.get_status(served.endpoint, LIMIT, tls=pem)
-            assert not refused.value.rejected
-            assert not served.brain.events
-
-    aio.run(run())
+    async with serving(tls=raw(files[master] if master else None)) as served:
+        pem = raw(files[peer] if peer else None)
+        with pytest.raises(c.LinkError) as refused:
+            await c.get_status(served.endpoint, LIMIT, tls=pem)
+        assert not refused.value.rejected
+        assert not served.brain.events
 
 
-def test_the_port_is_one_masters_over_tls_too(files: Mapping[str, Tls]) -> None:
-    async def run() -> None:
-        pem = raw(files["good"])
-        async with serving(tls=pem) as served:
-            for other in (pem, None):
-                server = c.make_server(served.servicer.attend, served.servicer.status, most=1)
-                with pytest.raises(c.ListenError, match="another process listens") as refused:
-                    c.listen(server, "127.0.0.1", served.endpoint.port, other)
-                assert refused.value.taken
-
-    aio.run(run())
+async def test_the_port_is_one_masters_over_tls_too(files: Mapping[str, Tls]) -> None:
+    pem = raw(files["good"])
+    async with serving(tls=pem) as served:
+        for other in (pem, None):
+            server = c.make_server(served.servicer.attend, served.servicer.status, most=1)
+            with pytest.raises(c.ListenError, match="another process listens") as refused:
+                c.listen(server, "127.0.0.1", served.endpoint.port, other)
+            assert refused.value.taken
 
 
-def test_a_proxy_is_not_asked_over_tls_either(
+async def test_a_proxy_is_not_asked_over_tls_either(
     files: Mapping[str, Tls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-
-    async def run() -> None:
-        async with serving(tls=raw(files["good"])) as served:
-            where = Endpoint("localhost", served.endpoint.port)
-            page = await c.get_status(where, LIMIT, tls=raw(files["good"]))
-            assert at_once(page) == status()
-
-    aio.run(run())
+    async with serving(tls=raw(files["good"])) as served:
+        where = Endpoint("localhost", served.endpoint.port)
+        page = await c.get_status(where, LIMIT, tls=raw(files["good"]))
+        assert at_once(page) == status()

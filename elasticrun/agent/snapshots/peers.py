@@ -8,21 +8,18 @@ line. Nothing here blocks: what a peer does not take at once waits in a bounded 
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import os
 import socket
 import struct
-from collections import deque
 from typing import Final, Protocol
 
 from elasticrun.operator_log import logger
-from elasticrun.wire import frames
+from elasticrun.wire.connection import Connection, NotRead
+from elasticrun.wire.frames import FrameError
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
-
-READ_BYTES: Final = 256 * 1024
 
 OUTBOX_MOST: Final = 1024
 """Messages that wait for a peer to read; ranks and savers always do."""
@@ -70,12 +67,10 @@ class Peer:
         self.here: RankHere | SaverHere | None = None
         """Its introduction."""
         self.closed = False
-        self._channel = channel
+        self._connection = Connection(channel, FromPeer, most_messages=OUTBOX_MOST)
         self._server = server
-        self._frames = frames.FrameBuffer(FromPeer)
-        self._outbox: deque[tuple[bytes, int]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(channel, self._read)
+        self._loop.add_reader(self._connection, self._read)
         self._timer = self._loop.call_later(
             FIRST_WORD, self.break_off, f"it has not said who it is within {FIRST_WORD:g} s"
         )
@@ -84,11 +79,12 @@ class Peer:
         """Queue a message, with a descriptor beside it (a duplicate: the caller keeps its own)."""
         if self.closed:
             return
-        if len(self._outbox) >= OUTBOX_MOST:
-            self.break_off("it does not read what it is told")
+        try:
+            self._connection.send(message, fd)
+        except NotRead as error:
+            self.break_off(str(error))
             return
-        self._outbox.append((frames.encode(message), os.dup(fd) if fd >= 0 else -1))
-        self._flush()
+        self._watch()
 
     def break_off(self, why: str) -> None:
         """Close it, with one line."""
@@ -104,53 +100,33 @@ class Peer:
             return
         self.closed = True
         self._timer.cancel()
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_writer(self._channel)
-        self._channel.close()
-        for _, fd in self._outbox:
-            if fd >= 0:
-                os.close(fd)
-        self._outbox.clear()
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._connection.close()
         self._server.gone(self)
 
     def _flush(self) -> None:
-        try:
-            while self._outbox:
-                data, fd = self._outbox[0]
-                beside = []
-                if fd >= 0:
-                    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-                sent = self._channel.sendmsg([data], beside, socket.MSG_NOSIGNAL)
-                if fd >= 0:  # it went with the first byte
-                    os.close(fd)
-                if sent < len(data):
-                    self._outbox[0] = (data[sent:], -1)
-                else:
-                    self._outbox.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(self._channel, self._flush)
-            return
-        except OSError:
-            self.close()
-            return
-        self._loop.remove_writer(self._channel)
+        self._connection.flush()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._connection.unsent:
+            self._loop.add_writer(self._connection, self._flush)
+        else:
+            self._loop.remove_writer(self._connection)
 
     def _read(self) -> None:
         try:
-            data = self._channel.recv(READ_BYTES)
-        except BlockingIOError:
-            return
+            messages = self._connection.receive()
         except OSError:
-            data = b""
-        if not data:
             self.close()
             return
         try:
-            for message in self._frames.feed(data):
+            for message in messages or ():
                 self._take(message)
                 if self.closed:
                     return
-        except frames.FrameError as error:
+        except FrameError as error:
             self.break_off(f"it said what cannot be understood ({error})")
 
     def _take(self, message: FromPeer) -> None:
