@@ -104,25 +104,22 @@ async def linked(endpoint: Endpoint, say: Hello | None = None) -> AsyncIterator[
         await link.close(5.0)
 
 
-def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
-    async def main() -> None:
-        async with linked(master[1]) as (link, heard):
-            await heard.until(lambda events: LinkBack() in events)
-            assert isinstance(heard.events[0], Ordered)
-            assert isinstance(heard.events[0].order, Welcome)
-            joined = 0
+async def test_welcome_then_orders(master: tuple[MasterProcess, Endpoint]) -> None:
+    async with linked(master[1]) as (link, heard):
+        await heard.until(lambda events: LinkBack() in events)
+        assert isinstance(heard.events[0], Ordered)
+        assert isinstance(heard.events[0].order, Welcome)
+        joined = 0
 
-            def started(_: list[AgentEvent]) -> bool:
-                nonlocal joined
-                if heard.count(LinkBack) > joined:  # as the brain does, each time
-                    joined = heard.count(LinkBack)
-                    link.say(Join(Endpoint("127.0.0.1", 4711)))
-                return bool(heard.orders(Start))
+        def started(_: list[AgentEvent]) -> bool:
+            nonlocal joined
+            if heard.count(LinkBack) > joined:  # as the brain does, each time
+                joined = heard.count(LinkBack)
+                link.say(Join(Endpoint("127.0.0.1", 4711)))
+            return bool(heard.orders(Start))
 
-            await heard.until(started)
-            assert heard.orders(Start)[0].store == Endpoint("127.0.0.1", 4711)
-
-    run(main())
+        await heard.until(started)
+        assert heard.orders(Start)[0].store == Endpoint("127.0.0.1", 4711)
 
 
 def test_what_cannot_be_said_is_left_out(
@@ -149,24 +146,18 @@ def test_what_cannot_be_said_is_left_out(
     assert "missed.step is -1" in said
 
 
-def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint]) -> None:
-    async def main() -> None:
-        other = hello(spec=replace(CONFIG.spec, job_id="another"))
-        async with linked(master[1], other) as (_, heard):
-            await heard.until(lambda _: bool(heard.orders(Refused)))
-            assert "'another'" in heard.orders(Refused)[0].reason
-            assert heard.count(LinkBack) == 0
-
-    run(main())
+async def test_another_jobs_master_refuses(master: tuple[MasterProcess, Endpoint]) -> None:
+    other = hello(spec=replace(CONFIG.spec, job_id="another"))
+    async with linked(master[1], other) as (_, heard):
+        await heard.until(lambda _: bool(heard.orders(Refused)))
+        assert "'another'" in heard.orders(Refused)[0].reason
+        assert heard.count(LinkBack) == 0
 
 
-def test_another_version_is_one_sentence(master: tuple[MasterProcess, Endpoint]) -> None:
-    async def main() -> None:
-        async with linked(master[1], hello(protocol=99, version="9.9")) as (_, heard):
-            await heard.until(lambda _: bool(heard.orders(Refused)))
-            assert "install one version" in heard.orders(Refused)[0].reason
-
-    run(main())
+async def test_another_version_is_one_sentence(master: tuple[MasterProcess, Endpoint]) -> None:
+    async with linked(master[1], hello(protocol=99, version="9.9")) as (_, heard):
+        await heard.until(lambda _: bool(heard.orders(Refused)))
+        assert "install one version" in heard.orders(Refused)[0].reason
 
 
 def test_a_master_that_comes_back_is_found(master: tuple[MasterProcess, Endpoint]) -> None:
@@ -238,40 +229,34 @@ class Relay:
                 sink.close()
 
 
-def test_without_an_echo_a_fresh_connection_takes_over(
+async def test_without_an_echo_a_fresh_connection_takes_over(
     master: tuple[MasterProcess, Endpoint],
 ) -> None:
-    async def main() -> None:
-        relay = Relay(master[1])
-        endpoint = await relay.start()
-        async with linked(endpoint) as (_, heard):
-            await heard.until(lambda _: heard.count(LinkBack) >= 1)
-            back = heard.count(LinkBack)
-            relay.freeze()
-            await heard.until(lambda _: heard.count(LinkBack) > back)
-            # The old connection was never lost, as far as anybody could tell.
-            assert heard.count(LinkLost) == 0
-        await relay.stop()
-
-    run(main())
+    relay = Relay(master[1])
+    endpoint = await relay.start()
+    async with linked(endpoint) as (_, heard):
+        await heard.until(lambda _: heard.count(LinkBack) >= 1)
+        back = heard.count(LinkBack)
+        relay.freeze()
+        await heard.until(lambda _: heard.count(LinkBack) > back)
+        # The old connection was never lost, as far as anybody could tell.
+        assert heard.count(LinkLost) == 0
+    await relay.stop()
 
 
-def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without_a_rest(
+async def test_a_session_that_ends_just_after_its_welcome_is_not_dialled_without_a_rest(
     master: tuple[MasterProcess, Endpoint],
 ) -> None:
-    async def main() -> None:
-        relay = Relay(master[1])
-        endpoint = await relay.start()
-        began = asyncio.get_running_loop().time()
-        async with linked(endpoint) as (_, heard):
-            for number in range(1, 7):
-                await heard.until(lambda _, number=number: heard.count(LinkBack) >= number)
-                relay.cut()
-            # rests of 0.025, 0.05, 0.1, 0.2 and 0.4 s at least; a few milliseconds each without
-            assert asyncio.get_running_loop().time() - began > 0.5
-        await relay.stop()
-
-    run(main())
+    relay = Relay(master[1])
+    endpoint = await relay.start()
+    began = asyncio.get_running_loop().time()
+    async with linked(endpoint) as (_, heard):
+        for number in range(1, 7):
+            await heard.until(lambda _, number=number: heard.count(LinkBack) >= number)
+            relay.cut()
+        # rests of 0.025, 0.05, 0.1, 0.2 and 0.4 s at least; a few milliseconds each without
+        assert asyncio.get_running_loop().time() - began > 0.5
+    await relay.stop()
 
 
 # ---------------------------------------------------------------- whose port is it
@@ -306,22 +291,20 @@ def test_the_probe_knows_strangers_and_nobody() -> None:
         assert run(probe(Endpoint("127.0.0.1", port), LIMIT)) == (Answer.NOBODY, "")
 
 
-def test_a_master_that_says_nothing_counts_as_lost(master: tuple[MasterProcess, Endpoint]) -> None:
+async def test_a_master_that_says_nothing_counts_as_lost(
+    master: tuple[MasterProcess, Endpoint],
+) -> None:
     """The stream stands, as with a cable that was pulled: no kernel would tell of its end for a
     quarter of an hour, and meanwhile another world could begin elsewhere."""
-
-    async def main() -> None:
-        heard = Heard()
-        link = Link(lambda: master[1], hello, heard, patience=2.0)
-        link.start()
-        try:
-            await heard.until(lambda events: LinkBack() in events)
-            os.kill(master[0].process.pid, signal.SIGSTOP)
-            lost = LinkLost("nothing was heard from it for 2 s")
-            await heard.until(lambda events: lost in events)
-            os.kill(master[0].process.pid, signal.SIGCONT)
-            await heard.until(lambda events: LinkBack() in events[events.index(lost) :])
-        finally:
-            await link.close(5.0)
-
-    run(main())
+    heard = Heard()
+    link = Link(lambda: master[1], hello, heard, patience=2.0)
+    link.start()
+    try:
+        await heard.until(lambda events: LinkBack() in events)
+        os.kill(master[0].process.pid, signal.SIGSTOP)
+        lost = LinkLost("nothing was heard from it for 2 s")
+        await heard.until(lambda events: lost in events)
+        os.kill(master[0].process.pid, signal.SIGCONT)
+        await heard.until(lambda events: LinkBack() in events[events.index(lost) :])
+    finally:
+        await link.close(5.0)

@@ -15,7 +15,6 @@ from elasticrun.core.events import LinkLost, Ordered
 from elasticrun.wire.messages import Welcome
 from elasticrun.wire.types import Endpoint
 from tests.agent.link.test_link import Heard, hello
-from tests.aio import run
 from tests.harness import LIMIT
 from tests.master.people import SPEC, serving
 
@@ -41,47 +40,38 @@ async def linked(where: Where) -> AsyncIterator[tuple[Link, Heard]]:
         await link.close(5.0)
 
 
-def test_a_dial_that_hangs_is_given_up_for_the_new_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dial_that_hangs_is_given_up_for_the_new_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A host that is frozen takes connections and never answers: nobody waits for it."""
     monkeypatch.setattr("elasticrun.agent.link.link.WELCOME_LIMIT", 10 * LIMIT)
-
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as mute:
-            where = Where(Endpoint(*mute.getsockname()))
-            async with linked(where) as (link, heard), serving() as master:
-                await asyncio.to_thread(mute.accept)  # it has dialled
-                where.at = master.endpoint
-                link.nudge()
-                await heard.until(lambda _: bool(heard.orders(Welcome)))
-
-    run(main())
-
-
-def test_a_session_that_stands_is_left_for_the_new_place() -> None:
-    async def main() -> None:
-        async with serving() as old, serving() as new:
-            where = Where(old.endpoint)
-            async with linked(where) as (link, heard):
-                await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
-                where.at = new.endpoint
-                link.nudge()
-                await heard.until(lambda _: len(heard.orders(Welcome)) == 2)
-                assert heard.count(LinkLost) == 0
-                assert isinstance(heard.events[-2], Ordered)
-                assert new.servicer.attached == 1
-
-    run(main())
-
-
-def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticrun.agent.link.session.ECHO_LIMIT", LIMIT)
-
-    async def main() -> None:
-        async with serving() as master, linked(Where(master.endpoint)) as (link, heard):
-            await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        where = Where(Endpoint(*mute.getsockname()))
+        async with linked(where) as (link, heard), serving() as master:
+            await asyncio.to_thread(mute.accept)  # it has dialled
+            where.at = master.endpoint
             link.nudge()
-            await master.is_well()
-            assert len(heard.orders(Welcome)) == 1
-            assert heard.count(LinkLost) == 0
+            await heard.until(lambda _: bool(heard.orders(Welcome)))
 
-    run(main())
+
+async def test_a_session_that_stands_is_left_for_the_new_place() -> None:
+    async with serving() as old, serving() as new:
+        where = Where(old.endpoint)
+        async with linked(where) as (link, heard):
+            await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
+            where.at = new.endpoint
+            link.nudge()
+            await heard.until(lambda _: len(heard.orders(Welcome)) == 2)
+            assert heard.count(LinkLost) == 0
+            assert isinstance(heard.events[-2], Ordered)
+            assert new.servicer.attached == 1
+
+
+async def test_a_nudge_without_a_new_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticrun.agent.link.session.ECHO_LIMIT", LIMIT)
+    async with serving() as master, linked(Where(master.endpoint)) as (link, heard):
+        await heard.until(lambda _: len(heard.orders(Welcome)) == 1)
+        link.nudge()
+        await master.is_well()
+        assert len(heard.orders(Welcome)) == 1
+        assert heard.count(LinkLost) == 0

@@ -56,15 +56,12 @@ async def refusal(endpoint: Endpoint, trust: Trust) -> m.Refused:
 # ---------------------------------------------------------------- the token
 
 
-def test_a_master_that_knows_the_token_is_followed() -> None:
-    async def run() -> None:
-        async with (
-            serving(token=TOKEN) as served,
-            linked(served.endpoint, Trust(TOKEN)) as heard,
-        ):
-            await heard.until(lambda events: LinkBack() in events)
-
-    aio.run(run())
+async def test_a_master_that_knows_the_token_is_followed() -> None:
+    async with (
+        serving(token=TOKEN) as served,
+        linked(served.endpoint, Trust(TOKEN)) as heard,
+    ):
+        await heard.until(lambda events: LinkBack() in events)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +72,13 @@ def test_a_master_that_knows_the_token_is_followed() -> None:
         ("another", TOKEN, "does not know this job's token"),
     ],
 )
-def test_at_first_contact_it_is_one_sentence(masters: str, ours: str, said: str) -> None:
-    async def run() -> None:
-        async with serving(token=masters) as served:
-            refused = await refusal(served.endpoint, Trust(ours))
-            assert refused.exit_code == EXIT_FAILED
-            assert said in refused.reason
-            assert TOKEN not in refused.reason
-            assert not served.brain.events
-
-    aio.run(run())
+async def test_at_first_contact_it_is_one_sentence(masters: str, ours: str, said: str) -> None:
+    async with serving(token=masters) as served:
+        refused = await refusal(served.endpoint, Trust(ours))
+        assert refused.exit_code == EXIT_FAILED
+        assert said in refused.reason
+        assert TOKEN not in refused.reason
+        assert not served.brain.events
 
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "1", "job", 99, 1.0, 600.0, "")
@@ -147,21 +141,18 @@ def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(
 @pytest.mark.parametrize(
     "page", [m.JobStatus("j", "running", "", None, 0, 0, 0, 0, 1, 1, (), "", ""), None]
 )
-def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus | None) -> None:
-    async def run() -> None:
-        async def show(context: Any) -> None:
-            await context.read()
-            challenge = m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32)
-            await context.write(codec.answer_to_wire(page or challenge))
+async def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus | None) -> None:
+    async def show(context: Any) -> None:
+        await context.read()
+        challenge = m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32)
+        await context.write(codec.answer_to_wire(page or challenge))
 
-        server = c.make_server(show, show, most=4)
-        port = c.listen(server, "127.0.0.1", 0)
-        await server.start()
-        with pytest.raises(c.Unproved):
-            await c.get_status(Endpoint("127.0.0.1", port), LIMIT, token=TOKEN)
-        await server.stop(None)
-
-    aio.run(run())
+    server = c.make_server(show, show, most=4)
+    port = c.listen(server, "127.0.0.1", 0)
+    await server.start()
+    with pytest.raises(c.Unproved):
+        await c.get_status(Endpoint("127.0.0.1", port), LIMIT, token=TOKEN)
+    await server.stop(None)
 
 
 def test_an_agent_knocks_with_a_new_nonce_each_time() -> None:
@@ -185,14 +176,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tls]:
     }
 
 
-def test_a_master_over_tls_is_followed_by_the_name_it_was_given(files: Mapping[str, Tls]) -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN, tls=raw(files["elsewhere"])) as served:
-            trust = Trust(TOKEN, files["good"], "elsewhere")
-            async with linked(served.endpoint, trust) as heard:
-                await heard.until(lambda events: LinkBack() in events)
-
-    aio.run(run())
+async def test_a_master_over_tls_is_followed_by_the_name_it_was_given(
+    files: Mapping[str, Tls],
+) -> None:
+    async with serving(token=TOKEN, tls=raw(files["elsewhere"])) as served:
+        trust = Trust(TOKEN, files["good"], "elsewhere")
+        async with linked(served.endpoint, trust) as heard:
+            await heard.until(lambda events: LinkBack() in events)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +196,17 @@ def test_a_master_over_tls_is_followed_by_the_name_it_was_given(files: Mapping[s
         ("expired", "good", "the master's certificate is refused: certificate has expired"),
     ],
 )
-def test_tls_that_does_not_fit_is_one_sentence(
+async def test_tls_that_does_not_fit_is_one_sentence(
     files: Mapping[str, Tls], master: str | None, ours: str | None, said: str
 ) -> None:
-    async def run() -> None:
-        async with serving(tls=raw(files[master] if master else None)) as served:
-            mine = files[ours] if ours else None
-            refused = await refusal(served.endpoint, Trust(files=mine))
-            assert said in refused.reason
-            assert refused.exit_code == EXIT_FAILED
-            found, why = await p.probe(served.endpoint, LIMIT, mine)
-            assert found is p.Answer.INSECURE
-            assert said in why
-
-    aio.run(run())
+    async with serving(tls=raw(files[master] if master else None)) as served:
+        mine = files[ours] if ours else None
+        refused = await refusal(served.endpoint, Trust(files=mine))
+        assert said in refused.reason
+        assert refused.exit_code == EXIT_FAILED
+        found, why = await p.probe(served.endpoint, LIMIT, mine)
+        assert found is p.Answer.INSECURE
+        assert said in why
 
 
 def test_the_probe_knows_a_master_over_tls_and_nobody(files: Mapping[str, Tls]) -> None:

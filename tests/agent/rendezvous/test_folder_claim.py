@@ -48,81 +48,69 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(
     asyncio.run(run())
 
 
-def test_the_claim_of_a_job_that_was_killed_is_taken_by_one_with_another_name(
+async def test_the_claim_of_a_job_that_was_killed_is_taken_by_one_with_another_name(
     tmp_path: Path,
 ) -> None:
-    async def run() -> None:
-        killed, resumed = claim("killed"), claim("resumed")
-        await killed.sure(str(tmp_path))
-        assert killed._keeper is not None
-        killed._keeper.close()
-        await resumed.sure(str(tmp_path))
-        await resumed.close()
-
-    asyncio.run(run())
+    killed, resumed = claim("killed"), claim("resumed")
+    await killed.sure(str(tmp_path))
+    assert killed._keeper is not None
+    killed._keeper.close()
+    await resumed.sure(str(tmp_path))
+    await resumed.close()
 
 
-def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> None:
+async def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> None:
     """By another node, by a new master, and by the same node after both."""
-
-    async def run() -> None:
-        term = 1
-        one, two = claim(term=lambda: term), claim(term=lambda: term)
-        for node in (one, two, one):
-            await node.sure(str(tmp_path))
-        term = 2
-        for node in (two, one):
-            await node.sure(str(tmp_path))
-        await two.close()
-        assert os.listdir(tmp_path) == [NAME], "the other one's"
-        await one.close()
-        assert os.listdir(tmp_path) == []
-
-    asyncio.run(run())
+    term = 1
+    one, two = claim(term=lambda: term), claim(term=lambda: term)
+    for node in (one, two, one):
+        await node.sure(str(tmp_path))
+    term = 2
+    for node in (two, one):
+        await node.sure(str(tmp_path))
+    await two.close()
+    assert os.listdir(tmp_path) == [NAME], "the other one's"
+    await one.close()
+    assert os.listdir(tmp_path) == []
 
 
-def test_after_a_split_the_half_whose_master_was_succeeded_writes_nothing(tmp_path: Path) -> None:
+async def test_after_a_split_the_half_whose_master_was_succeeded_writes_nothing(
+    tmp_path: Path,
+) -> None:
     """The order of masters is that in which they took the folder; no clock is asked, so the terms,
     which are of clocks, may be in any order."""
-
-    async def run() -> None:
-        terms = {"left": 7, "right": 3}
-        left = claim(term=lambda: terms["left"])
-        right = claim(term=lambda: terms["right"])
-        await left.sure(str(tmp_path))
-        await right.sure(str(tmp_path))
-        for _ in range(2):
-            with pytest.raises(NotOurs, match="another master of this job"):
-                await left.sure(str(tmp_path))
-        await right.sure(str(tmp_path))
-        terms["left"] = 3  # it has found the other master
-        await left.sure(str(tmp_path))
-        await right.close()
-        await left.close()
-
-    asyncio.run(run())
+    terms = {"left": 7, "right": 3}
+    left = claim(term=lambda: terms["left"])
+    right = claim(term=lambda: terms["right"])
+    await left.sure(str(tmp_path))
+    await right.sure(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(NotOurs, match="another master of this job"):
+            await left.sure(str(tmp_path))
+    await right.sure(str(tmp_path))
+    terms["left"] = 3  # it has found the other master
+    await left.sure(str(tmp_path))
+    await right.close()
+    await left.close()
 
 
-def test_what_is_in_the_way_is_said_before_the_first_checkpoint(
+async def test_what_is_in_the_way_is_said_before_the_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        said: asyncio.Queue[str] = asyncio.Queue()
-        monkeypatch.setattr(
-            folder_claim.logger, "warning", lambda form, *args: said.put_nowait(form % args)
-        )
-        one, two = claim("one"), claim("two")
-        await one.sure(str(tmp_path))
-        two.want(str(tmp_path))
-        sentence = await said.get()
-        assert "no checkpoint is written" in sentence
-        assert "claimed by job one" in sentence
-        await one.close()
-        assert two._watch is not None
-        await two._watch
-        await two.close()
-
-    asyncio.run(run())
+    said: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(
+        folder_claim.logger, "warning", lambda form, *args: said.put_nowait(form % args)
+    )
+    one, two = claim("one"), claim("two")
+    await one.sure(str(tmp_path))
+    two.want(str(tmp_path))
+    sentence = await said.get()
+    assert "no checkpoint is written" in sentence
+    assert "claimed by job one" in sentence
+    await one.close()
+    assert two._watch is not None
+    await two._watch
+    await two.close()
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a", "memory://a"])
