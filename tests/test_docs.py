@@ -68,6 +68,25 @@ def test_no_file_cites_a_document_that_is_not_there() -> None:
     assert not wrong, "\n".join([what, *wrong])
 
 
+def test_the_architecture_names_what_is_there() -> None:
+    """Every file and folder that it names exists, and it names every folder."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 200
+    named = set(re.findall(r"`([\w./]+(?:\.py|\.proto|\.md|/))`", text))
+    places = (ROOT, ROOT / "elasticrun")
+    assert not [name for name in named if not any((place / name).exists() for place in places)]
+    built = {path.parent for path in (ROOT / "elasticrun").rglob("__init__.py")}
+    folders = {f"{path.relative_to(ROOT / 'elasticrun')}/" for path in built}
+    parts = {
+        "./",
+        "wire/pb/",
+        "wire/rpc/",
+        "cli/verbs/",
+        "forkserver/warm/",
+    }  # in their folder's line
+    assert not folders - named - parts
+
+
 def test_the_tests_of_what_survives_what_exist() -> None:
     """`FILE: TEST`; a name alone is of a file that stands before it, or is one."""
     folders = [ROOT / "tests", ROOT / "tests/faults", ROOT / "tests/health"]

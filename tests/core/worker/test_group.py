@@ -58,9 +58,9 @@ def draw(rules: Rules) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_architecture_shows_the_table_as_it_is() -> None:
-    page = (Path(__file__).parents[3] / "ARCHITECTURE.md").read_text()
-    assert draw(RULES).rstrip() in page, "put what draw() gives into ARCHITECTURE.md again"
+def test_the_page_shows_the_table_as_it_is() -> None:
+    page = (Path(__file__).parents[3] / "docs/states.md").read_text()
+    assert draw(RULES).rstrip() in page, "put what draw() gives into docs/states.md again"
 
 
 def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() -> None:
