@@ -131,6 +131,7 @@ class Trial:
     seen: set[str] = field(default_factory=set)  # with whom it was in a group that did
     compute: list[float] = field(default_factory=list)  # seconds of a matmul, one a pass
     rates: list[Rate] = field(default_factory=list)  # one a pass with others
+    last_rate: Rate | None = None  # of the last all_reduce, also among its own ranks
 
     @property
     def suspect(self) -> bool:

@@ -76,7 +76,6 @@ class Check:
         }
         self.passes = 0
         self.verdicts: list[Verdict] = []
-        self.rates: dict[str, Rate] = {}  # of the last all_reduce of each node
         self._ranks = ranks
         self.paces = paces
         self._began = now
@@ -201,7 +200,7 @@ class Check:
             return
         for node, one in timed.items():
             rate = Rate(one.size, least, ranks, others(nodes, node))
-            self.rates[node] = rate
+            self.trials[node].last_rate = rate
             if rate.partners:
                 self.trials[node].rates.append(rate)
 
@@ -574,7 +573,7 @@ class NetCheck:
             if trial.out:
                 continue
             known = self._of(node)
-            known.rate = check.rates.get(node, known.rate)
+            known.rate = trial.last_rate or known.rate
             known.pace = check.paces.compute.get(node, known.pace)
             if trial.good:
                 known.standing = Standing.GOOD
