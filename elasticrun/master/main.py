@@ -301,14 +301,13 @@ class Master:
         )
         self._watch(life)
         # The port first: whoever holds it is this job's master, and the record is that one's.
+        silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
         server = make_server(
             lambda context: servicer.attend(context),
             lambda context: servicer.status(context),
             lambda context: servicer.reach(context),
             most=MAX_CALLS,
-            options=server_options(
-                config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
-            ),
+            options=server_options(silence),
         )
         pem = auth.read(config.tls, serving=True) if config.tls is not None else None
         port = listen(server, config.host, config.port, pem)
