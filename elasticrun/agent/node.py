@@ -31,6 +31,7 @@ from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
 from elasticrun.agent.runtime import (
     DISK_LIMIT,
     AgentLoop,
+    NodeContext,
     NoThread,
     Tasks,
     in_thread,
@@ -68,6 +69,7 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
+from elasticrun.wire import env
 from elasticrun.wire.messages import (
     PROTOCOL_VERSION,
     Finished,
@@ -76,15 +78,6 @@ from elasticrun.wire.messages import (
     Running,
     Stopped,
     Stopping,
-)
-from elasticrun.wire.spawning import (
-    Exited,
-    FromSpawner,
-    ProbeSaid,
-    Spawned,
-    SpawnFailed,
-    StoreListening,
-    Swept,
 )
 from elasticrun.wire.types import mint_incarnation
 
@@ -283,7 +276,6 @@ class Node:
         self._waiting_since = self._began
         self._incarnation = mint_incarnation()
         self._identity = identity.Identity("", None)
-        self._host = ""
         self._store_wanted = False
         self._attached = False
         self._ending = False
@@ -360,6 +352,7 @@ class Node:
             host=os.uname().nodename,  # our own name may take a name server
         )
         self._loop = AgentLoop(self._brain, self._perform)
+        self._shared = NodeContext(config, self._loop.deliver, self._fatal)
         self._meeting = rendezvous_of(
             Context(config, self._reaper, self._writer, self._met, self._fatal, self._loop.deliver),
             self._found,
@@ -370,11 +363,9 @@ class Node:
             self._reaper,
             ignored=self._ignored,
             spared=self._meeting.pids,
-            heard=self._spawner_said,
             lost=self._spawner_lost,
             fatal=self._fatal,
         )
-        self._build_parts(0.0 if spec.max_nodes == 1 else HOLD)
         self._link = Link(
             lambda: self._meeting.dial,
             self._hello,
@@ -385,21 +376,17 @@ class Node:
             page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
             trust=trust_of(config),
         )
+        self._build_parts()
 
-    def _build_parts(self, hold: float) -> None:
-        """What has processes of the spawners. `hold`: seconds for which a store's port is held."""
-        config, spec = self._config, self._config.spec
-        self._stores = Stores(
-            self._spawners, lambda: self._meeting.address, self._loop.deliver, self._fatal, hold
-        )
+    def _build_parts(self) -> None:
+        """What has processes of the spawners."""
+        config, spec, shared = self._config, self._config.spec, self._shared
+        hold = 0.0 if spec.max_nodes == 1 else HOLD  # seconds for which a store's port is held
+        self._stores = Stores(shared, self._spawners, hold)
         self._output = RankOutput(
             config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
         )
-        self._progress = Progress(
-            config.nproc_per_node,
-            lambda steps: self._link.offer(steps),
-            lambda: self._link.beat_interval,
-        )
+        self._progress = Progress(config.nproc_per_node, self._link)
         self._snapshots = Snapshots(
             config,
             self._spawners,
@@ -408,19 +395,8 @@ class Node:
             address=lambda: self._meeting.address,
             resumed=self._story.resumed,
         )
-        self._ranks = Ranks(
-            config,
-            self._spawners,
-            self._output,
-            host=lambda: self._host,
-            deliver=self._loop.deliver,
-            fatal=self._fatal,
-            progress=self._progress.place,
-            snapshots=self._snapshots.place,
-            is_put_off=self._snapshots.drain.is_put_off,
-        )
-        self._probing = Probing(config, self._spawners, self._loop.deliver)
-        self._helpers = (self._stores, self._probing, self._snapshots.savers)
+        self._ranks = Ranks(shared, self._spawners, self._output, self._snapshots.drain.is_put_off)
+        self._probing = Probing(shared, self._spawners)
 
     async def _set_out(self) -> None:
         """Who we are, where the master is; then dial."""
@@ -440,7 +416,7 @@ class Node:
             self._fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
         introduction = await introduce(config, self._writer)
-        self._identity, self._host = introduction.identity, introduction.host
+        self._identity, self._shared.host = introduction.identity, introduction.host
         if config.spec.max_nodes > 1:
             name_speaker(f"elasticrun[{self._identity.node}]")
             if self._output.has_files:
@@ -458,6 +434,7 @@ class Node:
 
     def _met(self) -> None:
         """The master's place is known (again), and with it our own address."""
+        self._shared.address = self._meeting.address
         if not self._attached:
             self._attached = True
             if self._store_wanted:
@@ -494,25 +471,9 @@ class Node:
             self._snapshots.attached()
         self._loop.deliver(event)
 
-    def _spawner_said(self, message: FromSpawner) -> None:
-        if isinstance(message, Spawned):
-            self._stores.spawned(message)
-            self._ranks.spawned(message)
-        elif isinstance(message, Exited | SpawnFailed):
-            if not any(part.gone(message) for part in self._helpers):
-                self._ranks.gone(message)
-        elif isinstance(message, ProbeSaid):
-            self._probing.said(message)
-        elif isinstance(message, StoreListening):
-            self._stores.listening(message)
-        elif isinstance(message, Swept):
-            self._ranks.swept(message)
-
     def _spawner_lost(self, reason: str) -> None:
         self._ranks.all_lost()
-        self._probing.all_lost()
-        self._stores.all_lost()
-        self._snapshots.savers.all_lost()
+        self._probing.call_off()  # the brain knows, and answers for itself
         self._loop.deliver(SpawnerLost(reason, time.time_ns() // 1000))
 
     def _no_master(self, reason: str) -> None:
@@ -534,7 +495,7 @@ class Node:
         return f"{where.host}:{where.port}" if where.host else str(self._meeting.dial)
 
     def _hello(self) -> Hello:
-        where = (self._host, self._meeting.address)
+        where = (self._shared.host, self._meeting.address)
         return hello(self._config, self._identity.node, self._incarnation, *where, self._brain)
 
     # ------------------------------------------------------------ what goes out
@@ -578,7 +539,15 @@ class Node:
         self._snapshots.begin(start)
         if self._events is not None:
             self._events.rendezvous(start, now - self._waiting_since, time.time_ns() // 10**6)
-        self._ranks.spawn(effect)
+        self._ranks.spawn(
+            effect, {rank: self._own(rank) for rank in range(self._config.nproc_per_node)}
+        )
+
+    def _own(self, local_rank: int) -> dict[str, str]:
+        """Where this rank tells its steps and speaks of its snapshots, as far as it can."""
+        progress, snapshots = self._progress.place(local_rank), self._snapshots.place(local_rank)
+        own = {env.PROGRESS: progress, env.SNAPSHOTS: snapshots}
+        return {name: place for name, place in own.items() if place}
 
     def _say(self, effect: Say) -> None:
         report = effect.report

@@ -18,9 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
-from elasticrun.config import EXIT_FAILED
+from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import (
     AgentEffect,
     AgentEvent,
@@ -193,6 +194,21 @@ def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: s
         tell(f"{what} failed: {error!r}")
 
     task.add_done_callback(look)
+
+
+@dataclass
+class NodeContext:
+    """What the parts of a node share. What is found out later is an attribute."""
+
+    config: AgentConfig
+    deliver: Callable[[AgentEvent], None]
+    """Tells the node's state machine."""
+    fatal: Callable[[str], None]
+    """Ends the node with this sentence."""
+    host: str = ""
+    """This host's name for people."""
+    address: str = ""
+    """What other nodes dial."""
 
 
 MAX_FAULTS: Final = 3

@@ -1,8 +1,8 @@
 """The conversation with the spawners: orders to them, reports from them, and their deaths.
 
 There is one spawner, or two while a better one, which has imported what the ranks did, is made
-ready in the background and the older still has processes. Processes are named by keys; the agent
-never uses a key twice.
+ready in the background and the older still has processes. A process is a `Child` to whoever had it
+started; its key stands here and in messages alone, and is never used twice.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 from elasticrun.agent import warm
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
@@ -26,7 +27,6 @@ from elasticrun.system.processes import state
 from elasticrun.wire.connection import Connection, HungUp
 from elasticrun.wire.frames import FrameError
 from elasticrun.wire.spawning import (
-    CloseStore,
     Exited,
     FromSpawner,
     Learned,
@@ -35,6 +35,7 @@ from elasticrun.wire.spawning import (
     Ping,
     Pong,
     Quit,
+    SendSignal,
     Spawned,
     SpawnerReady,
     SpawnFailed,
@@ -43,6 +44,7 @@ from elasticrun.wire.spawning import (
     SpawnSaver,
     SpawnStore,
     Stale,
+    Swept,
     ToSpawner,
 )
 
@@ -73,6 +75,41 @@ SWEEP_LIMIT: Final = 30.0
 """Seconds until processes that survived SIGKILL are taken for stuck in the kernel."""
 
 
+class Owner(Protocol):
+    """Who had a process started. Told in the loop's thread, in the order in which things happen."""
+
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        """What a spawner says of the child: Spawned, then its own words, Exited or SpawnFailed."""
+
+    def lost(self, child: Child) -> None:
+        """Its spawner has died; the child was killed and reaped, and no more is heard of it."""
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that a spawner was told to start."""
+
+    key: int
+    owner: Owner
+    spawner: Spawner | None
+    """None once it is lost or forgotten."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody hears of it any more."""
+        return self.spawner is None or self.spawner.ended.is_set()
+
+    def send(self, message: ToSpawner) -> None:
+        """Give an order about it; nothing where it is lost."""
+        if self.spawner is not None and not self.is_lost:
+            self.spawner.send(message)
+            self.spawner.expect()
+
+    def signal(self, signum: int, *, alone: bool = False) -> None:
+        """Send a signal to its process group; `alone`: to no other process of its group."""
+        self.send(SendSignal(self.key, signum, alone))
+
+
 class Spawner:
     """One conversation; `heard` gets every message, `lost` the reason of its end, once."""
 
@@ -83,8 +120,8 @@ class Spawner:
         lost: Callable[[Spawner, str], None],
     ) -> None:
         self.process = process
-        self.keys: set[int] = set()
-        """Processes it was told to start and has not reported gone."""
+        self.children: dict[int, Child] = {}
+        """By key: what it was told to start and nobody has forgotten yet."""
         self.ready: SpawnerReady | None = None
         self.quitting = False
         self._death = ""
@@ -205,9 +242,8 @@ class Spawner:
 class Spawners:
     """All spawners of this agent, seen as one.
 
-    `heard(message)` gets what concerns processes; `lost(reason)` is called when a spawner with
-    processes has died and all that it had is killed and reaped; `fatal(sentence)` when none can be
-    kept alive."""
+    `lost(reason)` is called when a spawner with processes has died and all that it had is killed
+    and reaped; `fatal(sentence)` when none can be kept alive."""
 
     def __init__(
         self,
@@ -217,7 +253,6 @@ class Spawners:
         *,
         ignored: tuple[int, ...],
         spared: Callable[[], set[int]],
-        heard: Callable[[FromSpawner], None],
         lost: Callable[[str], None],
         fatal: Callable[[str], None],
     ) -> None:
@@ -225,7 +260,6 @@ class Spawners:
         self._ignored = ignored
         self._reaper = reaper
         self._spared = spared
-        self._deliver = heard
         self._lost = lost
         self._fatal = fatal
         self._keys = count(1)
@@ -252,39 +286,27 @@ class Spawners:
 
     # ------------------------------------------------------------ orders
 
-    def new_key(self) -> int:
-        return next(self._keys)
-
-    def start(self, order: SpawnRank | SpawnStore | SpawnProbe | SpawnSaver) -> None:
-        """Give an order that makes a process, to the newest spawner that is ready."""
+    def start(self, order: SpawnRank | SpawnStore | SpawnProbe | SpawnSaver, owner: Owner) -> Child:
+        """Give an order that makes a process, to the newest spawner that is ready. The key in the
+        order is set here."""
         self._switch()
-        self._current.keys.add(order.key)
-        self._current.send(order)
+        child = Child(next(self._keys), owner, self._current)
+        self._current.children[child.key] = child
+        self._current.send(replace(order, key=child.key))
         self._current.expect()
+        return child
 
-    def send(self, key: int, message: ToSpawner) -> None:
-        """Give an order about a process to the spawner that has it."""
-        for spawner in self._all:
-            if key in spawner.keys:
-                spawner.send(message)
-                spawner.expect()
-                return
-
-    def close_store(self, key: int) -> None:
-        self.send(key, CloseStore(key))
-
-    def owner(self, key: int) -> Spawner | None:
-        return next((spawner for spawner in self._all if key in spawner.keys), None)
-
-    def is_old(self, key: int) -> bool:
+    def is_old(self, child: Child) -> bool:
         """Whether this process is of a spawner whose place another one has taken, or may take."""
         self._switch()
-        return self.owner(key) is not self._current
+        return child.spawner is not self._current
 
-    def forget(self, keys: list[int]) -> None:
+    def forget(self, *children: Child) -> None:
         """These processes are gone and swept; a replaced spawner ends when it has none left."""
-        for spawner in self._all:
-            spawner.keys.difference_update(keys)
+        for child in children:
+            if child.spawner is not None:
+                del child.spawner.children[child.key]
+                child.spawner = None
         self._retire()
 
     async def close(self, limit: float) -> None:
@@ -298,15 +320,15 @@ class Spawners:
         self._tasks.close()
         for spawner in self._all:
             spawner.quit()
-        waits = [asyncio.create_task(spawner.ended.wait()) for spawner in self._all]
+        ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
             child = spawner.process.process
             if isinstance(child, WarmChild) and child.over is not None:  # its guard goes, too
-                waits.append(asyncio.create_task(child.over.wait()))
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=limit)
-            for wait in late:
-                wait.cancel()
+                ends.append(child.over)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                for end in ends:
+                    await end.wait()
         for spawner in list(self._all):
             spawner.end("closed")
 
@@ -336,7 +358,10 @@ class Spawners:
                 self._watch(spawner, message)
             elif isinstance(message, Exited | SpawnFailed):
                 self._unwatch(message.key)
-            self._deliver(message)
+            assert not isinstance(message, Pong)  # its own spawner has taken it
+            key = message.keys[0] if isinstance(message, Swept) else message.key
+            if (child := spawner.children.get(key)) is not None:
+                child.owner.heard(child, message)
 
     def _watch(self, spawner: Spawner, born: Spawned) -> None:
         """Hear of its death from the kernel, too: a spawner that stands still tells of none."""
@@ -371,7 +396,7 @@ class Spawners:
 
     def _ready(self, spawner: Spawner, ready: SpawnerReady) -> None:
         spawner.ready = ready
-        if spawner.keys:
+        if spawner.children:
             spawner.expect()
         self._early_deaths = 0
         warmed = isinstance(spawner.process.process, WarmChild)
@@ -432,7 +457,7 @@ class Spawners:
 
     def _retire(self) -> None:
         for spawner in self._all:
-            if spawner not in (self._current, self._next) and not spawner.keys:
+            if spawner not in (self._current, self._next) and not spawner.children:
                 spawner.quit()
 
     # ------------------------------------------------------------ deaths
@@ -443,7 +468,7 @@ class Spawners:
 
     def _ended(self, spawner: Spawner, reason: str) -> None:
         self._all.remove(spawner)
-        for key in spawner.keys if self._all else list(self._pidfds):
+        for key in spawner.children if self._all else list(self._pidfds):
             self._unwatch(key)
         if spawner is self._next:
             self._next = None
@@ -472,11 +497,16 @@ class Spawners:
         stuck = await self._reaper.sweep(keep=self._spared() | others, limit=SWEEP_LIMIT)
         if stuck:
             logger.error("processes %s do not die", ", ".join(map(str, stuck)))
-        if spawner is not self._current:
-            if spawner.keys:
-                self._lost(reason)
-        elif self._replace(spawner, reason):
-            self._lost(reason)
+        if spawner is self._current:
+            if not self._replace(spawner, reason):
+                return
+        elif not spawner.children:
+            return
+        lost, spawner.children = spawner.children, {}
+        for child in lost.values():
+            child.spawner = None
+            child.owner.lost(child)
+        self._lost(reason)
 
     def _replace(self, spawner: Spawner, reason: str) -> bool:
         """Start a spawner in the place of a dead one; false (and fatal) if that is no use."""

@@ -12,7 +12,9 @@ from tests.agent.configs import agent_config, start
 
 
 def test_every_variable_of_the_table() -> None:
-    made = rank_environment(agent_config(), start(), 1, {}, "/logs/error.json")
+    made = rank_environment(
+        agent_config(), start(), 1, {}, {"TORCHELASTIC_ERROR_FILE": "/logs/error.json"}
+    )
     assert made == {
         "RANK": "3",
         "LOCAL_RANK": "1",
@@ -38,25 +40,25 @@ def test_every_variable_of_the_table() -> None:
 def test_nothing_that_says_which_rank_this_is_is_inherited() -> None:
     """Operators of Kubernetes use RANK, WORLD_SIZE and MASTER_ADDR for nodes."""
     operators = dict.fromkeys(RANK_VARIABLES, "the operator's")
-    made = operators | rank_environment(agent_config(), start(), 1, operators, "")
+    made = operators | rank_environment(agent_config(), start(), 1, operators, {})
     assert "the operator's" not in made.values()
 
 
 def test_what_the_user_has_set_stands() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "8"}
-    made = rank_environment(agent_config(), start(), 0, environ, "")
+    made = rank_environment(agent_config(), start(), 0, environ, {})
     assert made["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert "OMP_NUM_THREADS" not in made  # inherited
 
 
 def test_omp_is_one_where_the_command_line_decided_so() -> None:
-    made = rank_environment(agent_config(set_omp_threads=True), start(), 0, {}, "")
+    made = rank_environment(agent_config(set_omp_threads=True), start(), 0, {}, {})
     assert made["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_static_job_sees_the_port_that_was_named() -> None:
     config = agent_config(rendezvous=Rendezvous("static", "head", 29612), node_rank=1)
-    made = rank_environment(config, start(store=Endpoint("10.0.0.9", 40000)), 0, {}, "")
+    made = rank_environment(config, start(store=Endpoint("10.0.0.9", 40000)), 0, {}, {})
     assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("head", "29612")
 
 
@@ -65,7 +67,7 @@ def test_a_static_job_sees_the_port_that_was_named() -> None:
 )
 def test_virtual_local_rank(visible: str | None, device: str) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    made = rank_environment(agent_config(virtual_local_rank=True), start(), 1, environ, "")
+    made = rank_environment(agent_config(virtual_local_rank=True), start(), 1, environ, {})
     assert (made["LOCAL_RANK"], made["CUDA_VISIBLE_DEVICES"]) == ("0", device)
     assert made["RANK"] == "3"
 
@@ -73,7 +75,7 @@ def test_virtual_local_rank(visible: str | None, device: str) -> None:
 def test_virtual_local_rank_without_a_device_is_a_sentence() -> None:
     config = agent_config(virtual_local_rank=True)
     with pytest.raises(BadEnvironment, match="local rank 1 has no device"):
-        rank_environment(config, start(), 1, {"CUDA_VISIBLE_DEVICES": "3"}, "")
+        rank_environment(config, start(), 1, {"CUDA_VISIBLE_DEVICES": "3"}, {})
 
 
 def test_local_rank_in_arguments() -> None:

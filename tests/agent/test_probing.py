@@ -13,7 +13,8 @@ import pytest
 
 from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.spawner import Spawner, Spawners
+from elasticrun.agent.runtime import NodeContext
+from elasticrun.agent.spawner import Child, Spawner, Spawners
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.ranks import probe_environment
 from elasticrun.agent.workers.stores import Stores
@@ -22,7 +23,7 @@ from elasticrun.core.events import AgentEvent, ProbeEnded, StoreReady
 from elasticrun.system.processes import below
 from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
-from elasticrun.wire.spawning import Exited, FromSpawner, ProbeSaid, SpawnFailed, StoreListening
+from elasticrun.wire.spawning import FromSpawner, ProbeSaid
 from elasticrun.wire.types import Endpoint
 from tests.agent.configs import agent_config
 from tests.further import further
@@ -51,32 +52,26 @@ class NodeOfProbes:
             reaper,
             ignored=(),
             spared=set,
-            heard=self._heard,
             lost=self._lost,
             fatal=lambda sentence: pytest.fail(sentence),
         )
-        self.stores = Stores(
-            self.spawners, lambda: "127.0.0.1", self._deliver, lambda why: pytest.fail(why), 0.0
-        )
-        self.probing = Probing(self.config, self.spawners, self._deliver)
+        self.context = NodeContext(self.config, self._deliver, pytest.fail, address="127.0.0.1")
+        self.stores = Stores(self.context, self.spawners, 0.0)
+        self.probing = Probing(self.context, self.spawners)
+        self._hear, self.probing.heard = self.probing.heard, self._heard  # type: ignore[method-assign]
 
     def _deliver(self, event: AgentEvent) -> None:
         self.events.append(event)
         self.changed.set()
 
-    def _heard(self, message: FromSpawner) -> None:
-        if isinstance(message, Exited | SpawnFailed):
-            assert self.stores.gone(message) or self.probing.gone(message)
-        elif isinstance(message, StoreListening):
-            self.stores.listening(message)
-        elif isinstance(message, ProbeSaid):
+    def _heard(self, child: Child, message: FromSpawner) -> None:
+        if isinstance(message, ProbeSaid):
             self.said.append(message)
-            self.probing.said(message)
+        self._hear(child, message)
         self.changed.set()
 
     def _lost(self, reason: str) -> None:
-        self.probing.all_lost()
-        self.stores.all_lost()
+        self.probing.call_off()
         self.lost.append(reason)
         self.changed.set()
 
@@ -98,7 +93,7 @@ class NodeOfProbes:
         found = await self.until(
             lambda: [e.result for e in self.events if isinstance(e, ProbeEnded)][count - 1 : count]
         )
-        assert not self.spawner().keys & set(self.probing._keys)
+        assert not self.spawner().children.keys() & {c.key for c in self.probing._children}
         probed: Probed = found[0]
         return probed
 
@@ -284,13 +279,13 @@ def test_a_probe_that_is_called_off_is_killed_and_not_told_of() -> None:
         await node.enters("compute")
         node.probing.call_off()
         node.probing.call_off()
-        await node.until(lambda: not node.probing._keys)
+        await node.until(lambda: not node.probing._children)
         node.probing.run(order(store, check="c2"))  # a newer one takes the place of an older
         await node.enters("compute", 2)
         node.probing.run(order(store, check="c3", limit=3.0))
         probed = await node.result()
         assert probed.check == "c3"
-        await node.until(lambda: not node.probing._keys)
+        await node.until(lambda: not node.probing._children)
         ended = [event for event in node.events if isinstance(event, ProbeEnded)]
         assert len(ended) == 1
 
@@ -309,7 +304,7 @@ def test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told() -> None:
         os.kill(server, signal.SIGKILL)
         await node.until(lambda: node.lost)
         assert below(server) == set()
-        assert not node.probing._keys
+        assert not node.probing._children
         assert not [event for event in node.events if isinstance(event, ProbeEnded)]
         fresh = [e for e in node.events if isinstance(e, StoreReady)]
         node.stores.prepare()
@@ -338,7 +333,7 @@ def test_a_rank_without_a_device_of_its_own_is_a_failure_to_start(
     async def body(nodes: list[NodeOfProbes]) -> None:
         (node,) = nodes
         config = replace(node.config, virtual_local_rank=True)
-        probing = Probing(config, node.spawners, node._deliver)
+        probing = Probing(replace(node.context, config=config), node.spawners)
         probing.run(order(await node.store()))
         probed = await node.result()
         assert (probed.ok, probed.own, probed.phase) == (False, True, ProbePhase.START)

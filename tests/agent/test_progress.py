@@ -37,13 +37,13 @@ class Ear:
     def __init__(self, nproc: int) -> None:
         self.said: list[Steps] = []
         self.busy = False
-        self.beat = 0.0
+        self.beat_interval = 0.0
         self._changed = asyncio.Event()
-        self.progress = Progress(nproc, self._say, lambda: self.beat)
+        self.progress = Progress(nproc, self)
         self.progress.begin(start())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    def _say(self, steps: Steps) -> bool:
+    def offer(self, steps: Steps) -> bool:
         self._changed.set()
         if self.busy:
             return False
@@ -95,9 +95,9 @@ def test_a_rank_is_told_where_to_tell_its_steps() -> None:
     async def body(ear: Ear) -> None:
         place = ear.progress.place(1)
         assert re.fullmatch(r"elasticrun-[0-9a-f]{32}/1", place)
-        made = rank_environment(agent_config(), start(), 1, {}, "", place)
+        made = rank_environment(agent_config(), start(), 1, {}, {"ELASTICRUN_PROGRESS": place})
         assert made["ELASTICRUN_PROGRESS"] == place
-        assert "ELASTICRUN_PROGRESS" not in rank_environment(agent_config(), start(), 1, {}, "")
+        assert "ELASTICRUN_PROGRESS" not in rank_environment(agent_config(), start(), 1, {}, {})
 
     play(body)
 
@@ -149,7 +149,7 @@ def test_how_far_reports_are_apart(
         now = loop.time()
         monkeypatch.setattr(loop, "time", lambda: now)
         ear.progress.begin(start(group_world_size=nodes))
-        ear.beat = beat
+        ear.beat_interval = beat
         await ear.tell(SAID)
         now += after - 0.01
         await ear.tell(SAID)

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from elasticrun.agent.logs.output import RankLogs, RankOutput
-from elasticrun.agent.runtime import NoThread
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.runtime import NodeContext, NoThread
+from elasticrun.agent.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.config import LogPlan
@@ -25,29 +25,27 @@ from tests.harness import LIMIT
 
 
 class Orders:
-    """In the place of the spawners: keeps what it is told."""
+    """In the place of the spawners and of the one that they have: keeps what it is told."""
 
     def __init__(self, told: Callable[[], None]) -> None:
         self.told = told
         self.given: list[Any] = []
-        self._keys = 0
+        self.children: list[Child] = []
+        self.ended = asyncio.Event()
 
-    def new_key(self) -> int:
-        self._keys += 1
-        return self._keys
-
-    def start(self, order: SpawnRank) -> None:
+    def start(self, order: SpawnRank, owner: Owner) -> Child:
+        child = Child(len(self.given) + 1, owner, cast(Spawner, self))
+        self.children.append(child)
         self.given.append(order)
         self.told()
+        return child
 
-    def send(self, key: int, order: Any) -> None:
+    def send(self, order: Any) -> None:
         self.given.append(order)
 
-    def owner(self, key: int) -> object:
-        return self
+    def expect(self) -> None: ...
 
-    def forget(self, keys: list[int]) -> None:
-        pass
+    def forget(self, *children: Child) -> None: ...
 
 
 class HungDisk(RankOutput):
@@ -70,12 +68,9 @@ class Stage:
         self._changed = asyncio.Event()
         self.orders = Orders(self._changed.set)
         self.ranks = Ranks(
-            agent_config(),
+            NodeContext(agent_config(), self._deliver, pytest.fail, host="host"),
             cast(Spawners, self.orders),
             output,
-            host=lambda: "host",
-            deliver=self._deliver,
-            fatal=lambda sentence: pytest.fail(sentence),
         )
 
     def _deliver(self, event: AgentEvent) -> None:
@@ -101,21 +96,25 @@ def play(body: Callable[[Stage], Awaitable[None]], output: RankOutput | None = N
     asyncio.run(main())
 
 
-async def spawned(stage: Stage) -> list[SpawnRank]:
-    stage.ranks.spawn(SpawnRanks(start(), 2))
+async def spawned(stage: Stage) -> list[Child]:
+    stage.ranks.spawn(SpawnRanks(start(), 2), {})
     await stage.until(lambda: len(stage.orders.given) == 2)
-    for order in stage.orders.given:
-        stage.ranks.spawned(Spawned(order.key, 100 + order.local_rank, True))
-    return list(stage.orders.given)
+    for pid, child in enumerate(stage.orders.children, start=100):
+        stage.ranks.heard(child, Spawned(child.key, pid, True))
+    return stage.orders.children
+
+
+def end(stage: Stage, child: Child, code: int) -> None:
+    stage.ranks.heard(child, Exited(child.key, 99 + child.key, code, 5))
 
 
 def test_a_life_from_birth_to_sweep() -> None:
     async def body(stage: Stage) -> None:
-        orders = await spawned(stage)
-        assert [order.env["RANK"] for order in orders] == ["2", "3"]
+        children = await spawned(stage)
+        assert [order.env["RANK"] for order in stage.orders.given] == ["2", "3"]
         assert stage.events == [RankSpawned(0, 100), RankSpawned(1, 101)]
-        for order, code in zip(orders, (0, -11), strict=True):
-            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, code, 5))
+        for child, code in zip(children, (0, -11), strict=True):
+            end(stage, child, code)
         await stage.until(lambda: len(stage.events) == 4)
         good, bad = stage.events[2:]
         assert good == RankExited(0, 0, None)
@@ -124,9 +123,9 @@ def test_a_life_from_birth_to_sweep() -> None:
         assert (bad.failure.rank, bad.failure.exitcode, bad.failure.pid) == (3, -11, 101)
         assert bad.failure.kind is FailureKind.SIGNAL
         stage.ranks.sweep(1.5)
-        keys = tuple(order.key for order in orders)
+        keys = tuple(child.key for child in children)
         assert stage.orders.given[-1] == Sweep(keys, 1.5)
-        stage.ranks.swept(Swept(keys, (7,)))
+        stage.ranks.heard(children[0], Swept(keys, (7,)))
         assert stage.events[-1] == RanksSwept((7,))
 
     play(body)
@@ -134,9 +133,10 @@ def test_a_life_from_birth_to_sweep() -> None:
 
 def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind() -> None:
     async def body(stage: Stage) -> None:
-        stage.ranks.spawn(SpawnRanks(start(), 2))
+        stage.ranks.spawn(SpawnRanks(start(), 2), {})
         await stage.until(lambda: len(stage.orders.given) == 2)
-        stage.ranks.spawn_failed(SpawnFailed(stage.orders.given[1].key, "no such file"))
+        child = stage.orders.children[1]
+        stage.ranks.heard(child, SpawnFailed(child.key, "no such file"))
         await stage.until(lambda: bool(stage.events))
         (event,) = stage.events
         assert isinstance(event, RankExited)
@@ -150,13 +150,13 @@ def test_ranks_that_wait_for_a_disk_can_be_called_off() -> None:
     disk = HungDisk()
 
     async def body(stage: Stage) -> None:
-        stage.ranks.spawn(SpawnRanks(start(), 2))
+        stage.ranks.spawn(SpawnRanks(start(), 2), {})
         stage.ranks.call_off()
         stage.ranks.call_off()
         kinds = [e.failure.kind for e in stage.events if isinstance(e, RankExited) and e.failure]
         assert kinds == [FailureKind.STOPPED, FailureKind.STOPPED]
         disk.go.set()
-        stage.ranks.spawn(SpawnRanks(start(), 3))  # the next life is not disturbed by the first
+        stage.ranks.spawn(SpawnRanks(start(), 3), {})  # the next life is not disturbed by the first
         await stage.until(lambda: len(stage.orders.given) == 2)
 
     play(body, disk)
@@ -177,9 +177,8 @@ def test_an_error_file_that_cannot_be_read_holds_up_neither_the_exit_nor_its_ord
     output = RankOutput(LogPlan(log_dir=str(tmp_path)), "job", "default", 2)
 
     async def body(stage: Stage) -> None:
-        orders = await spawned(stage)
-        for order in orders:
-            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, 1, 5))
+        for child in await spawned(stage):
+            end(stage, child, 1)
         await stage.until(lambda: len(stage.events) == 4)
         exits = [event for event in stage.events if isinstance(event, RankExited)]
         assert [event.local_rank for event in exits] == [0, 1]
@@ -200,10 +199,10 @@ def test_a_death_is_reported_whatever_becomes_of_its_cause(
         raise error
 
     async def body(stage: Stage) -> None:
-        orders = await spawned(stage)
+        children = await spawned(stage)
         monkeypatch.setattr(ranks_module, "in_thread", no_thread)
-        for order in orders:
-            stage.ranks.exited(Exited(order.key, 100 + order.local_rank, 1, 5))
+        for child in children:
+            end(stage, child, 1)
         await stage.until(lambda: len(stage.events) == 4)
         for event in stage.events[2:]:
             assert isinstance(event, RankExited)
@@ -215,11 +214,11 @@ def test_a_death_is_reported_whatever_becomes_of_its_cause(
 
 def test_ranks_of_a_lost_spawner_are_heard_of_no_more() -> None:
     async def body(stage: Stage) -> None:
-        orders = await spawned(stage)
-        stage.ranks.exited(Exited(orders[0].key, 100, -9, 5))
+        children = await spawned(stage)
+        end(stage, children[0], -9)
         stage.ranks.all_lost()
-        stage.ranks.spawned(Spawned(orders[1].key, 1, True))
-        stage.ranks.exited(Exited(orders[1].key, 1, -9, 5))
+        stage.ranks.heard(children[1], Spawned(2, 1, True))
+        end(stage, children[1], -9)
         stage.ranks.sweep(1.0)
         assert stage.events[2:] == [RanksSwept(())]
 

@@ -12,8 +12,8 @@ import pytest
 from elasticrun.agent import spawner
 from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.spawner import Spawners
-from elasticrun.wire.spawning import Exited, FromSpawner, SendSignal, Spawned, SpawnRank
+from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
 from elasticrun.wire.types import Entry, EntryKind
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT, await_exit
@@ -23,8 +23,9 @@ class Node:
     """As much of an agent as spawners need; `ranks` that sleep."""
 
     def __init__(self) -> None:
-        self.heard: list[FromSpawner] = []
-        self.lost: list[str] = []
+        self.said: list[FromSpawner] = []
+        self.reasons: list[str] = []
+        self.children: dict[int, Child] = {}
         self._changed = asyncio.Event()
         self._reaper = Reaper()
 
@@ -34,8 +35,7 @@ class Node:
         config = agent_config(launch="exec")
         self.spawners = Spawners(
             config, start_spawner(config, ()), self._reaper, ignored=(), spared=set,
-            heard=self._note(self.heard), lost=self._note(self.lost),
-            fatal=lambda why: pytest.fail(why),
+            lost=self._lost, fatal=lambda why: pytest.fail(why),
         )  # fmt: skip
         await self.until(lambda: self.server.ready is not None)
         return self
@@ -45,12 +45,15 @@ class Node:
         await self._reaper.sweep(keep=(), limit=LIMIT)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
-    def _note(self, where: list) -> Callable[[object], None]:  # type: ignore[type-arg]
-        def note(what: object) -> None:
-            where.append(what)
-            self._changed.set()
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        self.said.append(message)
+        self._changed.set()
 
-        return note
+    def lost(self, child: Child) -> None: ...
+
+    def _lost(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self._changed.set()
 
     @property
     def server(self) -> spawner.Spawner:
@@ -67,15 +70,17 @@ class Node:
     async def ranks(self, count: int) -> list[Spawned]:
         for number in range(count):
             entry = Entry(EntryKind.COMMAND, "sleep", ("1000",))
-            self.spawners.start(SpawnRank(*(number + 1, number, entry, {}, ()), "", "", "", (), ()))
+            order = SpawnRank(*(0, number, entry, {}, ()), "", "", "", (), ())
+            child = self.spawners.start(order, self)
+            self.children[child.key] = child
         await self.until(lambda: len(self.born()) == count)
         return self.born()
 
     def born(self) -> list[Spawned]:
-        return [message for message in self.heard if isinstance(message, Spawned)]
+        return [message for message in self.said if isinstance(message, Spawned)]
 
     def exits(self) -> list[Exited]:
-        return [message for message in self.heard if isinstance(message, Exited)]
+        return [message for message in self.said if isinstance(message, Exited)]
 
 
 def play(
@@ -102,8 +107,8 @@ def test_a_rank_that_dies_beside_a_stopped_fork_server(monkeypatch: pytest.Monke
         first, second = ranks
         os.kill(server, signal.SIGSTOP)
         os.kill(first.pid, signal.SIGKILL)
-        await node.until(lambda: node.lost)
-        assert "stands still (SIGSTOP, a debugger): no answer for 1 s" in node.lost[0]
+        await node.until(lambda: node.reasons)
+        assert "stands still (SIGSTOP, a debugger): no answer for 1 s" in node.reasons[0]
         assert await_exit([server, second.pid]) == set()
         assert node.server.process.pid != server
         assert not node.exits()
@@ -115,8 +120,8 @@ def test_an_order_to_a_stopped_fork_server(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
         rank = ranks[0]
         os.kill(server, signal.SIGSTOP)
-        node.spawners.send(rank.key, SendSignal(rank.key, signal.SIGTERM))
-        await node.until(lambda: node.lost)
+        node.children[rank.key].signal(signal.SIGTERM)
+        await node.until(lambda: node.reasons)
         assert await_exit([server, rank.pid]) == set()
 
     play(monkeypatch, body)
@@ -130,14 +135,14 @@ def test_a_fork_server_that_nobody_needs_may_stand_still(monkeypatch: pytest.Mon
         os.kill(server, signal.SIGSTOP)
         still = asyncio.get_running_loop().time() + 1.5 * spawner.ANSWER_LIMIT
         await node.until(lambda: asyncio.get_running_loop().time() > still)
-        assert not node.lost
+        assert not node.reasons
         monkeypatch.setattr(spawner, "ANSWER_LIMIT", LIMIT)
         os.kill(first.pid, signal.SIGKILL)
         await node.until(lambda: node.server._silence is not None)
         os.kill(server, signal.SIGCONT)
         await node.until(node.exits)
         await node.until(lambda: node.server._silence is None)
-        assert not node.lost
+        assert not node.reasons
         assert node.server.process.pid == server
         os.kill(second.pid, 0)
 
@@ -150,11 +155,11 @@ def test_an_agent_that_stood_still_itself_gives_the_fork_server_another_limit(
     async def body(node: Node, server: int, ranks: list[Spawned]) -> None:
         rank = ranks[0]
         os.kill(server, signal.SIGSTOP)
-        node.spawners.send(rank.key, SendSignal(rank.key, 0))
+        node.children[rank.key].signal(0)
         node.server._due -= spawner.STALLED + 0.1  # as after a Ctrl-Z of both
         node.server._silent()
         os.kill(server, signal.SIGCONT)
         await node.until(lambda: node.server._silence is None)
-        assert not node.lost
+        assert not node.reasons
 
     play(monkeypatch, body)

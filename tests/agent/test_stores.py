@@ -11,11 +11,12 @@ import pytest
 
 from elasticrun.agent.boot import start_spawner
 from elasticrun.agent.processes import Reaper
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.runtime import NodeContext
+from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import stores
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
-from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, StoreListening
+from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 
@@ -59,16 +60,6 @@ class Node:
         self.ends.append(sentence)
         self._came.set()
 
-    def _heard(self, message: FromSpawner) -> None:
-        if isinstance(message, Spawned):
-            self._stores.spawned(message)
-        elif isinstance(message, StoreListening):
-            self._stores.listening(message)
-        elif isinstance(message, Exited | SpawnFailed):
-            if self._ended is not None:
-                self._ended.touch()
-            assert self._stores.gone(message)
-
     async def has_store(self) -> None:
         """Prepare one; until it is there, or given up."""
         reaper = Reaper()
@@ -76,13 +67,19 @@ class Node:
         loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
         config = agent_config(launch="exec")  # executed, a store host imports torch itself
         spawners = Spawners(
-            config, start_spawner(config, ()), reaper, ignored=(), spared=set, heard=self._heard,
+            config, start_spawner(config, ()), reaper, ignored=(), spared=set,
             lost=lambda reason: pytest.fail(reason), fatal=lambda why: pytest.fail(why),
         )  # fmt: skip
-        self._stores = Stores(
-            *(spawners, lambda: "127.0.0.1", self._deliver, self._fatal, 0.0),
-            start_limits=Limits(),
-        )
+        node = NodeContext(config, self._deliver, self._fatal, address="127.0.0.1")
+        self._stores = Stores(node, spawners, 0.0, start_limits=Limits())
+        hear = self._stores.heard
+
+        def heard(child: Child, message: FromSpawner) -> None:
+            if isinstance(message, Exited | SpawnFailed) and self._ended is not None:
+                self._ended.touch()
+            hear(child, message)
+
+        self._stores.heard = heard  # type: ignore[method-assign]
         self._stores.prepare()
         try:
             async with asyncio.timeout(LIMIT):

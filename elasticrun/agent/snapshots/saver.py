@@ -17,12 +17,12 @@ from typing import Any, Final, Protocol, TypeVar
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import VERSION, Snapshot
 from elasticrun.wire import env, snapshots as s
-from elasticrun.wire.spawning import Exited, SendSignal, SpawnFailed, SpawnSaver
+from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Savers:
         self._config = config
         self._spawners = spawners
         self._owner = owner
-        self._key: int | None = None  # of the process, until it was reaped
+        self._child: Child | None = None  # until it was reaped
         self._peer: Peer | None = None
         self._coming: asyncio.Future[None] | None = None
         self._starts: deque[float] = deque()
@@ -115,7 +115,7 @@ class Savers:
     def replace_old(self) -> None:
         """Between two lives of the ranks: a saver of a spawner that is being replaced goes, so that
         this spawner can go too."""
-        if self._key is not None and not self._answers and self._spawners.is_old(self._key):
+        if self._child is not None and not self._answers and self._spawners.is_old(self._child):
             self._starts.clear()  # it did not die
             if self._peer is not None:
                 self._peer.close()
@@ -199,7 +199,7 @@ class Savers:
 
     # ------------------------------------------------------------ what it says
 
-    def heard(self, peer: Peer, message: s.FromSaver) -> None:
+    def said(self, peer: Peer, message: s.FromSaver) -> None:
         """A message of a process that says it is the saver."""
         if isinstance(message, s.SaverHere):
             self._introduced(peer, message)
@@ -221,20 +221,20 @@ class Savers:
             self._owner.remark(message.text)
 
     def hung_up(self, peer: Peer) -> None:
-        """Its conversation is over, and it ends with that; how it ended is told by `gone`."""
+        """Its conversation is over, and it ends with that; how it ended its spawner tells."""
         if peer is self._peer:
             self._peer = None
-            if self._key is None:
+            if self._child is None:
                 self._end("the saver has ended its conversation")
             else:
                 self._kill()
 
-    def gone(self, message: Exited | SpawnFailed) -> bool:
-        """Whether it was the saver's end."""
-        if message.key != self._key:
-            return False
-        self._spawners.forget([message.key])
-        self._key = None
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        """Its process was started, or has ended."""
+        if not isinstance(message, Exited | SpawnFailed):
+            return
+        self._spawners.forget(child)
+        self._child = None
         if isinstance(message, SpawnFailed):
             why = f"the saver could not be started: {message.reason}"
         else:
@@ -245,23 +245,21 @@ class Savers:
             self._end(why)
         if self._coming is not None:
             self._start()
-        return True
 
-    def all_lost(self) -> None:
-        """A spawner has died, perhaps with the saver."""
-        if self._key is not None and self._spawners.owner(self._key) is None:
-            self._key = None
-            if self._starts:
-                self._starts.pop()
-            self._end("the saver died with the fork server")
-            if self._coming is not None:
-                self._start()
+    def lost(self, child: Child) -> None:
+        """Its spawner has died, and it with it."""
+        self._child = None
+        if self._starts:
+            self._starts.pop()
+        self._end("the saver died with the fork server")
+        if self._coming is not None:
+            self._start()
 
     # ------------------------------------------------------------ its life
 
     def _start(self) -> None:
         """Order one, once the last one was reaped."""
-        if self._key is not None or self._coming is None or self._again is not None:
+        if self._child is not None or self._coming is None or self._again is not None:
             return
         now = asyncio.get_running_loop().time()
         while self._starts and now - self._starts[0] > STARTS_WINDOW:
@@ -277,17 +275,17 @@ class Savers:
             return
         self._hopeless, self._spoke = "", False
         self._starts.append(now)
-        self._key = self._spawners.new_key()
-        self._spawners.start(
+        self._child = self._spawners.start(
             SpawnSaver(
-                key=self._key,
+                key=0,
                 place=self._owner.socket_name(),
                 host=self._owner.serving_host(),
                 secret=_secret(self._config),
                 env={env.OMP_NUM_THREADS: "1", env.CUDA_VISIBLE_DEVICES: ""},
                 unset=(),
                 cpus=(),
-            )
+            ),
+            self,
         )
 
     def _put_off(self, why: str) -> None:
@@ -309,7 +307,7 @@ class Savers:
     def _introduced(self, peer: Peer, here: s.SaverHere) -> None:
         if here.version != VERSION:
             peer.break_off(f"its segments are of version {here.version}, ours of {VERSION}")
-        elif here.key != self._key or self._peer is not None:
+        elif self._child is None or here.key != self._child.key or self._peer is not None:
             peer.break_off("no such saver was started")
         else:
             self._peer, self.port = peer, here.port
@@ -345,8 +343,8 @@ class Savers:
     # ------------------------------------------------------------ small change
 
     def _kill(self) -> None:
-        if self._key is not None:
-            self._spawners.send(self._key, SendSignal(self._key, signal.SIGKILL))
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)
 
     def _show(self, held: Held) -> None:
         if self._peer is not None and held.key not in self._open and not held.gone:

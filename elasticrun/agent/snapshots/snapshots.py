@@ -227,7 +227,7 @@ class Snapshots:
         """A message of a peer, its introduction first."""
         if isinstance(peer.here, s.SaverHere):
             if isinstance(message, s.FromSaver):
-                self.savers.heard(peer, message)
+                self.savers.said(peer, message)
             else:
                 peer.break_off("it is the saver, and speaks as a rank does")
         elif not isinstance(message, s.FromRank):

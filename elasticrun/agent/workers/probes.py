@@ -11,32 +11,33 @@ told, or it was called off and nothing is told.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from elasticrun import accelerators
 from elasticrun.accelerators import Accelerator
-from elasticrun.agent.runtime import Tasks, in_thread
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.runtime import NodeContext, Tasks, in_thread
+from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.ranks import probe_environment
-from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, AgentConfig, ProbeLoad
-from elasticrun.core.events import AgentEvent, ProbeEnded
+from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
+from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration
 from elasticrun.operator_log import logger
 from elasticrun.wire import auth as tls, env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 from elasticrun.wire.spawning import (
     Exited,
+    FromSpawner,
     ProbePlan,
     ProbeSaid,
-    SendSignal,
     SpawnFailed,
     SpawnProbe,
 )
@@ -168,7 +169,7 @@ class _Probing:
     order: Probe
     load: ProbeLoad
     began: float  # monotonic seconds
-    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank, until reaped
+    children: dict[Child, int] = field(default_factory=dict)  # their local ranks, until reaped
     phases: dict[int, ProbePhase] = field(default_factory=dict)  # by local rank
     results: dict[int, _Result] = field(default_factory=dict)  # in the order of their coming
     timer: asyncio.TimerHandle | None = None
@@ -203,14 +204,12 @@ class _Result:
 class Probing:
     """Carries out RunProbe and CallOffProbe."""
 
-    def __init__(
-        self, config: AgentConfig, spawners: Spawners, deliver: Callable[[AgentEvent], None]
-    ) -> None:
-        self._config = config
+    def __init__(self, node: NodeContext, spawners: Spawners) -> None:
+        self._config = node.config
         self._spawners = spawners
-        self._deliver = deliver
+        self._deliver = node.deliver
         self._current: _Probing | None = None
-        self._keys: dict[int, _Probing] = {}
+        self._children: dict[Child, _Probing] = {}
         self._accelerator: Accelerator | None = None
         self._bindings: list[numa.Binding] | None = None
         self._tasks = Tasks(logger.error)  # a probe that is not started is overdue later
@@ -241,38 +240,29 @@ class Probing:
 
     # ------------------------------------------------------------ reports
 
-    def said(self, message: ProbeSaid) -> None:
-        """A probe enters a phase, or has come to its end."""
-        probing = self._keys.get(message.key)
-        if probing is None or probing.over:
-            return
-        local_rank = probing.keys[message.key]
-        try:
-            phase = ProbePhase(message.phase)
-        except ValueError:
-            phase = probing.phase(local_rank)
-        probing.phases[local_rank] = phase
-        if message.done:
-            probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        """A probe enters a phase, has come to its end, or is reaped: the last one's is the end of
+        the order."""
+        probing = self._children[child]
+        local_rank = probing.children[child]
+        if isinstance(message, Exited | SpawnFailed):
+            self._spawners.forget(child)
+            self.lost(child)
+            if not probing.over:
+                ended = "it ended without a result"
+                why = ended if isinstance(message, Exited) else message.reason
+                self._failed(probing, local_rank, why)
+            self._look(probing)
+        elif isinstance(message, ProbeSaid) and not probing.over:
+            with contextlib.suppress(ValueError):  # no phase of ours
+                probing.phases[local_rank] = ProbePhase(message.phase)
+            if message.done:
+                probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
 
-    def gone(self, message: Exited | SpawnFailed) -> bool:
-        """Whether it was a probe's end; the last one's is the end of the order."""
-        probing = self._keys.pop(message.key, None)
-        if probing is None:
-            return False
-        self._spawners.forget([message.key])
-        local_rank = probing.keys.pop(message.key)
-        why = message.reason if isinstance(message, SpawnFailed) else "it ended without a result"
-        if not probing.over:
-            self._failed(probing, local_rank, why)
-        self._look(probing)
-        return True
-
-    def all_lost(self) -> None:
-        """A spawner has died, perhaps with probes: the brain knows, and answers for itself."""
-        self.call_off()
-        for key in [key for key in self._keys if self._spawners.owner(key) is None]:
-            del self._keys[key]
+    def lost(self, child: Child) -> None:
+        """Reaped. Where its spawner died, too, the node has called the order off: the brain knows
+        of it, and answers for itself."""
+        del self._children.pop(child).children[child]
 
     # ------------------------------------------------------------ starting
 
@@ -294,11 +284,11 @@ class Probing:
         probing.load = PROBE_LOAD_CPU if accelerator.device == "cpu" else PROBE_LOAD_GPU
         probing.started = True
         for rank in ranks:
-            key = self._spawners.new_key()
-            probing.keys[key] = rank
-            self._keys[key] = probing
             plan = self._plan(probing, accelerator, rank)
-            self._spawners.start(SpawnProbe(key, plan, environments[rank], (), bindings[rank].cpus))
+            order = SpawnProbe(0, plan, environments[rank], (), bindings[rank].cpus)
+            child = self._spawners.start(order, self)
+            probing.children[child] = rank
+            self._children[child] = probing
 
     async def _find_accelerator(self) -> Accelerator:
         if self._accelerator is None:
@@ -351,12 +341,12 @@ class Probing:
         self._look(probing)
 
     def _kill(self, probing: _Probing) -> None:
-        for key in probing.keys:
-            self._spawners.send(key, SendSignal(key, signal.SIGKILL))
+        for child in probing.children:
+            child.signal(signal.SIGKILL)
 
     def _look(self, probing: _Probing) -> None:
         """Tell the result once every local rank has one and every process is reaped."""
-        if probing.over or not probing.started or probing.keys:
+        if probing.over or not probing.started or probing.children:
             return
         self._close(probing)
         self._current = None

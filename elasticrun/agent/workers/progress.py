@@ -12,9 +12,8 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from elasticrun.operator_log import logger
 from elasticrun.wire.bounds import INT32
@@ -90,16 +89,23 @@ class _Window:
         self.seconds = self.own = self.waited = 0.0
 
 
-class Progress:
-    """The socket of the present life, and the folding. `say` sends a report unless the link is
-    busy or down, and says whether it did; `beat_interval` is the link's, in seconds."""
+class Uplink(Protocol):
+    """The link to the master."""
 
-    def __init__(
-        self, nproc: int, say: Callable[[Steps], bool], beat_interval: Callable[[], float]
-    ) -> None:
+    def offer(self, report: Steps, /) -> bool:
+        """Send it unless the link is busy or down; whether it was sent."""
+
+    @property
+    def beat_interval(self) -> float:
+        """Seconds."""
+
+
+class Progress:
+    """The socket of the present life, and the folding."""
+
+    def __init__(self, nproc: int, link: Uplink) -> None:
         self._nproc = nproc
-        self._say = say
-        self._beat_interval = beat_interval
+        self._link = link
         self._socket: socket.socket | None = None
         self._name = ""
         self._start: Start | None = None
@@ -221,7 +227,7 @@ class Progress:
 
     def _report(self, now: float) -> None:
         """Say how the slowest rank does, if a report is due."""
-        if self._start is None or now - self._said_at < max(self._every, self._beat_interval()):
+        if self._start is None or now - self._said_at < max(self._every, self._link.beat_interval):
             return
         late = now - self._new_since >= PATIENCE
         fresh = [window for window in self._windows.values() if window.fresh]
@@ -237,7 +243,7 @@ class Progress:
             own=own,
             waited=slowest.waited / slowest.owns if slowest.owns else 0.0,
         )
-        if self._say(report):
+        if self._link.offer(report):
             self._said_at, self._new_since = now, math.inf
             self._windows = {rank: one for rank, one in self._windows.items() if one.fresh}
             for window in self._windows.values():

@@ -1,14 +1,9 @@
-"""What a user is told to do next where a master or a node cannot be reached: ask the doctor.
+"""The local ranks: from the brain's effects to orders for the spawner, and back to events.
 
-The environment and the arguments of a rank: torchrun's table, as pure functions.
-
-What a rank sees is the launcher's own environment (which the spawner inherited) with these
-variables set over it. The strings stand in `wire.env`.
-
-The local ranks: from the brain's effects to orders for the spawner, and back to events.
-
-One life of the ranks at a time. What may block (log folders, error files, sysfs) runs in threads,
-so a life may be ordered to stop before its ranks were started; such ranks are reported as gone.
+What a rank sees is the launcher's own environment, which the spawner inherited, with torchrun's
+table of variables set over it (the names stand in `wire.env`). One life of the ranks at a time.
+What may block (log folders, error files, sysfs) runs in threads, so a life may be ordered to stop
+before its ranks were started; such ranks are reported as gone.
 """
 
 from __future__ import annotations
@@ -28,19 +23,19 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
-from elasticrun.agent.runtime import DISK_LIMIT, NoThread, Tasks, in_thread
-from elasticrun.agent.spawner import Spawners
+from elasticrun.agent.runtime import DISK_LIMIT, NodeContext, NoThread, Tasks, in_thread
+from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import numa
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.config import AgentConfig
-from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.rounds.failures import ECHOES, in_words
 from elasticrun.operator_log import logger
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
 from elasticrun.wire.spawning import (
     Exited,
-    SendSignal,
+    FromSpawner,
     Spawned,
     SpawnFailed,
     SpawnRank,
@@ -68,32 +63,22 @@ class BadEnvironment(Exception):
     """What the user set cannot be given to a rank; the text is one sentence."""
 
 
-def master_endpoint(config: AgentConfig, start: Start) -> Endpoint:
-    """What the ranks see as MASTER_ADDR and MASTER_PORT.
-
-    Of a static job it is exactly what the user named, as under torchrun: the door there leads on to
-    the round's store (decision 008). Else it is the round's store itself."""
-    where = config.rendezvous
-    if where.kind == "static":
-        return Endpoint(where.host, where.port)
-    return start.store
-
-
 def rank_environment(
     config: AgentConfig,
     start: Start,
     local_rank: int,
     environ: Mapping[str, str],
-    error_file: str,
-    progress: str = "",
-    snapshots: str = "",
+    own: Mapping[str, str],
 ) -> dict[str, str]:
     """Every variable that this rank gets over the launcher's own environment.
 
-    `environ` is the launcher's environment; `error_file` is "" where no file is written, `progress`
-    where nobody hears of its steps, `snapshots` where nobody takes its snapshots. Raises
-    BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks need."""
-    master = master_endpoint(config, start)
+    `environ` is the launcher's environment; `own` has where its steps and snapshots are heard of.
+    Raises BadEnvironment when CUDA_VISIBLE_DEVICES names fewer devices than virtual local ranks
+    need."""
+    # What the ranks of a static job see as the master is exactly what the user named, as under
+    # torchrun: the proxy at that port leads on to the round's store (decision 008).
+    where = config.rendezvous
+    master = Endpoint(where.host, where.port) if where.kind == "static" else start.store
     table = {
         env.RANK: str(start.first_rank + local_rank),
         env.LOCAL_RANK: str(local_rank),
@@ -110,16 +95,13 @@ def rank_environment(
         env.MAX_RESTARTS: str(config.spec.max_restarts),
         env.RUN_ID: config.spec.job_id,
         env.USE_AGENT_STORE: "True",
-        env.ERROR_FILE: error_file,
+        env.ERROR_FILE: "",  # where one is written, its path follows with the logs
         env.SIGNALS_TO_HANDLE: ",".join(config.signals_to_handle),
         env.NCCL_ASYNC_ERROR_HANDLING: environ.get(env.NCCL_ASYNC_ERROR_HANDLING, "1"),
+        **own,
     }
     if config.set_omp_threads:
         table[env.OMP_NUM_THREADS] = "1"
-    if progress:
-        table[env.PROGRESS] = progress
-    if snapshots:
-        table[env.SNAPSHOTS] = snapshots
     if config.virtual_local_rank:
         table[env.LOCAL_RANK] = "0"
         table[env.CUDA_VISIBLE_DEVICES] = _only_device(local_rank, environ)
@@ -178,48 +160,39 @@ class _Life:
 
     start: Start
     attempt: int
-    keys: dict[int, int] = field(default_factory=dict)  # key -> local rank
+    children: dict[Child, int] = field(default_factory=dict)  # their local ranks
     pids: dict[int, int] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
     called_off: bool = False  # told to stop before its ranks were started
 
-    def key_of(self, local_rank: int) -> int | None:
-        return next((key for key, rank in self.keys.items() if rank == local_rank), None)
+    @property
+    def is_swept(self) -> bool:
+        """There is nothing to sweep: no rank was started, or its spawner has swept as it died."""
+        return next(iter(self.children)).is_lost if self.children else True
 
 
 class Ranks:
-    """Starts, signals, sweeps and reports the local ranks. `fatal(sentence)` ends the agent."""
+    """Starts, signals, sweeps and reports the local ranks."""
 
     def __init__(
         self,
-        config: AgentConfig,
+        node: NodeContext,
         spawners: Spawners,
         output: RankOutput,
-        *,
-        host: Callable[[], str],
-        deliver: Callable[[AgentEvent], None],
-        fatal: Callable[[str], None],
-        progress: Callable[[int], str] = lambda local_rank: "",
-        snapshots: Callable[[int], str] = lambda local_rank: "",
         is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
     ) -> None:
-        """`progress`: where this local rank is to tell its steps; `snapshots`: where it speaks of
-        its snapshots; `is_put_off`: whether it does not end by this signal."""
-        self._config = config
+        """`is_put_off`: whether this local rank does not end by this signal."""
+        self._node = node
+        self._config = node.config
         self._spawners = spawners
         self._output = output
-        self._host = host
-        self._deliver = deliver
-        self._fatal = fatal
-        self._progress = progress
-        self._snapshots = snapshots
         self._is_put_off = is_put_off
         self._life: _Life | None = None
-        self._sweeping: frozenset[int] = frozenset()
+        self._sweeping: tuple[Child, ...] = ()
         self._bindings: list[numa.Binding] | None = None
         self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
-        self._tasks = Tasks(fatal)
+        self._tasks = Tasks(node.fatal)
         self._killers = Killers()
         self._tasks.start(self._report_exits(), "reporting the ends of ranks")
         self._sent_at: dict[int, float] = {}
@@ -237,58 +210,55 @@ class Ranks:
 
     # ------------------------------------------------------------ orders
 
-    def spawn(self, effect: SpawnRanks) -> None:
-        """Start all local ranks of a round; RankSpawned or RankExited tells of each."""
+    def spawn(self, effect: SpawnRanks, own: Mapping[int, Mapping[str, str]]) -> None:
+        """Start all local ranks of a round, each with variables of its `own`; RankSpawned or
+        RankExited tells of each."""
         life = _Life(effect.start, effect.attempt)
         self._life = life
         self._sent_at.clear()
-        self._tasks.start(self._start(life), "starting the ranks")
+        self._tasks.start(self._start(life, own), "starting the ranks")
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
         """Send a signal to these ranks' process groups."""
         life = self._life
-        if life is None:
-            return
-        for local_rank in local_ranks:
-            key = life.key_of(local_rank)
-            pid = life.pids.get(local_rank)
-            if key is None:
+        for child, local_rank in life.children.items() if life is not None else ():
+            if life is None or local_rank not in local_ranks:
                 continue
             if life.signalled.get(local_rank) != signum:
+                pid = life.pids.get(local_rank)
                 self._tell_signal(pid, signum, life.signalled.get(local_rank))
             life.signalled[local_rank] = signum
             self._sent_at[signum] = time.monotonic()
-            self._spawners.send(key, SendSignal(key, signum))
+            child.signal(signum)
             if self._is_put_off(local_rank, signum):  # it would end by it, but for us
                 self._sent_at[signal.SIGKILL] = time.monotonic()
-                self._spawners.send(key, SendSignal(key, signal.SIGKILL, alone=True))
+                child.signal(signal.SIGKILL, alone=True)
 
     def call_off(self) -> None:
         """The ranks that were asked for and are not yet started shall not be."""
         life = self._life
-        if life is None or life.keys or life.called_off:
+        if life is None or life.children or life.called_off:
             return
         life.called_off = True
         now = time.time_ns() // 1000
         for local_rank in range(self._config.nproc_per_node):
             failure = self._bare_failure(life, local_rank, -signal.SIGTERM, now)
             failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
-            self._deliver(RankExited(local_rank, -signal.SIGTERM, failure))
+            self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
 
     def sweep(self, grace: float) -> None:
         """All ranks have exited: have their descendants removed; RanksSwept tells."""
-        keys = tuple(self._life.keys) if self._life is not None else ()
-        if not keys or self._spawners.owner(keys[0]) is None:
-            self._deliver(RanksSwept(()))
+        life = self._life
+        if life is None or life.is_swept:
+            self._node.deliver(RanksSwept(()))
             return
-        self._sweeping = frozenset(keys)
-        self._spawners.send(keys[0], Sweep(keys, grace))
+        self._sweeping = tuple(life.children)
+        self._sweeping[0].send(Sweep(tuple(child.key for child in self._sweeping), grace))
 
     async def clear(self, grace: float) -> None:
         """The same at the end of the agent, for ranks that were never swept; returns when nothing
         of them is left. Ranks that still live are killed at once."""
-        keys = tuple(self._life.keys) if self._life is not None else ()
-        if self._sweeping or not keys or self._spawners.owner(keys[0]) is None:
+        if self._sweeping or self._life is None or self._life.is_swept:
             return
         self._cleared = asyncio.Event()
         self.sweep(grace)
@@ -296,53 +266,49 @@ class Ranks:
 
     # ------------------------------------------------------------ reports
 
-    def spawned(self, message: Spawned) -> None:
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        """A rank was started, has ended, or could not be started; or all were swept."""
         life = self._life
-        if life is None or message.key not in life.keys:
+        if isinstance(message, Swept):
+            self._swept(message)
+        elif life is None or child not in life.children:
             return
-        local_rank = life.keys[message.key]
-        life.pids[local_rank] = message.pid
-        self._deliver(RankSpawned(local_rank, message.pid))
+        elif isinstance(message, Spawned):
+            local_rank = life.children[child]
+            life.pids[local_rank] = message.pid
+            self._node.deliver(RankSpawned(local_rank, message.pid))
+        elif isinstance(message, SpawnFailed):
+            self._spawn_failed(life, life.children[child], message)
+        elif isinstance(message, Exited):
+            self._exited(life, life.children[child], message)
 
-    def gone(self, message: Exited | SpawnFailed) -> None:
-        """A rank has ended, or was never born."""
-        if isinstance(message, Exited):
-            self.exited(message)
-        else:
-            self.spawn_failed(message)
+    def lost(self, child: Child) -> None:
+        """The whole life is over then, see `all_lost`."""
 
-    def spawn_failed(self, message: SpawnFailed) -> None:
-        life = self._life
-        if life is None or message.key not in life.keys:
-            return
-        local_rank = life.keys[message.key]
+    def _spawn_failed(self, life: _Life, local_rank: int, message: SpawnFailed) -> None:
         logger.error("local rank %d could not be started: %s", local_rank, message.reason)
         failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
         self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
 
-    def exited(self, message: Exited) -> None:
-        life = self._life
-        if life is None or message.key not in life.keys:
-            return
-        local_rank = life.keys[message.key]
+    def _exited(self, life: _Life, local_rank: int, message: Exited) -> None:
         self._output.rank_exited(local_rank)
         sent = life.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d ended by a signal that it had put off", local_rank)
         self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
 
-    def swept(self, message: Swept) -> None:
-        if frozenset(message.keys) == self._sweeping and self._sweeping:
-            self._spawners.forget(list(self._sweeping))
-            self._sweeping = frozenset()
-            self._deliver(RanksSwept(message.stuck))
+    def _swept(self, message: Swept) -> None:
+        if self._sweeping and set(message.keys) == {child.key for child in self._sweeping}:
+            self._spawners.forget(*self._sweeping)
+            self._sweeping = ()
+            self._node.deliver(RanksSwept(message.stuck))
             if self._cleared is not None:
                 self._cleared.set()
 
     def all_lost(self) -> None:
         """Their spawner has died; they have been killed and reaped, and the brain is told so."""
-        self._sweeping = frozenset()
+        self._sweeping = ()
         if self._life is not None:
             self._life.called_off = True
             self._life = None
@@ -352,41 +318,35 @@ class Ranks:
 
     # ------------------------------------------------------------ starting
 
-    async def _start(self, life: _Life) -> None:
+    async def _start(self, life: _Life, own: Mapping[int, Mapping[str, str]]) -> None:
+        config = self._config
         try:
             environments = {
-                rank: rank_environment(
-                    *(self._config, life.start, rank, os.environ, ""),
-                    progress=self._progress(rank),
-                    snapshots=self._snapshots(rank),
-                )
-                for rank in range(self._config.nproc_per_node)
+                rank: rank_environment(config, life.start, rank, os.environ, own.get(rank, {}))
+                for rank in range(config.nproc_per_node)
             }
             bindings = await self._bind()
             life.logs = await self._open_logs(life, environments)
         except (BadEnvironment, LogsUnusable) as error:
-            self._fatal(str(error))
+            self._node.fatal(str(error))
             return
         if life is not self._life or life.called_off:
             return
         for local_rank, environment in environments.items():
-            key = self._spawners.new_key()
-            life.keys[key] = local_rank
             logs, binding = life.logs[local_rank], bindings[local_rank]
-            self._spawners.start(
-                SpawnRank(
-                    key=key,
-                    local_rank=local_rank,
-                    entry=rank_entry(self._config.entry, local_rank),
-                    env=environment,
-                    unset=(),
-                    stdout=logs.stdout,
-                    stderr=logs.stderr,
-                    error_file=logs.error_file,
-                    cpus=binding.cpus,
-                    exec_prefix=binding.exec_prefix,
-                )
+            order = SpawnRank(
+                key=0,
+                local_rank=local_rank,
+                entry=rank_entry(config.entry, local_rank),
+                env=environment,
+                unset=(),
+                stdout=logs.stdout,
+                stderr=logs.stderr,
+                error_file=logs.error_file,
+                cpus=binding.cpus,
+                exec_prefix=binding.exec_prefix,
             )
+            life.children[self._spawners.start(order, self)] = local_rank
 
     async def _open_logs(
         self, life: _Life, environments: dict[int, dict[str, str]]
@@ -424,7 +384,8 @@ class Ranks:
     # ------------------------------------------------------------ ends
 
     def _queue_exit(self, life: _Life, event: Coroutine[Any, Any, RankExited]) -> None:
-        self._exits.put_nowait((life, asyncio.create_task(event)))  # `_report_exits` awaits it
+        task = self._tasks.start(event, "explaining the end of a rank")
+        self._exits.put_nowait((life, task))
 
     async def _report_exits(self) -> None:
         """Tell the brain of exits in the order in which they happened, however long each takes to
@@ -433,7 +394,7 @@ class Ranks:
             life, task = await self._exits.get()
             event = await task
             if life is self._life:
-                self._deliver(event)
+                self._node.deliver(event)
 
     async def _explain(
         self, life: _Life, local_rank: int, message: Exited, *, tell: bool
@@ -497,7 +458,7 @@ class Ranks:
     def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
         logs = life.logs.get(local_rank)
         return Failure(
-            host=self._host(),
+            host=self._node.host,
             rank=life.start.first_rank + local_rank,
             local_rank=local_rank,
             pid=life.pids.get(local_rank, 0),

@@ -9,14 +9,23 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.agent.spawner import Spawners
-from elasticrun.core.events import AgentEvent, StoreLost, StoreReady
+from elasticrun.agent.runtime import NodeContext
+from elasticrun.agent.spawner import Child, Spawners
+from elasticrun.core.events import StoreLost, StoreReady
 from elasticrun.operator_log import logger
-from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnStore, StoreListening
+from elasticrun.wire.spawning import (
+    CloseStore,
+    Exited,
+    FromSpawner,
+    Spawned,
+    SpawnFailed,
+    SpawnStore,
+    StoreListening,
+)
 from elasticrun.wire.types import Endpoint
 
 HOLD: Final = 600.0
@@ -43,10 +52,9 @@ def bind_port() -> socket.socket:
     SO_REUSEPORT lets the store host of the same user listen beside it; connections go only to
     sockets that listen."""
     try:
-        bound = _bound(socket.AF_INET6, "::")
+        return _bound(socket.AF_INET6, "::")
     except OSError:  # no IPv6 on this host
-        bound = _bound(socket.AF_INET, "")
-    return bound
+        return _bound(socket.AF_INET, "")
 
 
 def _bound(family: socket.AddressFamily, host: str) -> socket.socket:
@@ -65,7 +73,6 @@ def _bound(family: socket.AddressFamily, host: str) -> socket.socket:
 
 @dataclass
 class _Store:
-    key: int
     endpoint: Endpoint
     held: socket.socket
     listening: bool = False
@@ -83,22 +90,18 @@ class Stores:
 
     def __init__(
         self,
+        node: NodeContext,
         spawners: Spawners,
-        address: Callable[[], str],
-        deliver: Callable[[AgentEvent], None],
-        fatal: Callable[[str], None],
         hold: float = HOLD,
         *,
         start_limits: Mapping[bool, float] = START_LIMITS,
     ) -> None:
+        self._node = node
         self._spawners = spawners
-        self._address = address
-        self._deliver = deliver
-        self._fatal = fatal
         self._tries = 0
         self._hold = hold
         self._start_limits = start_limits
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._wanted: asyncio.TimerHandle | None = None
 
@@ -110,57 +113,53 @@ class Stores:
         except OSError as error:
             self._again(f"no port for a store: {error.strerror}")
             return
-        key = self._spawners.new_key()
         port = int(held.getsockname()[1])
-        self._stores[key] = _Store(key, Endpoint(self._address(), port), held)
-        self._spawners.start(SpawnStore(key, port))
+        child = self._spawners.start(SpawnStore(0, port), self)
+        self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 
     def release(self, endpoint: Endpoint) -> None:
         """Nobody needs this store any more: end its host, hold its port."""
-        for store in self._stores.values():
+        for child, store in self._stores.items():
             if store.endpoint == endpoint and not store.released:
                 store.released = True
-                self._spawners.close_store(store.key)
+                child.send(CloseStore(child.key))
 
-    def spawned(self, message: Spawned) -> None:
-        """If it is a store host, it has so long from now on until it must listen."""
-        store = self._stores.get(message.key)
-        if store is not None:
+    def heard(self, child: Child, message: FromSpawner) -> None:
+        """From its start on a store host has so long until it must listen. Its end is told to the
+        brain unless it had been released."""
+        store = self._stores[child]
+        if isinstance(message, Spawned):
             limit = self._start_limits[message.forked]
-            store.late = asyncio.get_running_loop().call_later(limit, self._late, store, limit)
-
-    def listening(self, message: StoreListening) -> None:
-        store = self._stores.get(message.key)
-        if store is not None and not store.listening:
+            loop = asyncio.get_running_loop()
+            store.late = loop.call_later(limit, self._late, child, limit)
+        elif isinstance(message, StoreListening) and not store.listening:
             store.listening = True
             self._tries = 0
             store.forget_limit()
-            self._deliver(StoreReady(store.endpoint))
+            self._node.deliver(StoreReady(store.endpoint))
+        elif isinstance(message, Exited | SpawnFailed):
+            self._spawners.forget(child)
+            self.lost(child)
+            if store.listening and not store.released:
+                self._node.deliver(StoreLost(store.endpoint))
+            elif not store.released:
+                why = (
+                    f"it ended ({message.code})" if isinstance(message, Exited) else message.reason
+                )
+                self._again(f"a store host could not be started: {why}")
 
-    def gone(self, message: Exited | SpawnFailed) -> bool:
-        """Whether it was a store host's end; told to the brain unless it had been released."""
-        store = self._stores.pop(message.key, None)
-        if store is None:
-            return False
-        self._spawners.forget([message.key])
-        self._keep(store)
-        if store.released:
-            return True
-        if store.listening:
-            self._deliver(StoreLost(store.endpoint))
-        else:
-            why = (
-                message.reason if isinstance(message, SpawnFailed) else f"it ended ({message.code})"
-            )
-            self._again(f"a store host could not be started: {why}")
-        return True
-
-    def all_lost(self) -> None:
-        """Their spawner has died and they with it; the brain knows and will ask for a new one."""
-        for key, store in list(self._stores.items()):
-            if self._spawners.owner(key) is None:
-                del self._stores[key]
-                self._keep(store)
+    def lost(self, child: Child) -> None:
+        """It has gone: its port is held. Where its spawner died, too, the brain knows and will ask
+        for a new one."""
+        store = self._stores.pop(child)
+        store.forget_limit()
+        if self._hold <= 0:
+            store.held.close()
+            return
+        self._held.append(store.held)
+        asyncio.get_running_loop().call_later(self._hold, self._let_go, store.held)
+        while len(self._held) > HELD_MOST:
+            self._held.popleft().close()
 
     def close(self) -> None:
         """Let every port go."""
@@ -172,22 +171,10 @@ class Stores:
         while self._held:
             self._held.popleft().close()
 
-    def _late(self, store: _Store, limit: float) -> None:
-        if not store.released:  # its end is told by the kernel, and another one is tried
+    def _late(self, child: Child, limit: float) -> None:
+        if not self._stores[child].released:  # its end is told by the kernel: another one is tried
             logger.warning("a store host does not listen %g s after its start: it is ended", limit)
-            self._spawners.close_store(store.key)
-
-    def _keep(self, store: _Store) -> None:
-        """Of a store that has gone: its port."""
-        store.forget_limit()
-        held = store.held
-        if self._hold <= 0:
-            held.close()
-            return
-        self._held.append(held)
-        asyncio.get_running_loop().call_later(self._hold, self._let_go, held)
-        while len(self._held) > HELD_MOST:
-            self._held.popleft().close()
+            child.send(CloseStore(child.key))
 
     def _let_go(self, held: socket.socket) -> None:
         if held in self._held:
@@ -197,7 +184,7 @@ class Stores:
     def _again(self, sentence: str) -> None:
         self._tries += 1
         if self._tries >= MAX_TRIES:
-            self._fatal(f"{sentence}, {self._tries} times in a row")
+            self._node.fatal(f"{sentence}, {self._tries} times in a row")
             return
         logger.warning("%s; trying again in %g s", sentence, RETRY)
         if self._wanted is None:

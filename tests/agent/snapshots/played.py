@@ -12,10 +12,12 @@ import os
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrun.agent.snapshots.snapshots import Snapshots
+from elasticrun.agent.spawner import Child, Owner
 from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s
@@ -182,24 +184,18 @@ class Spawners:
 
     def __init__(self) -> None:
         self.orders: asyncio.Queue[SpawnSaver] = asyncio.Queue()
-        self.keys = iter(range(1, 1000))
+        self.children: dict[int, Child] = {}
 
-    def new_key(self) -> int:
-        return next(self.keys)
+    def start(self, order: SpawnSaver, owner: Owner) -> Child:
+        child = Child(len(self.children) + 1, owner, None)
+        self.children[child.key] = child
+        self.orders.put_nowait(replace(order, key=child.key))
+        return child
 
-    def start(self, order: SpawnSaver) -> None:
-        self.orders.put_nowait(order)
-
-    def send(self, key: int, message: object) -> None:
+    def forget(self, *children: Child) -> None:
         pass
 
-    def forget(self, keys: list[int]) -> None:
-        pass
-
-    def owner(self, key: int) -> object:
-        return self
-
-    def is_old(self, key: int) -> bool:
+    def is_old(self, child: Child) -> bool:
         return False
 
 
@@ -266,9 +262,9 @@ class Node:
 
     async def saver_dies(self, saver: Client, code: int = -9) -> None:
         saver.close()
-        key = self.snapshots.savers._key
-        assert key is not None
-        assert self.snapshots.savers.gone(Exited(key, 1, code, 0))
+        child = self.snapshots.savers._child
+        assert child is not None
+        self.snapshots.savers.heard(child, Exited(child.key, 1, code, 0))
 
     async def call(self, what: Callable[..., T], *args: Any) -> T:
         made = await asyncio.to_thread(what, *args)

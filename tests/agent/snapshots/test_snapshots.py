@@ -451,7 +451,7 @@ def test_a_saver_that_cannot_be_started_is_tried_again_and_writes(
             key = (await asyncio.wait_for(node.spawners.orders.get(), LIMIT)).key
             why = "no saver could be started: Resource temporarily unavailable"
             end = SpawnFailed(key, why) if refused else Exited(key, 1, 1, 0)
-            assert node.snapshots.savers.gone(end)
+            node.snapshots.savers.heard(node.spawners.children[key], end)
         saver = await node.saver()
         await checked(saver, 2)
         order = await next_of(saver, s.PersistParts)
@@ -470,12 +470,9 @@ async def test_a_saver_that_went_with_its_fork_server_is_not_counted(
     monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
     node.begin(1)
     await node.ranks()
-    for _ in range(3):
+    for key in (1, 2, 3):
         await node.saver()
-        monkeypatch.setattr(node.spawners, "owner", lambda key: None)
-        node.snapshots.savers.all_lost()
-        monkeypatch.undo()
-        monkeypatch.setattr(savers_module, "STARTS_MOST", 1)
+        node.snapshots.savers.lost(node.spawners.children[key])
     await node.saver()
 
 
