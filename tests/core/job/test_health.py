@@ -23,32 +23,24 @@ def attach(master: Master, session: int, node: str, **changes: object) -> None:
     master.feed(fx.Attached(session, hello(node, **changes)))
 
 
-def gather(
-    nodes: int = 2, spec: m.JobSpec = CHECKED, *, host: str = "10.0.0.{}"
-) -> dict[str, m.Probe]:
-    """As `gathered`, the orders alone."""
-    return gathered(nodes, spec, host=host)[1]
-
-
-def gathered(
-    nodes: int = 2, spec: m.JobSpec = CHECKED, *, host: str = "10.0.0.{}"
-) -> tuple[Master, dict[str, m.Probe]]:
+def gathered(nodes: int = 2, spec: m.JobSpec = CHECKED) -> tuple[Master, dict[str, m.Probe]]:
     """So many nodes have joined; what each is told to probe."""
     master = Master(structs.replace(spec, min_nodes=nodes, max_nodes=nodes))
     for session, node in enumerate(NODES[:nodes], 1):
         attach(master, session, node)
-        master.hear(session, m.Join(Endpoint(host.format(session), 4000)))
+        master.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
     return master, probes(master, nodes)
+
+
+def asked(master: Master, session: int) -> list[m.Probe]:
+    """The probes that the last step told this session to make."""
+    return [order for order in master.orders(session) if isinstance(order, m.Probe)]
 
 
 def probes(master: Master, nodes: int) -> dict[str, m.Probe]:
     """What the last step told each of them to probe."""
-    found = {}
-    for session, node in enumerate(NODES[:nodes], 1):
-        for order in master.orders(session):
-            if isinstance(order, m.Probe):
-                found[node] = order
-    return found
+    every = ((node, asked(master, session)) for session, node in enumerate(NODES[:nodes], 1))
+    return {node: orders[-1] for node, orders in every if orders}
 
 
 def answer(order: m.Probe, reason: str = "", *, own: bool = False) -> m.Probed:
@@ -97,7 +89,7 @@ def notes(master: Master) -> list[str]:
 
 
 def test_each_node_is_told_its_own_place_in_a_small_group() -> None:
-    orders = gather(3)
+    _, orders = gathered(3)
     assert [orders[node].partners for node in "abc"] == ["b and c", "a and c", "a and b"]
     assert [orders[node].group_rank for node in "abc"] == [0, 1, 2]
     assert [orders[node].first_rank for node in "abc"] == [0, 2, 4]
@@ -118,7 +110,7 @@ def test_a_group_meets_where_others_can_dial() -> None:
 
 
 def test_the_perf_test_does_not_name_everybody_to_everybody() -> None:
-    orders = gather(6, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
+    _, orders = gathered(6, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
     assert {order.partners for order in orders.values()} == {"5 other nodes"}
     assert all(order.perf and order.group_world_size == 6 for order in orders.values())
 
@@ -144,7 +136,7 @@ def test_a_stream_that_comes_back_is_told_the_same_probe_again() -> None:
     master, orders = gathered()
     master.feed(fx.Detached(1, clean=False))
     attach(master, 11, "a")
-    again = [order for order in master.orders(11) if isinstance(order, m.Probe)]
+    again = asked(master, 11)
     assert again == [orders["a"]]
     master.hear(11, m.Join(Endpoint("10.0.0.1", 4000)), answer(orders["a"]))
     assert not [order for order in master.orders(11) if isinstance(order, m.Start)]
@@ -164,13 +156,13 @@ def test_a_partner_that_has_another_life_is_not_waited_for() -> None:
     master, _ = gathered()
     master.feed(fx.Detached(2, clean=True))
     attach(master, 12, "b", incarnation="life-2")
-    mine = [order for order in master.orders(1) if isinstance(order, m.Probe)]
+    mine = asked(master, 1)
     master.hear(12, m.Join(Endpoint("10.0.0.2", 4001)))
-    mine += [order for order in master.orders(1) if isinstance(order, m.Probe)]
+    mine += asked(master, 1)
     assert mine, "it is probed anew at once, by itself or with the new life"
     master.hear(1, answer(mine[-1]))
-    mine = [order for order in master.orders(1) if isinstance(order, m.Probe)]
-    theirs = [order for order in master.orders(12) if isinstance(order, m.Probe)]
+    mine = asked(master, 1)
+    theirs = asked(master, 12)
     assert mine[0].check == theirs[0].check
     master.hear(1, answer(mine[0]))
     master.hear(12, answer(theirs[0]))
@@ -282,10 +274,6 @@ def test_a_bandwidth_below_the_floor_ends_the_job() -> None:
 # -------------------------------------------------------------------- while training
 
 
-def steps(name: RoundName, number: int, own: float, seconds: float) -> m.Steps:
-    return m.Steps(name, number, 1, seconds, own, seconds - own)
-
-
 def train(master: Master, name: RoundName, slow: str, seconds: int, nodes: int) -> list[str]:
     """What is said while one of them takes three times as long as the others."""
     said: list[str] = []
@@ -293,32 +281,28 @@ def train(master: Master, name: RoundName, slow: str, seconds: int, nodes: int) 
         master.now += 1.0
         for node in NODES[:nodes]:
             own = 0.9 if node == slow else 0.3
-            master.hear(session_of(node), steps(name, number, own, 0.9))
+            master.hear(session_of(node), m.Steps(name, number, 1, 0.9, own, 0.9 - own))
             said += notes(master)
     return said
 
 
-def test_a_straggler_is_named_and_stays_where_nobody_wants_it_out() -> None:
-    master, name = training(3)
-    said = train(master, name, "c", 60, 3)
-    (told,) = said
+@pytest.mark.parametrize(
+    ("unwanted", "why"), [(False, "--exclude-straggler"), (True, "no node to spare")]
+)
+def test_a_straggler_is_named_and_stays(unwanted: bool, why: str) -> None:
+    checks = structs.replace(CHECKS, exclude_stragglers=unwanted)
+    master, name = training(3, structs.replace(CHECKED, checks=checks))
+    (told,) = train(master, name, "c", 60, 3)
     assert told.startswith("c is slow in training: ")
-    assert "--exclude-straggler" in told
-    assert master.job.status().phase == "running"
-    assert any(told.startswith(n.health.split(";")[0]) for n in master.job.status().nodes)
+    assert why in told
+    status = master.job.status()
+    assert (status.phase, status.excluded) == ("running", ())
+    assert any(told.startswith(n.health.split(";")[0]) for n in status.nodes)
 
 
 def test_steps_of_an_older_round_say_nothing() -> None:
     master, name = training(3)
     assert train(master, replace(name, number=9), "c", 60, 3) == []
-
-
-def test_a_straggler_that_the_job_needs_is_not_excluded() -> None:
-    spec = structs.replace(CHECKED, checks=structs.replace(CHECKS, exclude_stragglers=True))
-    master, name = training(3, spec)
-    (told,) = train(master, name, "c", 60, 3)
-    assert "no node to spare" in told
-    assert master.job.status().excluded == ()
 
 
 # -------------------------------------------------------------------- a successor
@@ -331,7 +315,7 @@ def test_members_of_a_restored_round_are_trusted() -> None:
     for session, node in ((1, "a"), (2, "b")):
         report = m.RoundReport(name, session - 1, 2, 2 * (session - 1), 4, 0, Endpoint("x", 1))
         attach(again, session, node, attached=report, last_term=1, spec=again.job.spec)
-        assert not [order for order in again.orders(session) if isinstance(order, m.Probe)]
+        assert not asked(again, session)
     assert again.job.status().phase == "running"
     again.feed(fx.Detached(2, clean=True))
     again.hear(1, m.RanksFailed(name, ()), m.Stopped(name), m.Join(Endpoint("10.0.0.1", 4001)))
