@@ -186,3 +186,10 @@ class Agent:
         assert self.feed(fx.RankSpawned(0, 50)) == []
         assert self.feed(fx.RankSpawned(1, 51)) == [fx.Say(m.Running(ROUND, (50, 51)))]
         return self
+
+
+def ended(effects: list[fx.AgentEffect]) -> fx.Exit:
+    """How the agent ends, which is the last thing it is told."""
+    outcome = effects[-1]
+    assert isinstance(outcome, fx.Exit)
+    return outcome

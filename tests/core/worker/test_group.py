@@ -21,7 +21,7 @@ from elasticrun.core.worker.ranks import MAX_LOSSES
 from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.core.by_hand import NEXT, ROUND, START, STORE, WELCOME, Agent, own
+from tests.core.by_hand import NEXT, ROUND, START, STORE, WELCOME, Agent, ended, own
 
 RULES = Agent().group.rules()
 
@@ -90,13 +90,10 @@ def test_sigterm_first_then_sigkill_then_stuck() -> None:
     ]
     assert agent.wait() == [fx.SignalRanks((0, 1), 9)]
     assert agent.now == 10.0
-    said, ended = agent.wait()
+    outcome = ended(agent.wait())
     assert agent.now == 10.0 + STUCK_AFTER
-    assert isinstance(said, fx.Say)
-    assert isinstance(said.report, m.Leaving)
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_BAD_NODE
-    assert "50, 51" in ended.reason
+    assert outcome.code == EXIT_BAD_NODE
+    assert "50, 51" in outcome.reason
 
 
 def test_a_fork_server_that_never_answers_ends_the_agent() -> None:
@@ -119,27 +116,26 @@ def test_a_later_and_better_cause_is_told_too() -> None:
     assert effects[0] == fx.Say(m.RanksFailed(ROUND, (echo, cause)))
 
 
-def test_our_own_signals_are_no_failures() -> None:
+@pytest.mark.parametrize(
+    ("code", "kind", "killed", "told"),
+    [
+        (-15, "signal", False, False),
+        (143, "script", False, False),
+        (-9, "signal", False, True),  # we had sent SIGTERM only: whoever sent it, it did not obey
+        (-9, "signal", True, False),
+        (-9, "oom", True, True),  # whoever sent the signal
+    ],
+)
+def test_deaths_by_our_own_signals_are_no_failures(
+    code: int, kind: str, killed: bool, told: bool
+) -> None:
     agent = Agent().running()
     agent.order(m.Stop(ROUND, "why"))
-    assert agent.exit(0, -15, failure=own(0, -15, "signal")) == []
-    assert agent.exit(1, 143, failure=own(1, 143)) == [fx.SweepRanks(10.0)]
-
-
-def test_a_sigkill_that_is_not_ours_is_a_failure_also_while_we_stop_the_ranks() -> None:
-    """We had sent SIGTERM only: whoever sent SIGKILL, it was no obedience."""
-    agent = Agent().running()
-    agent.order(m.Stop(ROUND, "why"))
-    killed = own(0, -9, "signal")
-    assert agent.exit(0, -9, failure=killed) == [fx.Say(m.RanksFailed(ROUND, (killed,)))]
-
-
-def test_oom_is_oom_whoever_sent_the_signal() -> None:
-    agent = Agent().running()
-    agent.order(m.Stop(ROUND, "why"))
-    agent.wait()  # SIGKILL
-    said = agent.exit(0, -9, failure=own(0, -9, "oom"))
-    assert said == [fx.Say(m.RanksFailed(ROUND, (own(0, -9, "oom"),)))]
+    if killed:
+        assert agent.wait() == [fx.SignalRanks((0, 1), 9)]
+    failure = own(0, code, kind)
+    said = [fx.Say(m.RanksFailed(ROUND, (failure,)))] if told else []
+    assert agent.exit(0, code, failure=failure) == said
 
 
 def test_stop_before_all_ranks_were_spawned() -> None:
@@ -181,9 +177,7 @@ def test_stores_that_end_again_and_again_end_the_agent() -> None:
         assert agent.feed(fx.StoreLost(store)) == [fx.PrepareStore()]
         store = Endpoint("here", 5000 + attempt)
         agent.feed(fx.StoreReady(store))
-    (ended,) = agent.feed(fx.StoreLost(store))
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_FAILED
+    assert ended(agent.feed(fx.StoreLost(store))).code == EXIT_FAILED
 
 
 def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() -> None:
@@ -198,17 +192,16 @@ def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() 
     assert agent.group.next_deadline() == 20.0
     agent.exit(0, -2, failure=own(0, -2))
     assert agent.exit(1, 0) == [fx.SweepRanks(17.0)]
-    said, ended = agent.feed(fx.RanksSwept(()))
-    assert said == fx.Say(m.Stopped(ROUND))
-    assert ended == fx.Exit(EXIT_FAILED, "received SIGINT", (), 2)
+    over = fx.Exit(EXIT_FAILED, "received SIGINT", (), 2)
+    assert agent.feed(fx.RanksSwept(())) == [fx.Say(m.Stopped(ROUND)), over]
     assert agent.feed(fx.Signalled(15, "SIGTERM", True)) == []
 
 
 def test_death_signal_before_the_first_ranks() -> None:
-    agent = Agent().joined()
-    said, ended = agent.feed(fx.Signalled(15, "SIGTERM", True))
-    assert said == fx.Say(m.Leaving("received SIGTERM", 15))
-    assert ended == fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15)
+    assert Agent().joined().feed(fx.Signalled(15, "SIGTERM", True)) == [
+        fx.Say(m.Leaving("received SIGTERM", 15)),
+        fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15),
+    ]
 
 
 def test_forward_only_signals_change_nothing_else() -> None:
@@ -223,9 +216,7 @@ def test_the_outcome_of_the_job_ends_the_agent_after_its_ranks() -> None:
     cause = own(7)
     effects = agent.order(m.End(1, "it failed", (cause,)))
     assert effects == [fx.SignalRanks((0, 1), 15), fx.Say(m.Stopping(ROUND, 20.0))]
-    agent.exit(0, -15, failure=own(0, -15))
-    agent.exit(1, -15, failure=own(1, -15))
-    assert agent.feed(fx.RanksSwept(()))[-1] == fx.Exit(1, "it failed", (cause,), 0)
+    assert agent.reaped()[-1] == fx.Exit(1, "it failed", (cause,), 0)
 
 
 def test_finished_then_stopped_then_joins_again() -> None:
@@ -243,11 +234,10 @@ def test_a_process_that_cannot_be_killed_is_never_exit_0() -> None:
     agent = Agent().running()
     agent.exit(0, 0)
     agent.exit(1, 1, failure=own(1))
-    said, ended = agent.feed(fx.RanksSwept((4711,)))
+    said, _ = effects = agent.feed(fx.RanksSwept((4711,)))
     assert isinstance(said, fx.Say)
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_BAD_NODE
-    assert "4711" in ended.reason
+    assert ended(effects).code == EXIT_BAD_NODE
+    assert "4711" in ended(effects).reason
 
 
 def test_no_master_for_too_long() -> None:
@@ -256,11 +246,7 @@ def test_no_master_for_too_long() -> None:
     agent.feed(fx.LinkLost("refused"))
     assert agent.group.next_deadline() == 600.0
     assert agent.wait()[0] == fx.SignalRanks((0, 1), 15), "the fence of the next round rests on it"
-    agent.exit(0, -15, failure=own(0, -15))
-    agent.exit(1, -15, failure=own(1, -15))
-    ended = agent.feed(fx.RanksSwept(()))[-1]
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_FAILED
+    assert ended(agent.reaped()).code == EXIT_FAILED
 
 
 def test_the_final_word_of_a_script_that_no_master_heard() -> None:
@@ -269,9 +255,7 @@ def test_the_final_word_of_a_script_that_no_master_heard() -> None:
     agent.exit(0, 93, failure=own(0, 93, "final"))
     agent.exit(1, -15, failure=own(1, -15))
     agent.feed(fx.RanksSwept(()))
-    (ended,) = agent.wait()
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_FINAL
+    assert ended(agent.wait()).code == EXIT_FINAL
 
 
 def test_no_master_for_too_long_after_success() -> None:
@@ -279,10 +263,9 @@ def test_no_master_for_too_long_after_success() -> None:
     agent.feed(fx.LinkLost("refused"))
     agent.exit(0, 0)
     agent.exit(1, 0)
-    (ended,) = agent.wait()
-    assert isinstance(ended, fx.Exit)
-    assert ended.code == EXIT_OK
-    assert "unknown" in ended.reason
+    outcome = ended(agent.wait())
+    assert outcome.code == EXIT_OK
+    assert "unknown" in outcome.reason
 
 
 def test_what_was_said_in_vain_is_said_again() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
 from elasticrun.core.worker.leaving import MAX_PERSISTS
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
-from tests.core.by_hand import PERSIST, ROUND, WELCOME, Agent, own
+from tests.core.by_hand import PERSIST, ROUND, WELCOME, Agent, ended, own
 
 OVER = m.PersistOver("a1", ROUND, 7, True, "")
 END = m.End(1, "the budget is spent", ())
@@ -77,8 +79,7 @@ def test_an_attempt_whose_time_is_over_holds_nobody() -> None:
 def test_the_next_attempt_holds_it_too() -> None:
     agent = holding()
     agent.now = 10.0
-    second = m.Persist(**{f: getattr(PERSIST, f) for f in PERSIST.__slots__} | {"attempt": "a2"})
-    agent.order(second)
+    agent.order(replace(PERSIST, attempt="a2"))
     assert agent.order(OVER) == [fx.Obey(OVER)]
     assert agent.group.next_deadline() == 40.0
     assert agent.wait() == [fx.Exit(1, "the budget is spent", (), 0)]
@@ -92,9 +93,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert said == [fx.Say(m.Stopped(ROUND))]
     assert agent.state is State.HOLDING
     assert agent.feed(fx.Signalled(10, "SIGUSR1", False)) == []
-    (end,) = agent.feed(fx.Signalled(15, "SIGTERM", True))
-    assert isinstance(end, fx.Exit)
-    assert (end.code, end.signum) == (EXIT_FAILED, 15)
+    outcome = ended(agent.feed(fx.Signalled(15, "SIGTERM", True)))
+    assert (outcome.code, outcome.signum) == (EXIT_FAILED, 15)
 
 
 def test_ranks_get_no_second_more_than_without() -> None:
@@ -132,16 +132,14 @@ def test_what_cannot_be_ended_is_not_waited_for() -> None:
     agent.order(PERSIST)
     agent.exit(0, 1, failure=own(0))
     agent.exit(1, -15, failure=own(1, -15, "stopped"))
-    said = agent.feed(fx.RanksSwept((77,)))
-    assert isinstance(said[-1], fx.Exit)
+    assert ended(agent.feed(fx.RanksSwept((77,))))
 
 
 def test_there_are_not_more_attempts_than_can_be() -> None:
     agent = Agent().joined()
-    values = {f: getattr(PERSIST, f) for f in PERSIST.__slots__}
     for number in range(MAX_PERSISTS):
-        assert agent.order(m.Persist(**values | {"attempt": f"n{number}"}))
-    assert agent.order(m.Persist(**values | {"attempt": "one more"})) == []
+        assert agent.order(replace(PERSIST, attempt=f"n{number}"))
+    assert agent.order(replace(PERSIST, attempt="one more")) == []
 
 
 def test_a_node_whose_ranks_are_done_stays_for_the_last_checkpoint() -> None:
