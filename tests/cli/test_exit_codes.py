@@ -1,5 +1,5 @@
 """--exit-codes=scheduler: what the launcher ends with where another try cannot help. Which end has
-which code is a table in tests/core/test_failures.py."""
+which code is a table in tests/core/rounds/test_failures.py."""
 
 from __future__ import annotations
 

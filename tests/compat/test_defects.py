@@ -399,7 +399,7 @@ class TestOneAgentIsTold:
 class TestUnlikeNodes:
     """Nodes with different numbers of ranks, elastic; the reference's documentation denies it."""
 
-    @further("core/test_placement")
+    @further("core/rounds/test_round")
     @pytest.mark.parametrize("launcher", BOTH)
     def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
         used, port = (world if launcher == ELASTICRUN else torchrun_world), free_port()

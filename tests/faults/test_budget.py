@@ -47,7 +47,7 @@ def test_no_back_off_where_none_is_wanted(counting: Counting) -> None:
     assert "the next restart waits" not in job.output(0)
 
 
-@further("core/test_budget")
+@further("core/rounds/test_failures")
 def test_a_budget_that_is_a_rate(counting: Counting) -> None:
     """`--restart-window=15 --max-restarts=1`: two failures, the second more than 15 s after the
     first, are borne; two within 15 s, in which a restart fits on any machine, end the job."""
@@ -104,7 +104,7 @@ def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     counting.finish()
 
 
-@further("core/test_blame", "sim/test_chaos")
+@further("core/rounds/test_attribution", "sim/test_chaos")
 def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
     """It fails on every node in turn: the job ends when the budget is spent, with all of them."""
     job = counting.start(
@@ -123,7 +123,7 @@ def test_a_script_that_keeps_dying_excludes_nobody(counting: Counting) -> None:
     assert "left out" not in counting.words()
 
 
-@further("core/test_blame")
+@further("core/rounds/test_attribution")
 def test_a_rank_that_dies_wherever_it_runs(counting: Counting) -> None:
     """Rank 0 fails on the first node, and on the next one that gets that rank: so it is the script,
     and the job ends when the budget is spent. No further node is blamed."""

@@ -157,7 +157,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_at_once(
     counting.finish()
 
 
-@further("core/test_placement")
+@further("core/rounds/test_round")
 def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     """One of four is lost, in units of two: two train and one is a spare, until a fourth comes."""
     job = counting.start("2:4", "--node-unit=2", "--grow=now", nodes=4)
@@ -172,7 +172,7 @@ def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     assert [world.world_size for world in counting.finish()] == [4, 2, 4]
 
 
-@further("core/test_placement")
+@further("core/rounds/test_round")
 def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> None:
     """Over a loss and a return as well."""
     job = counting.start("2:3", "--grow=now", nodes=0, master=True)

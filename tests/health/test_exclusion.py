@@ -37,7 +37,7 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     health.finish(0, 75)
 
 
-@further("core/test_exclusion", "test_the_list_is_served_to_schedulers")
+@further("core/nodes/test_admission", "test_the_list_is_served_to_schedulers")
 def test_an_excluded_node_is_refused(health: Health) -> None:
     """It says for how long; the round of the others is not disturbed."""
     job = health.start("1:2", CHECK, fault=BAD)
@@ -104,7 +104,7 @@ def test_a_good_newcomer_is_let_in(health: Health) -> None:
     health.finish(0, 0, 0)
 
 
-@further("core/test_exclusion")
+@further("core/nodes/test_admission")
 def test_an_exclusion_below_min(health: Health) -> None:
     """The rest waits and says why, and trains when a healthy node has come."""
     job = health.start("2:2", CHECK, fault=BAD)

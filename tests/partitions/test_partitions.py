@@ -34,7 +34,7 @@ def test_one_of_three_lost_by_a_cut_cable_and_by_a_kill(cluster: Build) -> None:
 
 @further(
     "partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
-    "core/test_mass_silence",
+    "core/nodes/test_membership",
 )
 def test_half_of_the_cluster_cut_off(cluster: Build) -> None:
     """Two of four hosts see each other and nobody else: the half that has the master goes on, the

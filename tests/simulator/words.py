@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import elasticrun.wire.messages as m
 from elasticrun.trace.words import snapshot_words
-from elasticrun.wire import messages as m
 
 
 def in_short(message: m.Report | m.Order) -> str:

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
-from elasticrun.core.rounds.join_window import LastCall
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import SPEC, Master, failure, hello
@@ -153,28 +152,3 @@ def test_a_refused_stream_is_told_why_and_closed() -> None:
     assert fx.Hangup(5) in master.effects
     master.hear(5, m.Join(Endpoint("10.0.0.9", 1)))
     assert master.effects == []
-
-
-def test_last_call() -> None:
-    call = LastCall(30.0)
-    call.arrival(0.0)
-    call.begin(0.0)
-    assert call.ends(announced=False) == 0.5
-    assert call.ends(announced=True) == 30.0
-    call.arrival(6.0)
-    assert call.ends(announced=False) == 18.0, "twice the largest gap"
-    call.arrival(7.0)
-    assert call.ends(announced=False) == 19.0
-    call.arrival(50.0)
-    assert call.ends(announced=False) == 80.0, "no silence is longer than the timeout"
-    for when in range(60, 200, 10):
-        call.arrival(float(when))
-    assert call.ends(announced=True) == 150.0, "nor the whole than five times that"
-    assert LastCall(0.0).began is None
-
-
-def test_last_call_of_nothing_waits_for_nothing() -> None:
-    call = LastCall(0.0)
-    call.arrival(3.0)
-    call.begin(3.0)
-    assert call.ends(announced=True) == 3.0

@@ -1,3 +1,5 @@
+"""Who is alive, and when the master takes itself for the one that is cut off."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,7 +12,7 @@ from elasticrun.config import (
     SUSPECT_CONFIRM,
 )
 from elasticrun.core.events import Detached
-from elasticrun.core.nodes.membership import Admission, Membership
+from elasticrun.core.nodes.membership import Admission, MassSilence, Membership
 from elasticrun.core.nodes.node import Health, Nodes
 from tests.core.by_hand import hello
 
@@ -144,17 +146,6 @@ def test_nodes_whose_streams_stood_are_heard_again_and_the_next_mass_silence_is_
     assert not crowd.m.hold_reason()
 
 
-def test_half_of_the_nodes_or_two_nodes_are_not_a_mass() -> None:
-    crowd = Crowd("a", "b", "c", "d")
-    crowd.breaks("a", 10.0)
-    crowd.breaks("b", 10.0)
-    assert sorted(crowd.deaths(15.0)) == ["a", "b"]
-    pair = Crowd("a", "b")
-    pair.breaks("a", 10.0)
-    pair.breaks("b", 10.0)
-    assert sorted(pair.deaths(15.0)) == ["a", "b"]
-
-
 def test_a_name_is_not_taken_from_the_living_but_from_the_lost() -> None:
     crowd = Crowd("a")
     refused = crowd.attach("a", life="2", now=1.0)
@@ -273,3 +264,55 @@ def test_a_second_node_ends_the_patience_with_the_first(comes: float, dies: floa
     crowd.attach("b", now=comes)
     assert crowd.m.next_deadline() == dies
     assert crowd.deaths(dies) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("silent", "size", "held"),
+    [
+        ("a", 1, False),
+        ("ab", 2, False),
+        ("a", 3, False),
+        ("ab", 3, True),
+        ("ab", 4, False),
+        ("abc", 4, True),
+    ],
+)
+def test_more_than_half_of_three_at_least(silent: str, size: int, held: bool) -> None:
+    rule = MassSilence()
+    assert rule.holds_until(silent, size, 10.0) == (10.0 + MASS_SILENCE_HOLD if held else None)
+    assert bool(rule.reason()) is held
+
+
+def test_the_hold_is_counted_from_its_beginning_and_ends() -> None:
+    rule = MassSilence()
+    until = rule.holds_until("abc", 4, 10.0)
+    assert until is not None
+    assert rule.holds_until("abcd", 4, until - 1.0) == until
+    rule.overslept(5.0)
+    assert rule.holds_until("abcd", 4, until) == until + 5.0, "what the master slept does not count"
+    assert rule.holds_until("abcd", 4, until + 5.0) is None, "they are silent still: given up"
+
+
+def test_who_falls_silent_during_the_hold_is_held_too() -> None:
+    rule = MassSilence()
+    until = rule.holds_until("ab", 3, 10.0)
+    assert rule.holds_until("c", 3, 15.0) == until
+
+
+def test_it_is_over_when_enough_are_heard_again() -> None:
+    rule = MassSilence()
+    rule.holds_until("abc", 4, 10.0)
+    rule.settled("a")
+    assert rule.holds_until("bc", 4, 20.0) is None
+    assert not rule.reason()
+
+
+def test_it_is_over_when_the_last_is_heard_again_or_has_gone() -> None:
+    rule = MassSilence()
+    rule.holds_until("abc", 4, 10.0)
+    for node in "ab":
+        rule.settled(node)
+        assert rule.reason()
+    rule.settled("c")
+    assert not rule.reason()
+    assert rule.holds_until("abc", 4, 500.0) == 500.0 + MASS_SILENCE_HOLD, "counted anew"

@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.rounds.join_window import DOUBT, Burst, Door
+from elasticrun.core.rounds.join_window import DOUBT, Burst, Door, LastCall
 from tests.simulator.script import DEFAULT_SPEC
 
 
@@ -27,14 +27,32 @@ def test_what_happens_after_an_answer_waits_for_silence() -> None:
     one = burst()
     one.seen("a", 0.0)
     one.answered(1.0)
-    assert one.holds() is None
     one.seen("b", 8.0)
-    assert one.holds() == 68.0, "one gap says nothing: as long as may be waited"
     for number in range(16):
         one.seen(number, 8.0 + 0.1 * (number + 1))
     assert one.holds() == pytest.approx(9.6 + 16.0), "twice the largest gap"
     one.answered(30.0)
     assert one.holds() is None
+
+
+@pytest.mark.parametrize(
+    ("wholly", "what", "at", "until"),
+    [
+        (True, "b", 8.0, 68.0),  # one gap says nothing: as long as may be waited
+        (True, "a", 20.0, None),  # the same node again is no spreading
+        (True, "b", 121.0, None),  # things that are far apart are two events
+        (False, "b", 3.0, 63.0),  # an answer that left some out keeps them open
+    ],
+)
+def test_a_second_thing_after_an_answer(
+    wholly: bool, what: str, at: float, until: float | None
+) -> None:
+    one = burst()
+    one.seen("a", 0.0)
+    one.answered(1.0, wholly=wholly)
+    assert one.holds() is None, "one alone has no pace"
+    one.seen(what, at)
+    assert one.holds() == until
 
 
 def test_the_silence_is_as_long_as_a_memoryless_gap_would_make_unlikely() -> None:
@@ -55,22 +73,6 @@ def test_the_silence_is_as_long_as_a_memoryless_gap_would_make_unlikely() -> Non
     assert wrong <= 3, f"{wrong} of 60,000 with a doubt of {DOUBT}"
 
 
-def test_the_same_node_again_is_no_spreading() -> None:
-    one = burst()
-    one.seen("a", 0.0)
-    one.answered(1.0)
-    one.seen("a", 20.0)
-    assert one.holds() is None
-
-
-def test_things_far_apart_are_two_events() -> None:
-    one = burst()
-    one.seen("a", 0.0)
-    one.answered(1.0)
-    one.seen("b", 121.0)
-    assert one.holds() is None
-
-
 def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() -> None:
     one = burst()
     one.seen(0, 0.0)
@@ -81,15 +83,6 @@ def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() ->
     one.answered(320.0)
     one.seen("next", 800.0)
     assert one.holds() is None
-
-
-def test_an_answer_that_left_some_out_keeps_them_open() -> None:
-    one = burst()
-    one.seen("a", 0.0)
-    one.answered(1.0, wholly=False)
-    assert one.holds() is None, "one alone has no pace"
-    one.seen("b", 3.0)
-    assert one.holds() == 63.0
 
 
 # ---------------------------------------------------------------- the door
@@ -109,15 +102,22 @@ def begun(spec_max: int, *appear: float, grow: str = "auto") -> Door:
     return door
 
 
-def test_last_call_at_the_door_counts_from_the_moment_a_node_appears() -> None:
-    door = begun(4, 0.0, 0.1)
-    door.appeared("x", 10.0)
-    door.joined("x", 10.4)
-    assert entry(door, 2, 3, 4)[0] == 10.5
-    door = begun(4, 0.0, 0.1)
-    door.appeared("x", 10.0)
-    door.joined("x", 18.0)  # its torch came from a slow disk
-    assert entry(door, 2, 3, 4)[0] == 18.0
+@pytest.mark.parametrize(
+    ("largest", "grow", "appeared", "joined", "due"),
+    [
+        (4, "auto", 10.0, 10.4, 10.5),  # last call counts from the moment it appears
+        (4, "auto", 10.0, 18.0, 18.0),  # also where its torch came from a slow disk
+        (3, "auto", 10.0, 10.4, 10.4),  # nobody is waited for when the job is whole
+        (8, "now", 400.0, 401.0, 401.0),  # nor for a start, nor for the round's age
+    ],
+)
+def test_when_a_newcomer_is_let_in(
+    largest: int, grow: str, appeared: float, joined: float, due: float
+) -> None:
+    door = begun(largest, 0.0, 0.1, grow=grow)
+    door.appeared("x", appeared)
+    door.joined("x", joined)
+    assert entry(door, 2, 3, largest)[0] == due
 
 
 def test_a_node_that_comes_and_goes_counts_when_it_joins() -> None:
@@ -128,13 +128,6 @@ def test_a_node_that_comes_and_goes_counts_when_it_joins() -> None:
     door.appeared("x", 12.0)
     door.joined("x", 14.0)
     assert entry(door, 2, 3, 4)[0] >= 15.0
-
-
-def test_nobody_is_waited_for_when_the_job_is_whole() -> None:
-    door = begun(3, 0.0, 0.1)
-    door.appeared("x", 10.0)
-    door.joined("x", 10.4)
-    assert entry(door, 2, 3, 3)[0] == 10.4
 
 
 def test_a_job_that_is_being_started_lets_them_in_together() -> None:
@@ -157,13 +150,6 @@ def test_a_start_that_came_apart_is_one(appear: tuple[float, ...], slow: bool) -
     assert (due > 10.0) is slow
 
 
-def test_grow_now_does_not_wait_for_a_start_nor_for_age() -> None:
-    door = begun(8, 0.0, 0.3, grow="now")
-    door.appeared("x", 400.0)
-    door.joined("x", 401.0)
-    assert entry(door, 2, 3, 8)[0] == 401.0
-
-
 def test_an_older_round_waits_for_the_cool_down() -> None:
     door = begun(8, 0.0, 0.3, 0.4, 0.5, 0.6)
     door.appeared("x", 400.0)
@@ -171,3 +157,31 @@ def test_an_older_round_waits_for_the_cool_down() -> None:
     due, reason = entry(door, 5, 6, 8)
     assert due == 602.6
     assert "--grow=now" in reason
+
+
+# ---------------------------------------------------------------- last call
+
+
+def test_last_call() -> None:
+    call = LastCall(30.0)
+    call.arrival(0.0)
+    call.begin(0.0)
+    assert call.ends(announced=False) == 0.5
+    assert call.ends(announced=True) == 30.0
+    call.arrival(6.0)
+    assert call.ends(announced=False) == 18.0, "twice the largest gap"
+    call.arrival(7.0)
+    assert call.ends(announced=False) == 19.0
+    call.arrival(50.0)
+    assert call.ends(announced=False) == 80.0, "no silence is longer than the timeout"
+    for when in range(60, 200, 10):
+        call.arrival(float(when))
+    assert call.ends(announced=True) == 150.0, "nor the whole than five times that"
+    assert LastCall(0.0).began is None
+
+
+def test_last_call_of_nothing_waits_for_nothing() -> None:
+    call = LastCall(0.0)
+    call.arrival(3.0)
+    call.begin(3.0)
+    assert call.ends(announced=True) == 3.0
