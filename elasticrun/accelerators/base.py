@@ -1,9 +1,5 @@
-"""What is installed for which hardware, read from files instead of importing it.
-
-What every kind of accelerator can be asked.
-
-The CPU: what ranks compute on where there is nothing else, or where the user says so.
-"""
+"""What every kind of accelerator can be asked, and the findings that several of them make; what is
+installed for which hardware, read from files instead of importing it."""
 
 from __future__ import annotations
 
@@ -14,6 +10,16 @@ from typing import ClassVar, Final, NamedTuple
 
 from elasticrun.system.processes import read_process
 from elasticrun.wire.types import Finding, State
+
+MEMORY_SHARE: Final = 0.3
+"""A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
+where something that belongs to the node keeps memory there."""
+
+MAX_NAMED: Final = 8
+"""Most processes that one finding names."""
+
+MAX_GENERATIONS: Final = 64
+"""How far up the parents of a process are followed."""
 
 
 class Build(NamedTuple):
@@ -57,17 +63,6 @@ def installed(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-MEMORY_SHARE: Final = 0.3
-"""A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
-where something that belongs to the node keeps memory there."""
-
-MAX_NAMED: Final = 8
-"""Most processes that one finding names."""
-
-MAX_GENERATIONS: Final = 64
-"""How far up the parents of a process are followed."""
 
 
 class Accelerator(ABC):
@@ -185,7 +180,8 @@ def cores() -> int:
 
 
 class Cpu(Accelerator):
-    """The cores of this node; ranks share them, so no number of ranks is too large."""
+    """The cores of this node, where there is nothing else or the user says so; ranks share them,
+    so no number of ranks is too large."""
 
     name = "cpu"
     device = "cpu"

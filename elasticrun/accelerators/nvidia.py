@@ -107,9 +107,6 @@ def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
     return int(digits) if int(digits) < len(uuids) else None
 
 
-# ---------------------------------------------------------------- what the child says
-
-
 @dataclass(frozen=True, slots=True)
 class _Gpu:
     """One GPU as the child saw it; None is what this GPU or its driver does not tell."""
@@ -152,9 +149,6 @@ def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise NoAnswer("its answer is not what was asked for") from None
-
-
-# ---------------------------------------------------------------- verdicts
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from elasticrun.checkpointing.parts import StateError, unflatten
+from elasticrun.checkpointing.parts import Path, StateError
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
@@ -262,8 +262,8 @@ class Stored:
         values: dict[str, Any] = {**targets, **dict.fromkeys(state.wanted_values(saved, own))}
         self._fill(values)
         state.adopt(saved, values, own)
-        if not own and state.own:
-            self._resize(state, saved, ranks)
+        if not own:
+            state.resize(ranks, f"the checkpoint has that of {ranks} ranks", self._own_of)
 
     def _fill(self, values: dict[str, Any]) -> None:
         try:
@@ -276,26 +276,18 @@ class Stored:
         except Exception as error:  # torch's reader and pickle raise many kinds
             raise SpoiledError(self.condemn(self._blamed(error))) from error
 
-    def _resize(self, state: State, saved: Mapping[str, Item], ranks: int) -> None:
-        """Another number of ranks: hand the state of all old ones to who can make use of it."""
-        for name, own in state.own.items():
-            if own.on_resize is None or not ranks:
-                state.not_had(name, f"the checkpoint has that of {ranks} ranks")
-                continue
-            template, states = own.part.loose(), []
-            for rank in range(ranks):
-                prefix = (own_key(rank), name)
-                items = [item for item in saved.values() if item.path[:2] == prefix]
-                values: dict[str, Any] = {
-                    item.fqn: None
-                    if item.kind is ItemKind.BYTES
-                    else torch.empty(item.shape, dtype=getattr(torch, item.dtype))
-                    for item in items
-                }
-                self._fill(values)
-                nested = {item.path[2:]: values[item.fqn] for item in items}
-                states.append(unflatten(nested, template) if nested else None)
-            own.on_resize(states)
+    def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
+        """The state of one old rank, {} if it has none."""
+        prefix = (own_key(rank), name)
+        items = [item for item in self._saved[0].values() if item.path[:2] == prefix]
+        values: dict[str, Any] = {
+            item.fqn: None
+            if item.kind is ItemKind.BYTES
+            else torch.empty(item.shape, dtype=getattr(torch, item.dtype))
+            for item in items
+        }
+        self._fill(values)
+        return {item.path[2:]: values[item.fqn] for item in items}
 
 
 def _reader(folder: Folder, step: int) -> Any:

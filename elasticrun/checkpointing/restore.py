@@ -21,7 +21,7 @@ import torch
 
 from elasticrun.checkpointing.capture import Mapped, values_at
 from elasticrun.checkpointing.line import Line
-from elasticrun.checkpointing.parts import Path, StateError, unflatten
+from elasticrun.checkpointing.parts import Path, StateError
 from elasticrun.checkpointing.state import Known, State
 from elasticrun.dcp.items import PLAIN, own_key, pieces
 from elasticrun.dcp.loading import NotAllowed, deserialise
@@ -175,7 +175,8 @@ class Recall:
         try:
             self._restore(same)
             if not same:
-                self._resize()
+                ranks = self._resume.world_size
+                self._state.resize(ranks, f"the job had {ranks} ranks before", self._own_of)
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
                 self.kept = own.mapped
@@ -321,22 +322,11 @@ class Recall:
         if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
             raise Unusable(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
 
-    def _resize(self) -> None:
-        """Another number of ranks: hand the state of all old ones to who can make use of it."""
-        for name, own in self._state.own.items():
-            if own.on_resize is None:
-                self._state.not_had(name, f"the job had {self._resume.world_size} ranks before")
-                continue
-            template = own.part.loose()
-            own.on_resize(
-                [self._own_of(rank, name, template) for rank in range(self._resume.world_size)]
-            )
-
-    def _own_of(self, rank: int, name: str, template: Any) -> Any:
-        """The state of one old rank, None if it is lost."""
+    def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
+        """The state of one old rank, {} if it is lost."""
         shard = self._fetch(rank)
         if isinstance(shard, str) or shard.rank != rank:
-            return None
+            return {}
         self._check(rank)
         prefix = (own_key(rank), name)
         found: dict[Path, Any] = {}
@@ -346,4 +336,4 @@ class Recall:
         for place, item in enumerate(shard.layout.values):
             if item.path[:2] == prefix:
                 found[item.path[2:]] = shard.value(place, self._state.weights_only)
-        return unflatten(found, template) if found else None
+        return found

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from elasticrun.checkpointing.parts import (
     ModulePart,
-    Nested,
     OptimizerPart,
     Part,
     Path,
@@ -31,6 +30,7 @@ from elasticrun.checkpointing.parts import (
     StatefulPart,
     Watch,
     fitting,
+    unflatten,
 )
 from elasticrun.dcp.items import (
     OWN_PREFIX,
@@ -322,6 +322,20 @@ class State:
         self.own[name] = Own(self._part(name, value, ()), on_resize)
         self._plan = None
 
+    def resize(
+        self, ranks: int, why: str, own_of: Callable[[int, str], Mapping[Path, Any]]
+    ) -> None:
+        """Another number of ranks than `ranks`: hand the own state of all those, which `own_of` has
+        by rank and name ({} for one that is lost), to who can make use of it. `why`: the words for
+        the others."""
+        for name, own in self.own.items():
+            if own.on_resize is None or not ranks:
+                self.not_had(name, why)
+                continue
+            template = own.part.loose()
+            found = [own_of(rank, name) for rank in range(ranks)]
+            own.on_resize([unflatten(one, template) if one else None for one in found])
+
     def not_had(self, name: str, why: str) -> None:
         """Own state of this name is not what it was."""
         if name == NAME:
@@ -379,6 +393,16 @@ class State:
             found = None if known is None else self._as_known(known)
             return self._planned() if found is None else found
 
+    def _steady(self) -> dict[str, Any]:
+        self._watches = []
+        steady: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            found = part.steady()
+            if found is not None:
+                steady[name] = found[0]
+                self._watches.append(found[1])
+        return steady
+
     def _loose(self) -> dict[str, Any]:
         loose = {name: part.loose() for name, part in self.parts.items()}
         found = {
@@ -419,13 +443,7 @@ class State:
         layout, filled = known.layout, known.filled
         if layout.torch != str(torch.__version__):
             return None
-        self._watches, flat = [], Flat({}, {})
-        for name, part in self.parts.items():
-            found = part.steady()
-            if found is not None:
-                _flatten_into(flat, found[0], (name,))
-                self._watches.append(found[1])
-        loose = flatten(self._loose())
+        flat, loose = flatten(self._steady()), flatten(self._loose())
         if len(flat.values) + len(loose.values) != len(layout.items):
             return None
         flat.values.update(loose.values)
@@ -444,14 +462,7 @@ class State:
 
     def whole(self) -> dict[str, Any]:
         """All of it, nested as a checkpoint names it; not a copy."""
-        self._watches = []
-        whole: dict[str, Any] = {}
-        for name, part in self.parts.items():
-            found = part.steady()
-            if found is not None:
-                whole[name] = found[0]
-                self._watches.append(found[1])
-        loose = self._loose()
+        whole, loose = self._steady(), self._loose()
         flat = flatten(loose)
         self._vouch(flat)
         self._signature = tuple((fqn, _shape(v)) for fqn, v in flat.values.items())
@@ -574,17 +585,6 @@ def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if key in given:
             raise StateError(f"{what}, and {key}= is given too: it needs another key")
     return {**given, **among}, among
-
-
-def _flatten_into(flat: Flat, nested: Nested, path: tuple[str, ...]) -> None:
-    """Steady tensors under DCP's flat names."""
-    for key, value in nested.items():
-        here = (*path, str(key))
-        if isinstance(value, dict):
-            _flatten_into(flat, value, here)
-        else:
-            name = ".".join(here)
-            flat.values[name], flat.paths[name] = value, here
 
 
 def _shape(value: Any) -> Any:

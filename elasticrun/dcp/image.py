@@ -100,15 +100,13 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
 def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
     """The layout of these pieces, which `in_order` orders in the same way. `bytes_room`: bytes for
     the opaque values with their table."""
+
+    def around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
+        head, tail = envelope(dtype, sizes)
+        return len(head), len(tail)
+
     items = [one.item for one in in_order(found)]
-    return lay_out(items, bytes_room, str(torch.__version__), _around)
-
-
-@lru_cache(maxsize=4096)
-def _around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes before and after the elements."""
-    head, tail = envelope(dtype, sizes)
-    return len(head), len(tail)
+    return lay_out(items, bytes_room, str(torch.__version__), around)
 
 
 def write_envelopes(payload: memoryview, layout: Layout) -> None:

@@ -34,6 +34,10 @@ _KINDS: Final = {
 }
 
 
+_ALIKE: Final = ("kind", "shape", "offsets", "sizes", "requires_grad", "nbytes")
+"""What two items that differ but in their places have in common."""
+
+
 def own_key(rank: int) -> str:
     """The top-level key of what belongs to one rank alone."""
     return f"{OWN_PREFIX}{rank}"
@@ -56,11 +60,11 @@ class Flat:
     paths: dict[str, tuple[str | int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Opaque:
     """Hides a tensor from the planner."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+    value: torch.Tensor
 
 
 def flatten(state: Mapping[str, Any]) -> Flat:
@@ -180,18 +184,14 @@ def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
     path = tuple(planner.mappings.get(fqn, (fqn,)))
     owned = bool(own) and path[0] == own
     kind = _KINDS[write.type]
-    data = write.tensor_data
+    data, value = write.tensor_data, planner.state_dict[fqn]
     if data is None:
-        value = planner.state_dict[fqn]
         value = value.value if isinstance(value, _Opaque) else value
         return Piece(Item(fqn, path, kind, owned), value)
-    tensor = planner.state_dict[fqn]
-    part: Any
-    if isinstance(tensor, DTensor) or kind is ItemKind.TENSOR:
-        part = local(tensor)  # the planner finds it too, but by way of sizes, which takes long
-    else:
-        part = planner.resolve_data(write)
-    part = part.detach()
+    # the planner finds the part too, but by way of sizes, which takes long
+    is_known = isinstance(value, DTensor) or kind is ItemKind.TENSOR
+    found: Any = local(value) if is_known else planner.resolve_data(write)
+    part = found.detach()
     if not is_array(part):
         raise ValueError(f"the shards of {fqn} are no plain arrays ({type(part).__name__})")
     item = Item(
@@ -220,14 +220,8 @@ def is_item(item: Item, value: Any) -> bool:
             and value.requires_grad == item.requires_grad
             and is_array(value)
         )
-    made = pieces({item.fqn: value})
-    if len(made) != 1:
-        return False
-    it = made[0].item
-    mine = (it.kind, it.shape, it.offsets, it.sizes, it.requires_grad, it.nbytes)
-    return mine == (
-        *(item.kind, item.shape, item.offsets, item.sizes, item.requires_grad, item.nbytes),
-    )
+    made = [one.item for one in pieces({item.fqn: value})]
+    return len(made) == 1 and all(getattr(made[0], name) == getattr(item, name) for name in _ALIKE)
 
 
 def is_filled_item(item: Item, value: torch.Tensor) -> bool:

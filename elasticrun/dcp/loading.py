@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -122,18 +122,13 @@ def read_metadata(reader: Any, weights_only: bool) -> Any:
     if weights_only:
         path = reader.fs.concat_path(reader.path, ".metadata")
         with reader.fs.create_stream(path, "rb") as file:
-            metadata = _unpickled(file)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = reader.load_id
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f".metadata is a {type(metadata).__name__}")
+        about = getattr(metadata, "storage_meta", None) or StorageMeta()
+        about.load_id = reader.load_id
+        metadata.storage_meta = about
     else:
         metadata = reader.read_metadata()
     reader.read_metadata = lambda *_, **__: metadata
     return metadata
-
-
-def _unpickled(file: IO[bytes]) -> Any:
-    found = _MetadataUnpickler(file).load()
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f".metadata is a {type(found).__name__}")
-    return found

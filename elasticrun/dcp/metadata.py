@@ -40,7 +40,6 @@ _KINDS: Final = {
     ItemKind.BYTES: WriteItemType.BYTE_IO,
 }
 
-
 MAX_KEPT: Final = 100_000
 """Items of a plan that is kept for the next checkpoint; about 1 KB each."""
 
@@ -125,27 +124,29 @@ def build(parts: Sequence[Part], checkpoint: str, attempt: str) -> bytes:
     to nothing if values and names are as long as they were."""
     ordered = sorted(parts, key=lambda part: part.rank)
     plan = _planned(ordered)
-    words = (*(part.file.encode() for part in ordered), checkpoint.encode())
-    words = (*words, _save_id(attempt).encode())
+    save_id = f"elasticrun:{attempt}"
+    words = (*(part.file.encode() for part in ordered), checkpoint.encode(), save_id.encode())
     alike = tuple((part.lengths, part.places) for part in ordered)
     if plan.marker and (known := plan.marker.changed(words, alike)):
         return known
     with no_collection():
         results = [_results(part, left) for part, left in zip(ordered, plan.left, strict=True)]
-        writer = _InMemory(checkpoint, attempt)
+        writer = _InMemory(StorageMeta(checkpoint_id=checkpoint, save_id=save_id))
         writer.finish(plan.metadata, results)
         plan.metadata.storage_data = None
     plan.marker = _Marker.of(writer.written, words, alike)
     return writer.written
 
 
-def _save_id(attempt: str) -> str:
-    return f"elasticrun:{attempt}"
-
-
 def _planned(parts: Sequence[Part]) -> _Plan:
     for part in parts:
-        _check_lengths(part)
+        items = items_of(part.layout, part.shared)
+        values = sum(1 for item in items if item.kind is ItemKind.BYTES)
+        if values != len(part.lengths):
+            lengths = len(part.lengths)
+            raise MetadataError(f"rank {part.rank} has {lengths} lengths for {values} values")
+        if part.places and len(part.places) != len(items):
+            raise MetadataError(f"rank {part.rank} has not told where each of its items lies")
     key = tuple((part.rank, part.layout.key, part.shared) for part in parts)
     if not _last or _last[0].parts != key:
         _last.clear()
@@ -171,18 +172,12 @@ def _plan(parts: Sequence[Part], key: tuple[tuple[int, int, bool], ...]) -> _Pla
         planned, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
         raise MetadataError(f"the parts do not make one state: {error!s:.600}") from None
-    left = tuple(
-        tuple(_left(plan.items, before.items))
-        for plan, before in zip(planned[:-1], plans[:-1], strict=True)
-    )
-    return _Plan(key, metadata, left)
-
-
-def _left(planned: list[WriteItem], before: list[WriteItem]) -> Iterator[tuple[int, MetadataIndex]]:
-    """What the planner has left to a part: of equal chunks one is enough."""
-    position = {item.index: number for number, item in enumerate(before)}
-    for item in planned:
-        yield position[item.index], item.index
+    left = []
+    for plan, before in zip(planned[:-1], plans[:-1], strict=True):
+        position = {item.index: number for number, item in enumerate(before.items)}
+        # what the planner has left to a part: of equal chunks one is enough
+        left.append(tuple((position[item.index], item.index) for item in plan.items))
+    return _Plan(key, metadata, tuple(left))
 
 
 def _results(part: Part, left: Iterable[tuple[int, MetadataIndex]]) -> list[WriteResult]:
@@ -210,15 +205,6 @@ def _check(parts: Sequence[Part]) -> None:
                     f"{' '.join(map(str, like))} for rank {part.rank}"
                 )
         own |= {item.fqn for item in part.layout.items if item.own}
-
-
-def _check_lengths(part: Part) -> None:
-    items = items_of(part.layout, part.shared)
-    values = sum(1 for item in items if item.kind is ItemKind.BYTES)
-    if values != len(part.lengths):
-        raise MetadataError(f"rank {part.rank} has {len(part.lengths)} lengths for {values} values")
-    if part.places and len(part.places) != len(items):
-        raise MetadataError(f"rank {part.rank} has not told where each of its items lies")
 
 
 def write_items(items: Iterable[Item]) -> list[WriteItem]:
@@ -282,11 +268,11 @@ def _places(part: Part) -> Iterator[tuple[int, int]]:
 class _InMemory(FileSystemWriter):
     """torch's writer with a file system that keeps the one file that `finish` writes."""
 
-    def __init__(self, checkpoint: str, attempt: str) -> None:
-        super().__init__(checkpoint, sync_files=False)
+    def __init__(self, meta: StorageMeta) -> None:
+        super().__init__(str(meta.checkpoint_id), sync_files=False)
         self.fs: Any = self
         self.written = b""
-        self._meta = StorageMeta(checkpoint_id=checkpoint, save_id=_save_id(attempt))
+        self._meta = meta
 
     def storage_meta(self) -> StorageMeta:
         return self._meta

@@ -1,7 +1,5 @@
-"""What stands elsewhere in older torches, or is called otherwise.
-
-Python's garbage collector, where many objects are made that stay.
-"""
+"""What stands elsewhere in older torches, or is called otherwise; and a pause of Python's garbage
+collector, where torch and we make many objects that stay."""
 
 from __future__ import annotations
 

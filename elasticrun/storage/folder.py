@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import eq, ge
 from typing import Final
 
 import xxhash
@@ -72,8 +73,6 @@ class Folder:
             self._said.update(fresh)
         return fresh
 
-    # ------------------------------------------------------------ what is there
-
     def _steps(self) -> list[int]:
         found = []
         for entry in self._place.entries(""):
@@ -134,27 +133,24 @@ class Folder:
 
     def lacks(self, step: int, wanted: Iterable[FileEntry]) -> str:
         """ "" if these files are there in their sizes, else what is wrong with one, in words."""
-        sizes = self.files(step)
-        for entry in wanted:
-            if sizes.get(entry.name) != entry.size:
-                size = self.size(step, entry.name)
-                if size is None:
-                    return f"{entry.name} is missing"
-                if size != entry.size:
-                    return f"{entry.name} has {size} bytes, not {entry.size}"
-        return ""
+        return self._wrong(step, {one.name: one.size for one in wanted}, eq, "not {}")
 
     def short(self, step: int, least: Mapping[str, int]) -> str:
         """ "" if these files are there with so many bytes or more, else what is wrong with one, in
         words: for checkpoints of torch alone, which have no manifest."""
+        return self._wrong(step, least, ge, "and {} were written")
+
+    def _wrong(
+        self, step: int, wanted: Mapping[str, int], fits: Callable[[int, int], bool], why: str
+    ) -> str:
         sizes = self.files(step)
-        for name, bytes_ in least.items():
-            if sizes.get(name, -1) < bytes_:
+        for name, bytes_ in wanted.items():
+            if not fits(sizes.get(name, -1), bytes_):  # of a listing, which may be old
                 size = self.size(step, name)
                 if size is None:
                     return f"{name} is missing"
-                if size < bytes_:
-                    return f"{name} has {size} bytes, and {bytes_} were written"
+                if not fits(size, bytes_):
+                    return f"{name} has {size} bytes, {why.format(bytes_)}"
         return ""
 
     def has_manifest(self, step: int) -> bool:
@@ -186,8 +182,6 @@ class Folder:
                 if have > most:
                     raise StorageError(f"{self.path(step)}/{name} is longer than it can be")
         return b"".join(pieces)
-
-    # ------------------------------------------------------------ is it whole?
 
     def verify(self, step: int, part: int = 0, of: int = 1) -> str:
         """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
@@ -244,8 +238,6 @@ class Folder:
                 if found.intdigest() != wanted:
                     return f"{entry.name} was changed between bytes {begin} and {end}"
         return ""
-
-    # ------------------------------------------------------------ changes
 
     def condemn(self, step: int, sentence: str) -> None:
         """Never again list this checkpoint as committed; the first reason stays."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import xxhash
@@ -76,11 +76,7 @@ def encode(manifest: Manifest) -> bytes:
             "step": manifest.step,
             "reason": manifest.reason,
             "attempt": manifest.attempt,
-            "round": {
-                "term": manifest.round.term,
-                "number": manifest.round.number,
-                "nonce": manifest.round.nonce,
-            },
+            "round": asdict(manifest.round),
             "world_size": manifest.world_size,
             "torch": manifest.torch,
             "marker": {"size": manifest.marker_size, "hash": _hex(manifest.marker_hash)},
@@ -115,16 +111,8 @@ def decode(data: bytes) -> Manifest:
 
 def plain_file(entry: FileEntry) -> dict[str, Any]:
     """As JSON takes it."""
-    return {
-        "name": entry.name,
-        "rank": entry.rank,
-        "shared": entry.shared,
-        "layout": entry.layout,
-        "size": entry.size,
-        "stretch": entry.stretch,
-        "block": entry.block,
-        "hashes": [_hex(h) for h in entry.hashes],
-    }
+    plain = {one.name: getattr(entry, one.name) for one in fields(entry)}
+    return {**plain, "hashes": [_hex(h) for h in entry.hashes]}
 
 
 def file_of(row: Any) -> FileEntry:

@@ -1,9 +1,8 @@
 """Where files lie: a folder of a file system (`LocalPlace`) or what fsspec reaches (`UrlPlace`).
 
 Names are relative to the place, with `/` between folder and file. Every method raises StorageError
-with a sentence, and FileNotFoundError where that is said.
-
-What fsspec reaches: an object is there once it was closed; nothing is ever renamed.
+with a sentence, and FileNotFoundError where that is said. What fsspec reaches is there once it was
+closed; nothing is ever renamed.
 """
 
 from __future__ import annotations
@@ -76,6 +75,17 @@ class Place(Protocol):
         """A folder, if nothing is in it."""
 
 
+@contextmanager
+def _said(path: str, doing: str) -> Iterator[None]:
+    """What the system refuses in the block is a StorageError; FileNotFoundError stays as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(sentence(error, path, doing)) from error
+
+
 class LocalPlace:
     """A folder by its absolute path, which need not exist yet."""
 
@@ -104,28 +114,21 @@ class LocalPlace:
             sync_folder(self._ways, os.path.dirname(folder))
 
     def entries(self, name: str) -> list[Entry]:
-        found = []
-        try:
-            with os.scandir(self.full(name)) as listing:
-                for one in listing:
-                    with suppress(FileNotFoundError):  # removed by another in this moment
-                        stat = one.stat(follow_symlinks=False)
-                        folder = one.is_dir(follow_symlinks=False)
-                        found.append(Entry(one.name, folder, stat.st_size, stat.st_mtime))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(sentence(error, self.full(name), "listed")) from error
-        return found
+        found: list[Entry] = []
+        path = self.full(name)
+        with suppress(FileNotFoundError), _said(path, "listed"), os.scandir(path) as listing:
+            for one in listing:
+                with suppress(FileNotFoundError):  # removed by another in this moment
+                    stat = one.stat(follow_symlinks=False)
+                    folder = one.is_dir(follow_symlinks=False)
+                    found.append(Entry(one.name, folder, stat.st_size, stat.st_mtime))
+            return found
+        return []
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        try:
+        with _said(self.full(name), "read"):
             file = io.FileIO(self.full(name))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StorageError(sentence(error, self.full(name), "read")) from error
         with file:
             yield file
 
@@ -148,20 +151,12 @@ class LocalPlace:
         sync_folder(self._ways, self.full(name))
 
     def unlink(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
             self._calls.unlink(self.full(name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StorageError(sentence(error, self.full(name), "removed")) from error
 
     def remove(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
             self._calls.remove(self.full(name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StorageError(sentence(error, self.full(name), "removed")) from error
 
     def remove_empty(self, name: str) -> None:
         try:
@@ -227,23 +222,25 @@ class UrlPlace:
         root = self._root.rstrip("/")
         return f"{root}/{name}" if name else root
 
+    def _do(self, name: str, doing: str, work: Callable[[str], T]) -> T:
+        """`work` is given the path as the file system has it."""
+        return _tried(self.full(name), doing, partial(work, self._path(name)))
+
     def make(self, name: str) -> None:
-        path = self._path(name)
-        _tried(self.full(name), "made", lambda: self._fs.makedirs(path, exist_ok=True))
+        self._do(name, "made", lambda path: self._fs.makedirs(path, exist_ok=True))
 
     def entries(self, name: str) -> list[Entry]:
         path = self._path(name)
         self._fs.invalidate_cache(path)  # other processes write there as well
         try:
-            found = _tried(self.full(name), "listed", lambda: self._fs.ls(path, detail=True))
+            found = self._do(name, "listed", lambda path: self._fs.ls(path, detail=True))
         except FileNotFoundError:
             return []
         return [e for e in map(_entry, found) if e.name and e.name != path.rsplit("/", 1)[-1]]
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        path = self._path(name)
-        file = _tried(self.full(name), "read", lambda: self._fs.open(path, "rb"))
+        file = self._do(name, "read", lambda path: self._fs.open(path, "rb"))
         try:
             with file:
                 yield file
@@ -256,12 +253,10 @@ class UrlPlace:
         return ObjectSink(self._fs, self._path(name))
 
     def put(self, name: str, data: bytes) -> None:
-        path = self._path(name)
-        _tried(self.full(name), "written", lambda: self._fs.pipe_file(path, data))
+        self._do(name, "written", lambda path: self._fs.pipe_file(path, data))
 
     def put_first(self, name: str, data: bytes) -> bool:
-        path = self._path(name)
-        if _tried(self.full(name), "read", lambda: self._fs.exists(path)):
+        if self._do(name, "read", self._fs.exists):
             return False
         self.put(name, data)
         return True
@@ -270,14 +265,12 @@ class UrlPlace:
         """Objects need nothing of the kind."""
 
     def unlink(self, name: str) -> None:
-        path = self._path(name)
         with suppress(FileNotFoundError):
-            _tried(self.full(name), "removed", lambda: self._fs.rm_file(path))
+            self._do(name, "removed", self._fs.rm_file)
 
     def remove(self, name: str) -> None:
-        path = self._path(name)
         with suppress(FileNotFoundError):
-            _tried(self.full(name), "removed", lambda: self._fs.rm(path, recursive=True))
+            self._do(name, "removed", lambda path: self._fs.rm(path, recursive=True))
 
     def remove_empty(self, name: str) -> None:
         if not self.entries(name):

@@ -1,12 +1,11 @@
-"""Which checkpoints training has left behind when it was taken back to an older step. Pure.
+"""Which checkpoints training has left behind when it was taken back to an older step, and which are
+no longer kept. Pure.
 
 A *timeline* is training without going back. When it is taken back, because a state turned out to be
 poison, checkpoints of later steps may stand already: they are of a timeline that was left. They are
 neither renamed nor condemned. The first checkpoint of the new timeline says so of itself, by a file
 `elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and whatever an older one has
 of step S or later was left. All later checkpoints say the same. Timeline 0 says nothing.
-
-Which checkpoints are no longer kept. Pure.
 """
 
 from __future__ import annotations

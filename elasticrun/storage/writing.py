@@ -1,6 +1,4 @@
-"""The system calls by which files get onto a disk, in one object: a test can refuse some.
-
-How one file gets onto a disk for certain.
+"""How one file gets onto a disk for certain.
 
 The best way first: room is taken at once (`fallocate`: a full disk is told before hours of work),
 the bulk goes past the page cache (O_DIRECT from page-aligned memory), then fsync. What a file
@@ -29,9 +27,17 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 GCSFUSE: Final = "fuse.gcsfuse"
 """Type in the mount table."""
 
+PAGE: Final = 4096
+PIECE: Final = 8 * 1024 * 1024
+"""Bytes of one write: larger ones were no faster on a local disk, smaller ones were."""
+
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+"""A file of one attempt that is begun again (its saver died) takes the place of what stands."""
+
 
 class Calls:
-    """Each raises OSError as the call itself does."""
+    """The system calls, in one object: a test can refuse some. Each raises OSError as the call
+    itself does."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -93,14 +99,6 @@ def is_gcsfuse(path: str, mounts: str) -> bool:
         if (path == point or path.startswith(point + "/")) and len(point) >= len(deepest):
             deepest, kind = point, fields[2]
     return kind == GCSFUSE
-
-
-PAGE: Final = 4096
-PIECE: Final = 8 * 1024 * 1024
-"""Bytes of one write: larger ones were no faster on a local disk, smaller ones were."""
-
-_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-"""A file of one attempt that is begun again (its saver died) takes the place of what stands."""
 
 
 class Sink(Protocol):

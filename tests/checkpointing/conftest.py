@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from elasticrun.checkpointing import choosing, line
+from tests.checkpointing.played import PlayedAgent, playing
 from tests.harness import LIMIT
 
 
@@ -17,3 +18,11 @@ def as_if_just_born(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choosing, "LOOK_LIMIT", LIMIT)
     yield
     line._places.clear()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
+    """The agent of this process, which is its only rank."""
+    with playing() as played:
+        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
+        yield played

@@ -88,8 +88,6 @@ class PlayedAgent:
     def place(self, local_rank: int) -> str:
         return place(self.name, local_rank)
 
-    # ------------------------------------------------------------ what tests ask
-
     def of(self, kind: type, rank: int | None = None) -> list[Any]:
         """What was said of one kind, by one rank or all."""
         return [m for r, m in self.said if isinstance(m, kind) and rank in (None, r)]
@@ -123,8 +121,6 @@ class PlayedAgent:
                 else:
                     memory.segment.pin(snapshot.slot, snapshot.step == step)
             memory.segment.watermark = step
-
-    # ------------------------------------------------------------ the server
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,6 +42,12 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
     except BaseException:
         answer.send(("failed", traceback.format_exc()))
         raise
+
+
+def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A program by itself, run to its end."""
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 class Ranks:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +25,8 @@ from elasticrun.wire.snapshots import (
     Skipped,
 )
 from tests.agent.snapshots.test_snapshots import at_most
-from tests.checkpointing.played import PlayedAgent, playing
-
-
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
-    with playing() as played:
-        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
-        yield played
+from tests.checkpointing.played import PlayedAgent
+from tests.checkpointing.ranks import python
 
 
 def test_a_snapshot_waits_for_the_agents_word(agent: PlayedAgent, tmp_path: Path) -> None:
@@ -161,13 +152,7 @@ if wait != "end":
 def test_the_last_save_of_torch_is_there_or_it_is_said_that_it_is_not(
     tmp_path: Path, wait: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LAST, str(tmp_path), wait],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python(LAST, str(tmp_path), wait)
     assert not done.returncode, done.stderr
     there = (tmp_path / "ckpt" / "step-000000001" / ".metadata").exists()
     said = "the checkpoint of step 1 was not finished" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,7 @@ from elasticrun.wire.snapshots import (
     Remark,
     Restored,
 )
-from tests.checkpointing.played import PlayedAgent, playing
-
-
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
-    with playing() as played:
-        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
-        yield played
-
+from tests.checkpointing.played import PlayedAgent
 
 USUAL = {"every_steps": 1, "persist_every_seconds": None, "strict_save": True, "on_busy": "wait"}
 

@@ -1,15 +1,20 @@
-"""Which step ranks go on from: the newest, what is suspect last, and the one that is asked for."""
+"""Which step ranks go on from: the newest, what is suspect last, and the one that is asked for;
+and how they agree, by each of torch's store servers."""
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from elasticrun.checkpointing.choosing import Board, Choice, NotThere, Setting
 from elasticrun.storage.folder import MARKER, Folder
 
 ALL, NO_OTHER = (60, 80, 100), ()
+SECONDS = timedelta(seconds=20)
 
 
 def choice(
@@ -69,3 +74,23 @@ def test_a_step_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> No
         "--restore-step=70: step 70 is not whole in memory, and "
         f"{tmp_path} has no whole checkpoint of it (it has: 60, 100)"
     )
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize("objection", ["", "spoiled by 1"])
+def test_who_waits_hears_what_the_last_one_says(libuv: bool, objection: str) -> None:
+    """Who waits already is woken. The older server runs where the libuv one cannot take a socket
+    over, as until torch 2.6."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    boards = [Board("life", rank, 2) for rank in range(2)]
+    for board in boards:
+        board._store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=SECONDS)
+    heard: list[str] = []
+    waiting = threading.Thread(target=lambda: heard.append(boards[0].agreed("whole")))
+    waiting.start()
+    while not served.check(["life/whole/ranks"]):
+        waiting.join(0.01)
+    waiting.join(0.2)  # its wait has reached the server
+    said = boards[1].object("whole", objection) if objection else boards[1].agreed("whole")
+    waiting.join(SECONDS.total_seconds())
+    assert [said] == heard == [objection]

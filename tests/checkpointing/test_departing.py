@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import cast
 
 import pytest
@@ -12,6 +10,7 @@ from elasticrun.checkpointing import line as departing
 from elasticrun.checkpointing.line import Departure, Line, PutOff
 from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
+from tests.checkpointing.ranks import python
 
 
 class Said:
@@ -85,53 +84,127 @@ print("went on", flush=True)
 
 def ended(body: str) -> tuple[int, list[str]]:
     """How a process ended, and what it has said."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(body=body)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python(SCRIPT.format(body=body))
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout.splitlines()
 
 
-PUTS_OFF = "PutsOff(signals=(10, 15))"
+PUTS_OFF, NONE_ANY_MORE = "PutsOff(signals=(10, 15))", "PutsOff(signals=())"
+ITS_OWN = ("PutsOff(signals=(10,))", "mine", "went on")  # the script's handler of SIGTERM
 
-
-def test_a_signal_waits_for_the_step_that_is_asked_for() -> None:
-    body = """
+ENDS = {
+    # what it is: (how the process ends, what it says beside PUTS_OFF, what it does)
+    "a signal waits for the step that is asked for": (-15, ("saved",), """
 os.kill(me, signal.SIGTERM)
 assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
 rank.answer(3, saved=True)
 assert rank.is_ending
 print("saved", flush=True)
 rank.end()
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "saved"])
-
-
-def test_a_signal_that_comes_after_that_ends_the_next_step() -> None:
-    body = """
+"""),
+    "a signal that comes after that ends the next step": (-10, (), """
 assert step(1, 1)
 rank.answer(1, saved=True)
 assert not rank.is_ending
 os.kill(me, signal.SIGUSR1)
 step(2, 1)
-"""
-    assert ended(body) == (-10, [PUTS_OFF])
-
-
-def test_without_a_word_a_snapshot_is_taken_all_the_same() -> None:
-    body = """
+"""),
+    "without a word a snapshot is taken all the same": (-15, (), """
 os.kill(me, signal.SIGTERM)
 assert not step(1)
 departing.WORD_LIMIT = 0.0
 assert step(2)
 rank.answer(2, saved=True)
 rank.end()
-"""
-    assert ended(body) == (-15, [PUTS_OFF])
+"""),
+    "a script with a handler of its own is left alone": (0, ("went on",), """
+caught = []
+handler = lambda *_: caught.append(1)
+signal.signal(signal.SIGHUP, handler)
+assert PutOff().install([signal.SIGHUP, signal.SIGINT]) == ()
+os.kill(me, signal.SIGHUP)
+assert caught == [1]
+"""),
+    # the agent is told, and gives it its time when it ends this rank
+    "a handler that the script installs later is its own": (0, ITS_OWN, """
+step(1)
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+step(2)
+step(3)
+os.kill(me, signal.SIGTERM)
+"""),
+    "a signal that came before such a handler is given to it once": (0, ITS_OWN, """
+assert step(1, 1)
+rank.answer(1, saved=True)
+os.kill(me, signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+step(2, 1)
+step(3, 1)
+assert not rank.is_ending
+"""),
+    "a signal is obeyed from any thread": (-15, (), """
+import threading
+os.kill(me, signal.SIGTERM)
+other = threading.Thread(target=rank.end)
+other.start()
+other.join()
+threading.Event().wait(60)
+"""),
+    # another rank could not save the first one, and cannot get to the next without this one
+    "a rank that has saved goes on to another step that is named": (-15, ("saved",), """
+assert step(3, 3)
+rank.answer(3, saved=True)
+os.kill(me, signal.SIGTERM)
+assert [step(4, 5), step(5, 5)] == [False, True]
+rank.answer(5, saved=True)
+print("saved", flush=True)
+step(6, 5)
+"""),
+    "a rank that could not save waits for another step": (-15, ("Missed(asked=3, step=3)",), """
+os.kill(me, signal.SIGTERM)
+assert step(3, 3)
+rank.answer(3, saved=False)
+assert not rank.is_ending
+assert [step(4, 3), step(5, 6), step(6, 6)] == [False, False, True]
+rank.answer(6, saved=True)
+assert rank.is_ending
+rank.end()
+"""),
+    "who is asked by nobody ends though it cannot save": (-15, ("Missed(asked=1, step=1)",), """
+assert step(1, 1)
+rank.answer(1, saved=False)
+os.kill(me, signal.SIGTERM)
+departing.WORD_LIMIT = 0.0
+assert step(2, 1)
+rank.answer(2, saved=False)
+assert rank.is_ending
+rank.end()
+"""),
+    "what is closed puts nothing off": (-15, (NONE_ANY_MORE,), """
+rank.close()
+rank.close()
+os.kill(me, signal.SIGTERM)
+"""),
+    "what was put off is obeyed when training is over": (-15, (NONE_ANY_MORE,), """
+os.kill(me, signal.SIGTERM)
+step(1)
+rank.close()
+"""),
+    "only a main thread has signals": (0, ("went on",), """
+import threading
+found = []
+other = threading.Thread(target=lambda: found.append(PutOff().install([signal.SIGHUP])))
+other.start()
+other.join()
+assert found == [()]
+"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_rank_ends(name: str) -> None:
+    code, said, body = ENDS[name]
+    assert ended(body) == (code, [PUTS_OFF, *said])
 
 
 def test_a_second_signal_is_obeyed_at_once() -> None:
@@ -189,55 +262,6 @@ else:
     assert ended(body) == (0, [PUTS_OFF, "went on"])
 
 
-def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:
-    body = """
-caught = []
-handler = lambda *_: caught.append(1)
-signal.signal(signal.SIGHUP, handler)
-assert PutOff().install([signal.SIGHUP, signal.SIGINT]) == ()
-os.kill(me, signal.SIGHUP)
-assert caught == [1]
-"""
-    assert ended(body) == (0, [PUTS_OFF, "went on"])
-
-
-def test_a_handler_that_the_script_installs_later_is_its_own() -> None:
-    """The agent is told, and gives it its time when it ends this rank."""
-    body = """
-step(1)
-signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
-step(2)
-step(3)
-os.kill(me, signal.SIGTERM)
-"""
-    assert ended(body) == (0, [PUTS_OFF, "PutsOff(signals=(10,))", "mine", "went on"])
-
-
-def test_a_signal_that_came_before_such_a_handler_is_given_to_it_once() -> None:
-    body = """
-assert step(1, 1)
-rank.answer(1, saved=True)
-os.kill(me, signal.SIGTERM)
-signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
-step(2, 1)
-step(3, 1)
-assert not rank.is_ending
-"""
-    assert ended(body) == (0, [PUTS_OFF, "PutsOff(signals=(10,))", "mine", "went on"])
-
-
-def test_a_signal_is_obeyed_from_any_thread() -> None:
-    body = """
-import threading
-os.kill(me, signal.SIGTERM)
-other = threading.Thread(target=rank.end)
-other.start()
-other.join()
-threading.Event().wait(60)
-"""
-    assert ended(body) == (-15, [PUTS_OFF])
-
-
 def test_a_handler_that_python_does_not_know_of_is_left_alone() -> None:
     body = """
 import faulthandler
@@ -251,66 +275,6 @@ os.kill(me, signal.SIGHUP)
     assert any("most recent call first" in line for line in lines)
 
 
-def test_a_rank_that_has_saved_goes_on_to_another_step_that_is_named() -> None:
-    """Another rank could not save the first one, and cannot get to the next without this one."""
-    body = """
-assert step(3, 3)
-rank.answer(3, saved=True)
-os.kill(me, signal.SIGTERM)
-assert [step(4, 5), step(5, 5)] == [False, True]
-rank.answer(5, saved=True)
-print("saved", flush=True)
-step(6, 5)
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "saved"])
-
-
-def test_a_rank_that_could_not_save_waits_for_another_step_to_be_named() -> None:
-    body = """
-os.kill(me, signal.SIGTERM)
-assert step(3, 3)
-rank.answer(3, saved=False)
-assert not rank.is_ending
-assert [step(4, 3), step(5, 6), step(6, 6)] == [False, False, True]
-rank.answer(6, saved=True)
-assert rank.is_ending
-rank.end()
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "Missed(asked=3, step=3)"])
-
-
-def test_a_rank_that_nobody_asks_ends_also_where_it_cannot_save() -> None:
-    body = """
-assert step(1, 1)
-rank.answer(1, saved=False)
-os.kill(me, signal.SIGTERM)
-departing.WORD_LIMIT = 0.0
-assert step(2, 1)
-rank.answer(2, saved=False)
-assert rank.is_ending
-rank.end()
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "Missed(asked=1, step=1)"])
-
-
-def test_what_is_closed_puts_nothing_off() -> None:
-    body = """
-rank.close()
-rank.close()
-os.kill(me, signal.SIGTERM)
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "PutsOff(signals=())"])
-
-
-def test_what_was_put_off_is_obeyed_when_training_is_over() -> None:
-    body = """
-os.kill(me, signal.SIGTERM)
-step(1)
-rank.close()
-"""
-    assert ended(body) == (-15, [PUTS_OFF, "PutsOff(signals=())"])
-
-
 def test_an_older_one_takes_nothing_back() -> None:
     body = """
 put_off = PutOff()
@@ -322,7 +286,7 @@ assert put_off.waits is not None
 newer.close()
 """
     said = "PutsOff(signals=(1,))"
-    assert ended(body) == (-1, [PUTS_OFF, said, said, "PutsOff(signals=())"])
+    assert ended(body) == (-1, [PUTS_OFF, said, said, NONE_ANY_MORE])
 
 
 WITH_AN_AGENT = """
@@ -358,26 +322,8 @@ with playing() as agent:
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_AN_AGENT],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python(WITH_AN_AGENT)
     assert (done.returncode, done.stdout.split()) == (-15, ["2", "3", "4"]), done.stderr
-
-
-def test_only_a_main_thread_has_signals() -> None:
-    body = """
-import threading
-found = []
-other = threading.Thread(target=lambda: found.append(PutOff().install([signal.SIGHUP])))
-other.start()
-other.join()
-assert found == [()]
-"""
-    assert ended(body) == (0, [PUTS_OFF, "went on"])
 
 
 def test_limits_are_below_those_of_the_agent() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrun.checkpointing import restore as copying
 from elasticrun.checkpointing.capture import Taker
 from elasticrun.checkpointing.line import Line
-from elasticrun.checkpointing.parts import StateError, state_of
+from elasticrun.checkpointing.parts import StateError, state_of, unflatten
 from elasticrun.checkpointing.restore import Recall, asking_order
 from elasticrun.checkpointing.state import Known, State
 from elasticrun.dcp.image import arrange
@@ -36,6 +34,7 @@ from elasticrun.shm.segment import VERSION
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import playing
+from tests.checkpointing.ranks import python
 from tests.torches import fully_shard
 
 
@@ -95,11 +94,8 @@ def test_names_cost_no_import_of_the_compiler() -> None:
         "assert len(state.take().tensors) == 2\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240)
+    done = python(text)
     assert not done.returncode, done.stderr
-
-
-# ---------------------------------------------------------------- plans
 
 
 def a_state(seed: int = 0, steps: int = 1, **more: Any) -> State:
@@ -220,9 +216,6 @@ def test_plain_values_that_change_are_not_kept() -> None:
     assert sum(any(one is other for other in before) for one in after) == 1
 
 
-# ---------------------------------------------------------------- other numbers of ranks
-
-
 def chunk(rank: int, world: int) -> Item:
     """This rank's share of 64 * 63 rows."""
     rows = 64 * 63 // world
@@ -264,9 +257,6 @@ def test_a_rank_asks_first_where_what_it_needs_was() -> None:
             line.close()
 
 
-# ---------------------------------------------------------------- flattening
-
-
 BUFFER = getattr(nn, "Buffer", nn.Parameter)(torch.ones(1))  # torch 2.4 has none
 
 
@@ -293,12 +283,20 @@ def test_states_are_flattened_as_torch_does(state: dict[str, Any]) -> None:
     assert all(found.values[name] is value for name, value in values.items())
 
 
-def test_two_values_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"a\.b"):
-        flatten({"a": {"b": 1}, "a.b": 2})
-
-
-# ---------------------------------------------------------------- copies
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"lr_lambdas": [{}], "last_epoch": 3},  # a LambdaLR of functools.partial's
+        {"x": [{}, {"a": 1}]},
+        {"x": [[{}], 3, {}]},
+        {"y": {}, "z": []},
+        {"e": [{"b": {}}, {"a": [1, 2]}]},
+        {"deep": {"er": {"empty": {}, "full": (1, 2)}}},
+    ],
+)
+def test_what_leaves_no_trace_in_a_checkpoint_comes_back_too(state: dict[str, Any]) -> None:
+    flat = flatten(state)
+    assert unflatten({flat.paths[fqn]: value for fqn, value in flat.values.items()}, state) == state
 
 
 def test_several_threads_copy_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

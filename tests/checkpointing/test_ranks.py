@@ -23,22 +23,19 @@ from elasticrun.checkpointing.choosing import Board, NotAgreed
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
 from elasticrun.training import Checkpointer, Keep
-from elasticrun.wire.snapshots import Committed, Remark, Restored, WantShard
+from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.checkpointing.played import PlayedAgent, playing
 from tests.checkpointing.ranks import Ranks, fork_server
 from tests.checkpointing.test_stored import add_manifest
-from tests.torches import DTensor, Replicate, Shard, distribute_tensor
+from tests.torches import DTensor, Replicate, Shard, distribute_tensor, fully_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
-    with fork_server():
+    with fork_server("torch.distributed.fsdp", "torch._dynamo"):
         yield
-
-
-# ---------------------------------------------------------------- sharded state
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
@@ -221,7 +218,64 @@ def test_no_collective_is_called_with_an_agent(tmp_path: Path) -> None:
                 agent.next_life(8, 2)
 
 
-# ---------------------------------------------------------------- torch alone
+def two_steps_of_hsdp(folder: str, seed: int) -> tuple[int, list[list[float]], list[list[float]]]:
+    """From what is restored, two steps on: where that was, and this rank's part of the model and of
+    the optimizer's state before and after."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = Checkpointer(
+        folder,
+        model=model,
+        optim=optimizer,
+        every_steps=1,
+        persist_every_seconds=None,
+        on_busy="wait",
+    )
+
+    def parts() -> list[list[float]]:
+        moments = [of["exp_avg"] for of in optimizer.state.values()]
+        every = [*model.parameters(), *moments]
+        assert all(isinstance(one, DTensor) for one in every)
+        return [one.to_local().flatten().tolist() for one in every if isinstance(one, DTensor)]
+
+    start = ckpt.restore()
+    before = parts()
+    for step in (start + 1, start + 2):
+        data = torch.Generator().manual_seed(step * 4 + dist.get_rank())
+        model(torch.randn(4, 8, generator=data)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step(step)
+    assert ckpt.stats.failed == 0, ckpt.stats.error
+    after = parts()
+    ckpt.close()
+    return start, before, after
+
+
+def test_a_copy_of_a_shard_stands_for_it(tmp_path: Path) -> None:
+    """HSDP: shards in one dimension of the mesh, copies in the other. A rank's shard stands on
+    another node too, under the same content key, and either of them is as good: ranks 2 and 3 are
+    lost with their memory, and 0 and 1 have the same, bit by bit."""
+    with playing(4) as agent:
+        first = Ranks(
+            two_steps_of_hsdp, str(tmp_path), 1, world=4, places=places(agent, 4)
+        ).results()
+        contents = [agent.of(NeedSegment, rank)[-1].content for rank in range(4)]
+        assert contents[:2] == contents[2:]
+        assert contents[0] != contents[1]
+        agent.next_life(2, 4)
+        agent.no_shard = {2, 3}
+        second = Ranks(
+            two_steps_of_hsdp, str(tmp_path), 2, world=4, places=places(agent, 4)
+        ).results()
+        assert [(start, before) for start, before, _ in second] == [(2, end) for _, _, end in first]
+        assert first[0][2] == first[2][2] != first[1][2] == first[3][2]
+        restored = {one.source for one in agent.of(Restored)[4:]}
+        assert restored == {"memory"}
+        assert {one.rank for one in agent.of(WantShard, 3)} >= {1, 3}
 
 
 def test_with_torch_alone_checkpoints_are_plain_and_come_back_at_any_number(
@@ -433,9 +487,6 @@ def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(
     with pytest.warns(UserWarning, match="the agent has given this process no place"):
         ckpt.step(1)
     ckpt.close()
-
-
-# ---------------------------------------------------------------- deaths
 
 
 def train_until_killed(folder: str) -> None:

@@ -37,13 +37,6 @@ def states_of_the_other_tests() -> Iterator[None]:
     torch.set_rng_state(kept[2])
 
 
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
-    with playing() as played:
-        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
-        yield played
-
-
 def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
@@ -189,9 +182,6 @@ def test_a_rank_on_another_device_takes_its_state_along(monkeypatch: pytest.Monk
 def test_their_name_is_taken(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="the random states have it"):
         new(tmp_path).per_rank(rng.NAME, {})
-
-
-# ---------------------------------------------------------------- real ranks
 
 
 @pytest.fixture(scope="module")

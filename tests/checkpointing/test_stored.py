@@ -26,7 +26,7 @@ from elasticrun.storage.folder import Folder
 from elasticrun.storage.manifest import FileEntry, Manifest
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import Named, Remark
-from tests.checkpointing.played import PlayedAgent, playing
+from tests.checkpointing.played import PlayedAgent
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,9 +66,6 @@ def restored(folder: Path | str, **more: Any) -> int:
     assert torch.all(state["x"] == step)
     ckpt.close()
     return step
-
-
-# ---------------------------------------------------------------- whole, and not to be loaded
 
 
 @pytest.fixture
@@ -147,9 +144,6 @@ def test_what_cannot_be_condemned_is_passed_over_all_the_same(
         assert restored(tmp_path) == 1
 
 
-# ---------------------------------------------------------------- by URL
-
-
 class Elsewhere(LocalFileSystem):  # type: ignore[misc]
     """A storage behind a library of fsspec, and what that raises."""
 
@@ -200,16 +194,6 @@ def test_a_library_that_does_not_do_its_work_condemns_nothing(
     elsewhere.raises = None
     assert Folder(str(tmp_path)).condemned() == []
     assert restored(f"elsewhere://{tmp_path}") == 2
-
-
-# ---------------------------------------------------------------- memory does not wait for storage
-
-
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedAgent]:
-    with playing() as played:
-        monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", played.place(0))
-        yield played
 
 
 def in_memory(agent: PlayedAgent, folder: Path, step: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Mapping
 
 from tests.harness import (
     LIMIT,
@@ -49,27 +50,37 @@ def agents(
     `console`: a descriptor for their standard output and error, a file each if there is none.
     Of torchrun's the first has its store before the next one starts: two that start at one moment
     spoil each other's."""
+    meet = [
+        *(f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+        *("--rdzv-id=agents", "--local-addr=127.0.0.1"),
+    ]
     if static:
-        meet = (f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={port}")
-        return [
-            job(
-                world, launcher, *meet, f"--node-rank={first + i}", *flags, env=env, console=console
-            )
-            for i in range(count)
-        ]
-    meet = (
-        f"--nnodes={nnodes}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        "--rdzv-id=agents",
-        "--local-addr=127.0.0.1",
-    )
+        meet = [f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     made = []
-    for _ in range(count):
-        made.append(job(world, launcher, *meet, *flags, env=env, console=console))
-        if launcher == TORCHRUN:
+    for node in range(first, first + count):
+        rank = [f"--node-rank={node}"] if static else []
+        made.append(job(world, launcher, *meet, *rank, *flags, env=env, console=console))
+        if launcher == TORCHRUN and not static:
             await_listener(port)
     return made
+
+
+def trapping(
+    world: World,
+    launcher: str,
+    ranks: int,
+    *flags: str,
+    signums: Iterable[int] = (signal.SIGTERM,),
+    how: str = "note",
+    env: Mapping[str, str] | None = None,
+) -> tuple[Launched, list[Peer]]:
+    """A job of one agent whose ranks have these signals trapped; they and the agent."""
+    launched = job(world, launcher, f"--nproc-per-node={ranks}", *flags, env=env)
+    peers = world.hub.ranks(ranks)
+    for peer in peers:
+        peer.order("trap", signums=[int(one) for one in signums], how=how)
+        world.hub.word(peer, "done")
+    return launched, peers
 
 
 def new_ranks(world: World, old: list[Peer], count: int) -> list[Peer]:

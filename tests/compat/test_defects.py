@@ -39,6 +39,14 @@ SILENT = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
 shorter than this is none."""
 
 
+def three(world: World, *flags: str) -> tuple[list[Launched], list[Peer], list[Peer]]:
+    """Agents of a job of two or three nodes, its ranks, and whoever was a rank until now: two nodes
+    may have begun without the third."""
+    jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), *flags)
+    peers = world.hub.ranks(3, world_size=3)
+    return jobs, peers, list(world.hub.peers)
+
+
 class TestStaleStore:
     """One store over all restarts, without a prefix: of 18 restarts 9 failed, 3 of them after a
     hang of 100 s."""
@@ -128,11 +136,8 @@ class TestLossOfRankZero:
 
     @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
-        port = free_port()
-        jobs = agents(world, ELASTICRUN, 3, "2:3", port, QUICK, "--max-restarts=3")
-        peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
+        jobs, peers, before = three(world, QUICK, "--max-restarts=3")
         assert allreduce(world, peers) == [3, 3, 3]
-        before = list(world.hub.peers)
         lost = agent_of(peers[0], jobs)
         lost.process.kill()
         lost.wait()
@@ -151,9 +156,7 @@ class TestNodeLossWithIdleRanks:
 
     @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
-        jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), SILENT)
-        peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
-        before = list(world.hub.peers)
+        jobs, peers, before = three(world, SILENT)
         lost = agent_of(peers[2], jobs)
         lost.process.kill()
         again = new_ranks(world, before, 2)
@@ -168,14 +171,11 @@ class TestFixedSizeWithoutBudget:
     torchrun, so that the scheduler can requeue it."""
 
     @pytest.mark.parametrize("launcher", BOTH)
-    def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
-        used = world if launcher == ELASTICRUN else torchrun_world
-        jobs = agents(used, launcher, 2, "2", free_port())
-        peers = used.hub.ranks(2)
-        for peer in peers:
-            peer.order("allreduce")
-        for peer in peers:
-            used.hub.word(peer, "done", what="allreduce")
+    def test_both(self, theirs_or_ours: World, launcher: str) -> None:
+        world = theirs_or_ours
+        jobs = agents(world, launcher, 2, "2", free_port())
+        peers = world.hub.ranks(2)
+        allreduce(world, peers)
         lost = agent_of(peers[1], jobs)
         lost.process.kill()
         if is_alive(peers[1].pid) and launcher == TORCHRUN:
@@ -204,15 +204,15 @@ class TestRankThatExitsWellWhenStopped:
     """A rank that ends with 0 because it was told to stop has not finished its work."""
 
     @pytest.mark.parametrize("launcher", BOTH)
-    def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
-        used = world if launcher == ELASTICRUN else torchrun_world
-        launched = job(used, launcher, "--nproc-per-node=2", "--max-restarts=1")
-        polite, failing = used.hub.ranks(2)
-        path = used.scratch / "saved"
+    def test_both(self, theirs_or_ours: World, launcher: str) -> None:
+        world = theirs_or_ours
+        launched = job(world, launcher, "--nproc-per-node=2", "--max-restarts=1")
+        polite, failing = world.hub.ranks(2)
+        path = world.scratch / "saved"
         polite.order("trap", signums=[int(signal.SIGTERM)], how="save", path=str(path))
-        used.hub.word(polite, "done")
+        world.hub.word(polite, "done")
         failing.order("exit", code=3)
-        finish(used.hub.ranks(2, restart=1))
+        finish(world.hub.ranks(2, restart=1))
         assert launched.wait() == 0
         assert path.read_text().endswith("whole\n")
 
@@ -247,23 +247,22 @@ class TestFinishedNodeAndLateFailure:
     """One node done, a peer fails later with budget left: both waited in vain for 60 s, then
     RendezvousTimeoutError [recorded, with join_timeout=10]."""
 
-    def test_ours(self, world: World) -> None:
-        jobs = agents(world, ELASTICRUN, 2, "2", free_port(), "--max-restarts=1")
+    def fail_late(self, world: World, *flags: str) -> list[Launched]:
+        jobs = agents(world, ELASTICRUN, 2, "2", free_port(), *flags)
         late, done = world.hub.ranks(2)
         done.order("exit", code=0)
         world.hub.lost([done])
         late.order("exit", code=3)
+        return jobs
+
+    def test_ours(self, world: World) -> None:
+        jobs = self.fail_late(world, "--max-restarts=1")
         finish(world.hub.ranks(2, restart=1))
         assert [j.wait() for j in jobs] == [0, 0]
 
     @further("TestAnotherNodesFailure::test_ours")
     def test_ours_without_budget(self, world: World) -> None:
-        jobs = agents(world, ELASTICRUN, 2, "2", free_port())
-        late, done = world.hub.ranks(2)
-        done.order("exit", code=0)
-        world.hub.lost([done])
-        late.order("exit", code=3)
-        assert [j.wait() for j in jobs] == [1, 1]
+        assert [j.wait() for j in self.fail_late(world)] == [1, 1]
 
 
 class TestStaticPeersAreTold:
@@ -384,9 +383,7 @@ class TestOneAgentIsTold:
 
     @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
     def test_ours(self, world: World) -> None:
-        jobs = agents(world, ELASTICRUN, 3, "2:3", free_port(), QUICK)
-        peers = world.hub.ranks(3, world_size=3)  # two may have begun without the third
-        before = list(world.hub.peers)
+        jobs, peers, before = three(world, QUICK)
         leaving = agent_of(peers[1], jobs)
         leaving.signal(signal.SIGTERM)
         again = new_ranks(world, before, 2)
@@ -401,12 +398,12 @@ class TestUnlikeNodes:
 
     @further("core/rounds/test_round")
     @pytest.mark.parametrize("launcher", BOTH)
-    def test_both(self, world: World, torchrun_world: World, launcher: str) -> None:
-        used, port = (world if launcher == ELASTICRUN else torchrun_world), free_port()
-        jobs = agents(used, launcher, 1, "2", port, "--nproc-per-node=1")
-        jobs += agents(used, launcher, 1, "2", port, "--nproc-per-node=2")
-        peers = used.hub.ranks(3, world_size=3)
+    def test_both(self, theirs_or_ours: World, launcher: str) -> None:
+        world, port = theirs_or_ours, free_port()
+        jobs = agents(world, launcher, 1, "2", port, "--nproc-per-node=1")
+        jobs += agents(world, launcher, 1, "2", port, "--nproc-per-node=2")
+        peers = world.hub.ranks(3, world_size=3)
         assert [p.rank for p in peers] == [0, 1, 2]
-        assert allreduce(used, peers) == [3, 3, 3]
+        assert allreduce(world, peers) == [3, 3, 3]
         finish(peers)
         assert [j.wait() for j in jobs] == [0, 0]

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.compat.live import job
+from tests.compat.live import job, trapping
 from tests.further import TORCHRUN as ALONE, cases, further
 from tests.harness import ELASTICRUN, TORCHRUN, World, free_port
 
@@ -16,25 +16,12 @@ DEATH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BOTH = cases((TORCHRUN, ELASTICRUN), soaked=[TORCHRUN])
 
 
-@pytest.fixture
-def theirs_or_ours(request: pytest.FixtureRequest) -> World:
-    """The strict world for elasticrun, the forgiving one for torchrun."""
-    launcher = request.node.callspec.params["launcher"]
-    name = "world" if launcher == ELASTICRUN else "torchrun_world"
-    found: World = request.getfixturevalue(name)
-    return found
-
-
 @pytest.mark.parametrize("launcher", BOTH)
 @pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGHUP]))
 def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> None:
     """Every rank gets the very signal; the launcher ends with 1 when they have gone."""
     world = theirs_or_ours
-    launched = job(world, launcher, "--nproc-per-node=2")
-    peers = world.hub.ranks(2)
-    for peer in peers:
-        peer.order("trap", signums=[int(s) for s in DEATH], how="note")
-        world.hub.word(peer, "done")
+    launched, peers = trapping(world, launcher, 2, signums=DEATH)
     launched.signal(signum)
     for peer in peers:
         assert world.hub.word(peer, "signal")["signum"] == signum
@@ -65,11 +52,7 @@ def test_ranks_that_ignore_are_killed_after_the_timeout(
     theirs_or_ours: World, launcher: str
 ) -> None:
     world = theirs_or_ours
-    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=1")
-    peers = world.hub.ranks(2)
-    for peer in peers:
-        peer.order("trap", signums=[int(signal.SIGTERM)], how="ignore")
-        world.hub.word(peer, "done")
+    launched, peers = trapping(world, launcher, 2, "--shutdown-timeout=1", how="ignore")
     launched.signal(signal.SIGTERM)
     assert launched.wait() == 1
     world.hub.lost(peers)
@@ -80,12 +63,10 @@ def test_ranks_that_ignore_are_killed_after_the_timeout(
 def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) -> None:
     """TORCH_ELASTIC_SHUTDOWN_TIMEOUT where the flag is not given."""
     world = theirs_or_ours
-    launched = job(world, launcher, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"})
-    (peer,) = world.hub.ranks(1)
-    peer.order("trap", signums=[int(signal.SIGTERM)], how="ignore")
-    world.hub.word(peer, "done")
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    launched, peers = trapping(world, launcher, 1, how="ignore", env=env)
     launched.signal(signal.SIGTERM)
-    world.hub.lost([peer], 29)  # the default would be 30
+    world.hub.lost(peers, 29)  # the default would be 30
     assert launched.wait() == 1
     assert "forcefully exiting via" in launched.stderr
 
@@ -94,11 +75,7 @@ def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) 
 def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
     """It does not make the launcher leave its ranks behind."""
     world = theirs_or_ours
-    launched = job(world, launcher, "--nproc-per-node=2", "--shutdown-timeout=5")
-    peers = world.hub.ranks(2)
-    for peer in peers:
-        peer.order("trap", signums=[int(signal.SIGTERM)], how="note")
-        world.hub.word(peer, "done")
+    launched, peers = trapping(world, launcher, 2, "--shutdown-timeout=5")
     launched.signal(signal.SIGTERM)
     for peer in peers:
         launched.until_text(f"Sending process {peer.pid} closing signal SIGTERM")
@@ -111,10 +88,8 @@ def test_a_second_signal(theirs_or_ours: World, launcher: str) -> None:
 def test_the_list_of_signals_is_replaced(theirs_or_ours: World, launcher: str) -> None:
     """`--signals-to-handle=SIGUSR1` makes SIGUSR1 a death signal."""
     world = theirs_or_ours
-    launched = job(world, launcher, "--signals-to-handle=SIGUSR1,SIGTERM")
-    (peer,) = world.hub.ranks(1)
-    peer.order("trap", signums=[int(signal.SIGUSR1)], how="note")
-    world.hub.word(peer, "done")
+    flag = "--signals-to-handle=SIGUSR1,SIGTERM"
+    launched, (peer,) = trapping(world, launcher, 1, flag, signums=[signal.SIGUSR1])
     launched.signal(signal.SIGUSR1)
     assert world.hub.word(peer, "signal")["signum"] == signal.SIGUSR1
     peer.order("exit", code=0)
@@ -151,11 +126,9 @@ def test_torchrun_dies_of_sigusr1(torchrun_world: World) -> None:
 
 
 def test_sigusr1_does_not_kill_the_launcher(world: World) -> None:
-    ours = job(world, ELASTICRUN)
-    (peer,) = world.hub.ranks(1)
-    peer.order("trap", signums=[int(signal.SIGUSR1), int(signal.SIGUSR2)], how="note")
-    world.hub.word(peer, "done")
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+    both = (signal.SIGUSR1, signal.SIGUSR2)
+    ours, (peer,) = trapping(world, ELASTICRUN, 1, signums=both)
+    for signum in both:
         ours.signal(signum)
         world.hub.word(peer, "signal", signum=signum)
     peer.order("exit", code=0)

@@ -36,7 +36,7 @@ core/snapshots/test_checkpoints.py::test_a_stream_that_breaks_does_not_end_an_at
 | no master answers for some snapshots | test_no_master_answers_for_three_snapshots |
 | a node is lost: DDP, HSDP | test_a_node_is_lost_and_all_have_the_same_state, \
 test_a_spare_takes_the_place_and_the_state, \
-checkpointing/test_hsdp.py::test_a_copy_of_a_shard_stands_for_it |
+checkpointing/test_ranks.py::test_a_copy_of_a_shard_stands_for_it |
 | a node is lost: FSDP with replicas | test_a_spare_takes_over_what_the_lost_node_had, \
 test_the_rest_goes_on_alone |
 | a node is lost: FSDP without | test_a_node_with_the_only_copy_is_lost |
