@@ -226,7 +226,9 @@ class ClaimFile:
     def _check_private(self, path: str, found: os.stat_result) -> None:
         """Who could have written it could have this node join a job of theirs."""
         if self._owner < 0:
-            os.close(self._draft(b"")[1])
+            draft, fd = self._draft(b"")
+            os.close(fd)
+            self._discard(draft)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
             raise ClaimError(f"{path} is of another user: name a file of your own")
         if found.st_mode & 0o077:
@@ -243,20 +245,16 @@ class ClaimFile:
         body = json.dumps({"holder": claim.holder, "words": dict(claim.words)}) + "\n"
         data = (body + _line(0, _KEPT)).encode()
         name = self.path if instead is None else self._after(instead)
-        draft, fd = self._draft(data, keep=True)
-        try:
-            if not self._linked(draft, fd, name):
-                os.close(fd)
+        draft, fd = self._draft(data)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            try:
+                linked = self._linked(draft, fd, name)
+            finally:
+                self._discard(draft)
+            if not linked or (instead is not None and not self._succeed(name, claim, instead)):
                 return False
-        except ClaimError:
-            os.close(fd)
-            raise
-        finally:
-            with contextlib.suppress(OSError):
-                self._files.unlink(draft)
-        if instead is not None and not self._succeed(name, claim, instead):
-            os.close(fd)
-            return False
+            undo.pop_all()
         self.let_go()
         self._held, self._at = io.FileIO(fd, "r+"), len(body.encode())
         self.mine = claim
@@ -279,8 +277,8 @@ class ClaimFile:
                 f"{self.path} cannot be taken over from {instead.text('host')}: {error.strerror}"
             ) from None
 
-    def _draft(self, data: bytes, *, keep: bool = False) -> tuple[str, int]:
-        """A file of ours with this in it, on the server's disk; removed at once unless kept."""
+    def _draft(self, data: bytes) -> tuple[str, int]:
+        """A file of ours with this in it, on the server's disk."""
         draft = f"{self.path}.{secrets.token_hex(8)}.new"
         try:
             fd = self._files.create(draft, 0o600 if self._private else 0o666)
@@ -293,28 +291,27 @@ class ClaimFile:
             raise ClaimError(
                 f"{os.path.dirname(self.path)} cannot be written to: {error.strerror}"
             ) from None
-        try:
-            self._owner = os.fstat(fd).st_uid
-            if self._private and os.fstat(fd).st_mode & 0o077:
-                raise ClaimError(
-                    f"the file system of {self.path} shows files to others whatever their mode, so "
-                    "the job's token cannot be kept in it: use --rdzv-endpoint=HOST:PORT"
-                )
-            os.write(fd, data)
-            os.fsync(fd)
-        except OSError as error:
-            os.close(fd)
-            keep = False
-            raise ClaimError(f"{self.path} cannot be written: {error.strerror}") from None
-        except ClaimError:
-            os.close(fd)
-            keep = False
-            raise
-        finally:
-            if not keep:
-                with contextlib.suppress(OSError):
-                    self._files.unlink(draft)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._discard, draft)
+            undo.callback(os.close, fd)
+            try:
+                self._owner = os.fstat(fd).st_uid
+                if self._private and os.fstat(fd).st_mode & 0o077:
+                    raise ClaimError(
+                        f"the file system of {self.path} shows files to others whatever their "
+                        "mode, so the job's token cannot be kept in it: use "
+                        "--rdzv-endpoint=HOST:PORT"
+                    )
+                os.write(fd, data)
+                os.fsync(fd)
+            except OSError as error:
+                raise ClaimError(f"{self.path} cannot be written: {error.strerror}") from None
+            undo.pop_all()
         return draft, fd
+
+    def _discard(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            self._files.unlink(path)
 
     def _linked(self, draft: str, fd: int, name: str) -> bool:
         try:
@@ -365,8 +362,7 @@ class ClaimFile:
                 self._files.unlink(self.path)
                 for other in self._files.names(folder):
                     if other.startswith(f"{name}.") and _LITTER.search(other):
-                        with contextlib.suppress(OSError):
-                            self._files.unlink(os.path.join(folder, other))
+                        self._discard(os.path.join(folder, other))
         self.let_go()
 
     def let_go(self) -> None:
