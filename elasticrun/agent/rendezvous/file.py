@@ -34,7 +34,6 @@ from elasticrun.agent.rendezvous.claims import (
     ClaimError,
     Keeper,
     Looks,
-    fresh,
     timed,
 )
 from elasticrun.agent.rendezvous.finding import Found, on_file, place_of
@@ -138,8 +137,7 @@ class FileRendezvous:
         """Make the claim that counts ours, with this port."""
         assert self._file is not None
         file, keeper = self._file, self._keeper
-        words = finding.words_of(self._config, self._own, port, given=self._found.given)
-        mine = fresh(words)
+        mine = finding.claim_of(self._config, self._own, port, given=self._found.given)
         if keeper is not None:
             await in_thread(keeper.close, name="claim")
         if not await on_file(partial(file.take, mine, instead), file):

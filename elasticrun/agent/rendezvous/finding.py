@@ -192,7 +192,7 @@ class _Search:
     async def _claim(self, before: Claim | None) -> tuple[AgentConfig, Found] | None:
         config = inherit(self._config, before)
         port = await in_thread(partial(free_port, self._address, config.rendezvous.port))
-        mine = fresh(words_of(config, self._address, port, given=bool(self._config.token)))
+        mine = claim_of(config, self._address, port, given=bool(self._config.token))
         if not await on_file(partial(self._file.take, mine, before), self._file):
             return None
         place = dataclasses.replace(config.rendezvous, host=self._address, port=port)
@@ -214,9 +214,9 @@ class _Search:
 # ---------------------------------------------------------------- what a claim says
 
 
-def words_of(config: AgentConfig, address: str, port: int, *, given: bool) -> dict[str, Any]:
-    """What the file is to say; a token that the user gave is no affair of the file's."""
-    return {
+def claim_of(config: AgentConfig, address: str, port: int, *, given: bool) -> Claim:
+    """A new claim of a master there; a token that the user gave is no affair of the file's."""
+    words = {
         "format": FORMAT,
         "job": config.spec.job_id,
         "host": os.uname().nodename,
@@ -225,6 +225,7 @@ def words_of(config: AgentConfig, address: str, port: int, *, given: bool) -> di
         "token": "" if given else config.token,
         "given": given,
     }
+    return fresh(words)
 
 
 def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:

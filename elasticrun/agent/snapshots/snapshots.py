@@ -102,12 +102,18 @@ class Snapshots:
         self._wanted = Wanted(self._segments, config.spec.saves.limit, self._tidy)
         self._inventory = Inventory(self._segments, self._wanted, self._nproc)
         self._report = HoldingsReport(link, self)
-        changed = self._report.changed
-        local = Local(self._segments, self._inventory, self.savers, self._say, changed, self._tidy)
+        self._local = Local(
+            self._segments,
+            self._inventory,
+            self.savers,
+            say=self._say,
+            changed=self._report.changed,
+            freed=self._tidy,
+        )
         self._claim = FolderClaim(config.spec.job_id, self._term)
-        self._shards = Shards(local)
-        self._replicas = Replicas(local)
-        self._persisting = Persisting(local, self._shards, self._claim)
+        self._shards = Shards(self._local)
+        self._replicas = Replicas(self._local)
+        self._persisting = Persisting(self._local, self._shards, self._claim)
         self.drain = Drain(config, lambda: self._segments.held, self._say)
         self._hashing = Hashing(self.savers)
 
@@ -344,8 +350,7 @@ class Snapshots:
         self._generation.look()
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
-            self.savers.forget(held)
-            self._segments.drop(held)
+            self._local.drop(held)
         self._report.changed()
 
     # ------------------------------------------------------------ commits
