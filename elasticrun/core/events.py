@@ -20,7 +20,7 @@ class Tick(Struct, frozen=True):
 
 
 class Note(Struct, frozen=True):
-    """One line for the operator's log; brains emit it once per change."""
+    """One line for the operator's log; emitted once per change."""
 
     text: str
     level: str = "info"  # info, warning, error
@@ -99,7 +99,7 @@ JobEffect = Tell | Hangup | Note | JobOver | Record
 
 
 class Ordered(Struct, frozen=True):
-    """An order from the master (Echo is handled by the shell's link and never comes here)."""
+    """An order from the master (Echo is handled by the runtime's link and never comes here)."""
 
     order: Order
 
@@ -124,7 +124,7 @@ class RankSpawned(Struct, frozen=True):
 
 
 class RankExited(Struct, frozen=True):
-    """A rank was reaped. `failure` is filled by the shell (error file, signal) unless code is 0."""
+    """A rank was reaped. `failure`: by the runtime (error file, signal), None if code is 0."""
 
     local_rank: int
     code: int
@@ -139,7 +139,7 @@ class RanksSwept(Struct, frozen=True):
 
 class SpawnerLost(Struct, frozen=True):
     """The spawner died; its ranks have been killed and reaped by the agent. A new one is started
-    by the shell without being asked; a StoreReady tells when it is usable. `time_us`: wall clock,
+    by the runtime without being asked; a StoreReady tells when it is usable. `time_us`: wall clock,
     microseconds, for the failures of the ranks it took with it."""
 
     reason: str
@@ -161,14 +161,14 @@ class Signalled(Struct, frozen=True):
 
 
 class LinkLost(Struct, frozen=True):
-    """The master cannot be reached since now; the shell keeps dialling."""
+    """The master cannot be reached since now; the runtime keeps dialling."""
 
     reason: str
 
 
 class LinkBack(Struct, frozen=True):
-    """A stream to the master stands (again); the brain answers with what the master must know:
-    Say(...) of its present state. The shell has already sent Hello, with `attached()`."""
+    """A stream to the master stands (again); the group answers with what the master must know:
+    Say(...) of its present state. The runtime has already sent Hello, with `attached()`."""
 
 
 class ProbeEnded(Struct, frozen=True):
@@ -196,9 +196,9 @@ AgentEvent = (
 
 
 class SpawnRanks(Struct, frozen=True):
-    """Start all local ranks of this round (environment, logs and keys are the shell's).
+    """Start all local ranks of this round (environment, logs and keys are the runtime's).
 
-    The shell frees the old ranks' resources before; `attempt` names the log folder."""
+    The runtime frees the old ranks' resources before; `attempt` names the log folder."""
 
     start: Start
     attempt: int
@@ -228,7 +228,7 @@ class ReleaseStore(Struct, frozen=True):
 
 
 class RunProbe(Struct, frozen=True):
-    """Probe this machine as the order says; answer with ProbeEnded. Its limit is the shell's."""
+    """Probe this machine as the order says; answer with ProbeEnded. Its limit is the runtime's."""
 
     order: Probe
 
@@ -238,7 +238,7 @@ class CallOffProbe(Struct, frozen=True):
 
 
 class Obey(Struct, frozen=True):
-    """Carry out an order about snapshots; the brain only has to know whether one is under way."""
+    """Carry out an order about snapshots; the group only has to know whether one is under way."""
 
     order: Order
 
@@ -250,7 +250,7 @@ class Say(Struct, frozen=True):
 
 
 class Exit(Struct, frozen=True):
-    """The agent is done. The shell prints the summary of `failures` (root cause first), sweeps
+    """The agent is done. The runtime prints the summary of `failures` (root cause first), sweeps
     and ends the process with `code`."""
 
     code: int

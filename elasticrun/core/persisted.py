@@ -1,6 +1,6 @@
 """The facts of a job that outlive its master: what is decided, never how it came about.
 
-A brain says `Record(facts)` before the orders that the facts permit; whoever starts the next master
+A job says `Record(facts)` before the orders that the facts permit; whoever starts the next master
 hands the newest `Facts` to its `Job`, which takes them for true and is never told old events again
 (decision 012). Facts are bounded: a round, the order of first joins, the budget, who is left out
 and the outcome; some hundred bytes a node. Times are ages or remainders in seconds, because the

@@ -36,7 +36,7 @@ MAX_TURNS = 64
 """Passes and verdicts that may follow from one answer; more would be a check that does not end."""
 
 DOUBTED = "the network check could not tell whether this node is well; it is tried with another one"
-AT_THE_DOOR = "at the door: this node is probed before it may be let in"
+AT_THE_GATE = "at the door: this node is probed before it may be let in"
 
 Sentence = tuple[str, str, str]
 """A node that is to be excluded: its id, the kind, and the reason."""
@@ -53,9 +53,9 @@ class HealthPolicy:
         self._membership, self._nodes, self._rdzv = ctx.membership, ctx.nodes, ctx.rdzv
         self._netcheck: NetCheck | None = None
         self._stragglers: Stragglers | None = None
-        self._at_door: dict[str, None] = {}  # nodes that are probed at the door
+        self._pending: dict[str, None] = {}  # nodes at the gate, probed by themselves
         self._probe_orders: dict[str, m.Probe] = {}  # the last one of each node
-        self._answered_at_door: list[str] = []  # of these, until it is known what it came to
+        self._answered: list[str] = []  # of these, until it is known what it came to
         self._stirred = False  # something has happened to the check in this step
         self._unresolved: dict[str, str] = {}  # nobody can tell whether they are at fault, and why
         self._suspicions: dict[str, str] = {}  # nodes that are slow and stay, with the evidence
@@ -175,9 +175,9 @@ class HealthPolicy:
             entry.told = why
             self._ctx.tell(session, m.Wait(why))
 
-    # ------------------------------------------------------------ at the door of a round
+    # ------------------------------------------------------------ at the gate of a running round
 
-    def _is_probed_at_door(self, node: str) -> bool:
+    def _is_probed_at_gate(self, node: str) -> bool:
         """A node has joined. Whether it must be probed by itself before the rendezvous may know,
         because a round runs that it would stop."""
         check, rdzv = self._netcheck, self._rdzv
@@ -188,8 +188,8 @@ class HealthPolicy:
         if node in self._unresolved:
             rdzv.keep_out(node, self._unresolved[node])
         elif check.standing(node) is Standing.UNKNOWN:
-            rdzv.keep_out(node, AT_THE_DOOR)
-            self._probe_at_door(check, node)
+            rdzv.keep_out(node, AT_THE_GATE)
+            self._probe_at_gate(check, node)
         else:
             return False
         self._tell_why_kept_out(node)
@@ -203,27 +203,27 @@ class HealthPolicy:
             return
         for node in self._rdzv.barred:
             if check.standing(node) is Standing.UNKNOWN:
-                self._probe_at_door(check, node)
+                self._probe_at_gate(check, node)
 
-    def _probe_at_door(self, check: NetCheck, node: str) -> None:
-        if node not in self._at_door:
-            self._at_door[node] = None
+    def _probe_at_gate(self, check: NetCheck, node: str) -> None:
+        if node not in self._pending:
+            self._pending[node] = None
             self._order((check.at_door(node, self._time()),))
 
-    def _passed_at_door(self) -> None:
+    def _passed_gate(self) -> None:
         """Those that have been probed by themselves and have not failed may join."""
-        check, answered = self._netcheck, self._answered_at_door
-        self._answered_at_door = []
+        check, answered = self._netcheck, self._answered
+        self._answered = []
         for node in answered:
             if check is not None and check.standing(node) is not Standing.UNKNOWN:
-                self._at_door.pop(node, None)
+                self._pending.pop(node, None)
                 if self._rdzv.admit(node):
                     self._joined(node)
 
     def join(self, node: str) -> None:
         """No rank lives on this node, and it is ready. Probed by itself where it must be, it may be
         in a round."""
-        if not self._is_probed_at_door(node):
+        if not self._is_probed_at_gate(node):
             self._joined(node)
 
     def _joined(self, node: str) -> None:
@@ -243,8 +243,8 @@ class HealthPolicy:
         if self._netcheck is not None:
             self._netcheck.answered(node, answer, self._time())
             self._stirred = True
-            if node in self._at_door:
-                self._answered_at_door.append(node)
+            if node in self._pending:
+                self._answered.append(node)
 
     def pursue(self) -> None:
         """If anything has happened to the check: order the probes of its next pass, act on what was
@@ -267,7 +267,7 @@ class HealthPolicy:
                 break
         else:
             raise RuntimeError("the network check does not come to rest")
-        self._passed_at_door()
+        self._passed_gate()
         if self._is_checking and not check.busy:
             self._is_checking = False
             self._tell_summary(check)
@@ -319,7 +319,7 @@ class HealthPolicy:
 
     def gone(self, node: str, reason: str) -> None:
         """The node has gone, or its present life has."""
-        for book in (self._at_door, self._unresolved, self._suspicions, self._probe_orders):
+        for book in (self._pending, self._unresolved, self._suspicions, self._probe_orders):
             book.pop(node, None)
         if self._stragglers is not None:
             self._stragglers.gone(node)

@@ -322,10 +322,10 @@ class Job:
         for node in self._ctx.membership.suspects:
             if rdzv.last.is_concerned(node):
                 return f"node {node} is suspect"
-        cause, why = self._culprit()
+        cause, why = self._suspect_cause()
         return f"node {cause.node} is left out: {why}" if cause else ""
 
-    def _culprit(self) -> tuple[Cause | None, str]:
+    def _suspect_cause(self) -> tuple[Cause | None, str]:
         """The cause of the round's end whose node is to be left out, and why."""
         settlement = self._ctx.settlement
         cause = settlement.cause()
@@ -340,7 +340,7 @@ class Job:
         ctx, rdzv, now, blame = self._ctx, self._ctx.rdzv, self._ctx.now, self._ctx.settlement.blame
         if rdzv.loss:
             return False
-        cause, why = self._culprit()
+        cause, why = self._suspect_cause()
         if cause is not None:
             wait = blame.leave_out(cause, now)
             ctx.changed = True

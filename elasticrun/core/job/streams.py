@@ -121,7 +121,7 @@ class Streams:
             term=self._ctx.term,
             beat_interval=self._membership.beat_interval(),
             master_lost_timeout=spec.master_lost_timeout,
-            status_url="",  # the shell knows it
+            status_url="",  # the runtime knows it
         )
 
     def _reattached(self, session: int, hello: m.Hello, report: m.RoundReport) -> None:
@@ -238,7 +238,7 @@ class Streams:
             self._ctx.stays.over(node)
 
     def say_over(self, outcome: m.End) -> None:
-        """Tell the shell, once: the job is over and somebody was told."""
+        """Tell the runtime, once: the job is over and somebody was told."""
         if not self._is_over_told:
             self._is_over_told = True
             self._ctx.out.append(fx.JobOver(outcome.exit_code, outcome.reason))

@@ -24,8 +24,8 @@ What it promises
 Two parts have a state and rules of their own: `leaving` (signals, checkpoints that are written out,
 PARKED) and `probing`.
 
-What the shell owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks for
-the first store), `RankExited` for every rank it was asked to start, also those that could not be
+What the runtime owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks
+for the first store), `RankExited` for every rank it was asked to start, also those that could not be
 (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
 """
 

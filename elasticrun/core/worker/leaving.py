@@ -142,8 +142,8 @@ class Draining:
             self._go_if_free()
 
     def saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """HOLDING or PARKED: the process that was writing is gone with its spawner; the shell tells
-        the master, which calls the attempt over or begins another one."""
+        """HOLDING or PARKED: the process that was writing is gone with its spawner; the runtime
+        tells the master, which calls the attempt over or begins another one."""
         self._group.stores.lose_spawner()
 
     def held_long_enough(self) -> None:

@@ -59,7 +59,7 @@ class LocalProbe:
         group.out += group.stores.prepare()
 
     def lost(self, reason: str) -> None:
-        """PROBING: the spawner took the probe's processes with it; the shell has reaped them."""
+        """PROBING: the spawner took the probe's processes with it; the runtime has reaped them."""
         assert self._order is not None
         self._ended(
             m.Probed(

@@ -66,7 +66,7 @@ class LocalRanks:
         return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
 
     def failed(self, event: RankExited, now: float) -> Failure:
-        """What to say of a rank that did not end with 0: the shell's account, with the signals
+        """What to say of a rank that did not end with 0: the runtime's account, with the signals
         that this group knows of."""
         signum = -event.code if event.code < 0 else event.code - 128
         received = self._received.get(signum)

@@ -34,7 +34,7 @@ ENDINGS = (State.ENDING, State.CLEARING, State.HOLDING)
 
 
 class UnexpectedEvent(RuntimeError):
-    """An event that cannot happen in this state: the shell and the state machine disagree."""
+    """An event that cannot happen in this state: the runtime and the state machine disagree."""
 
     def __init__(self, state: State, event: str) -> None:
         super().__init__(f"a worker group that is {state.value} cannot be told {event}")
