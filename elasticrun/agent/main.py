@@ -118,7 +118,7 @@ def run(config: AgentConfig) -> int:
 
 def run_with_spawner(config: AgentConfig, spawner: socket.socket) -> Exit:
     """The same for a caller that starts the ranks itself (`elastic_launch`): `spawner` is our end
-    of the conversation of `wire.spawner` with it. Its EOF is the end of the caller."""
+    of the conversation of `wire.spawning` with it. Its EOF is the end of the caller."""
     return run_agent(config, spawner)
 
 

@@ -1,6 +1,6 @@
 """The spawner of ranks whose program is a function: the caller itself, in its own thread.
 
-Speaks `wire.spawner` with the agent, as the fork server does, and starts ranks by multiprocessing
+Speaks `wire.spawning` with the agent, as the fork server does, and starts ranks by multiprocessing
 with the start method that was asked for. One loop, woken by the agent, by ends of processes and by
 results; nothing in it waits for one rank alone.
 """

@@ -110,7 +110,7 @@ class RankPlan:
 
     env: Mapping[str, str]
     unset: tuple[str, ...]
-    stdout: str  # as in wire.spawner.SpawnRank
+    stdout: str  # as in wire.spawning.SpawnRank
     stderr: str
     error_file: str
     cpus: tuple[int, ...]

@@ -263,7 +263,7 @@ last such module."""
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The command line that `wire.serverstart` writes, and what we add when we begin anew."""
+    """The command line that `wire.spawning` writes, and what we add when we begin anew."""
 
     fd: int
     parent: int

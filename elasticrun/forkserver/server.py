@@ -1,4 +1,4 @@
-"""The fork server's main program, started by its path: see `wire.serverstart`.
+"""The fork server's main program, started by its path: see `wire.spawning`.
 
 Its first statements note what a plain interpreter has imported, and take this folder off the path,
 so that no module of ours, and none in a folder of the user's, can stand in front of another. In a

@@ -2,7 +2,7 @@
 the bounds on those who are not in yet, on those who say too much, and on what readers ask for.
 
 Nothing of a stream reaches the brain or the trace before its peer has proved the job's token
-(`wire.proof`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
+(`wire.auth`) and said Hello. What a peer does wrong ends that stream with a sentence to the peer
 and touches nobody else: silence, a wrong proof, bytes that are no message, a message at the wrong
 moment, the name of another node, more reports than an agent has reason to send.
 """

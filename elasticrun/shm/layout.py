@@ -7,7 +7,7 @@ a slot can be written out as they are. *Own* items belong to one rank alone (its
 data loader); *shared* ones are chunks of the job's one state, and replicas of a chunk are equal.
 
 In a slot, own tensors come first, then shared ones, each group from a page's beginning; then the
-room for opaque values, whose lengths differ from step to step (`wire.segment`).
+room for opaque values, whose lengths differ from step to step (`shm.segment`).
 """
 
 from __future__ import annotations

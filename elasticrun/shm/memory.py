@@ -1,23 +1,18 @@
-"""How a process maps a segment: so that pages of 2 MiB, where the memory is in such, are mapped as
-such. The kernel does that at addresses which are multiples of 2 MiB alone, and does not look for
-one by itself. Then a mapping costs next to nothing to be made and to be given back; in pages of
-4 KiB it is some 80 ms and 40 ms a GiB (agent.large_pages).
+"""Shared memory by the page: how much may be had, taking it, making it warm, and mapping it.
 
-Shared memory in pages of 2 MiB, where the kernel has them: all of it blocks.
-
-A rank that is born maps its segment anew. In pages of 4 KiB that costs some 80 ms a GiB before the
-first byte is copied, and half as much again when the rank dies; in large pages next to nothing, and
-the pages themselves are had in a third of the time. MADV_COLLAPSE (Linux 6.1) makes one of a
-stretch of 2 MiB that has at least one page, whatever the machine's settings for shared memory say.
-
-Shared memory by the page: how much may be had, taking it, and making it warm. All of it blocks.
-
-`ftruncate` alone would succeed where there is no room, and the first store into the page would end
-the process that makes it (SIGBUS); so pages are taken by `posix_fallocate`, after as many large
-ones as there are (`large_pages`). A limit of the cgroup is looked at before, since reaching it
+All of it blocks. `ftruncate` alone would succeed where there is no room, and the first store into
+the page would end the process that makes it (SIGBUS); so pages are taken by `posix_fallocate`,
+after as many large ones as there are. A limit of the cgroup is looked at before, since reaching it
 kills somebody. And pages that nobody has touched are zeroed, and perhaps given by a hypervisor, at
 the first touch: MADV_POPULATE_WRITE touches them beforehand, by ctypes, because `mmap.madvise`
-would hold the interpreter for the whole call (checkpointing 2.3).
+would hold the interpreter for the whole call.
+
+A rank that is born maps its segment anew. In pages of 4 KiB that costs some 80 ms a GiB before the
+first byte is copied, and 40 ms when the rank dies; in pages of 2 MiB next to nothing, and the pages
+themselves are had in a third of the time. The kernel maps large pages as such at addresses that are
+multiples of 2 MiB alone, and does not look for one by itself: `map_shared` does. MADV_COLLAPSE
+(Linux 6.1) makes one of a stretch of 2 MiB that has at least one page, whatever the machine's
+settings for shared memory say.
 """
 
 from __future__ import annotations

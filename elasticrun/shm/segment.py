@@ -6,7 +6,7 @@ taken back; the payload is copied; the record says whose it is; the commit word 
 record's sequence number. Whoever reads believes a slot only if record and commit word agree and the
 record's checksum holds; a reader of a rank that lives looks at the commit word again afterwards.
 SIGKILL cannot undo stores, and on x86 they are seen in the order in which they were made; on other
-machines the notice over the socket, which comes after them, is the fence (checkpointing 2.4).
+machines the notice over the socket, which comes after them, is the fence.
 
     control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
     opaque values | slot 1 ...
@@ -248,7 +248,7 @@ class Segment:
     def free_slot(self) -> int | None:
         """Where the next snapshot of the present life may go: a slot that holds nothing, else one
         that is not pinned and is needless, because a newer step is whole or because its own step
-        was given up; None if there is none now (checkpointing 2.5). For the rank."""
+        was given up; None if there is none now. For the rank."""
         held = {s.slot: s for s in self.snapshots()}
         free = [j for j in range(self.slots) if not self.pinned(j)]
         for slot in free:

@@ -1,4 +1,4 @@
-"""The proof of the job's secret (its token), which comes before any other message.
+"""The proof of the job's secret (its token), which comes before any other message, and TLS files.
 
 The token never crosses the wire. Each side shows an HMAC-SHA256 under it, over everything that
 both have said so far, with a label that says which side it is of. The master proves first: an agent
@@ -21,11 +21,9 @@ one table:
 
 What is refused is told one fixed sentence; nothing secret and nothing the peer has sent is in it.
 
-The files of transport security: read, checked, and told apart when they do not fit.
-
-Certificates and keys are PEM files. Whoever needs them reads them, at the moment of the need: an
-agent before each connection (a renewed certificate is used from the next one on), a master at its
-start.
+Certificates and keys are PEM files, checked together and told apart when they do not fit. Whoever
+needs them reads them, at the moment of the need: an agent before each connection (a renewed
+certificate is used from the next one on), a master at its start.
 """
 
 from __future__ import annotations

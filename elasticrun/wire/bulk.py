@@ -2,7 +2,7 @@
 
 One request a connection, over TCP. Frames (`wire.frames`) of bounded length, and after some of them
 raw bytes whose number the frame has said. Both sides prove the job's secret before anything else is
-looked at (the manner is that of `wire.proof`; the host proves first):
+looked at (the manner is that of `wire.auth`; the host proves first):
 
     client                                host
     Dial       nonce                  ->

@@ -1,12 +1,11 @@
-"""Every environment variable by name; the only place where the strings stand.
+"""Every environment variable by name, the only place where the strings stand; and planted faults.
 
 Three groups: what a rank is given (torchrun's table, and nothing of ours that a script could
 stumble over), what the launcher reads, and what elasticrun itself adds. `PET_*` names are formed by
 the table of flags from the flags' own names and are not listed.
 
-Planted faults: what ELASTICRUN_FAULT asks of which node. Pure; off unless the variable is set.
-
-`probe-fail@n2,slow=3x@n5` is a list of faults, each with the id of the node that shall have it
+Faults are what ELASTICRUN_FAULT asks of which node; off unless the variable is set.
+`probe-fail@n2,slow=3x@n5` is a list of them, each with the id of the node that shall have it
 (`--node-id`; `rank-N` in a static job) or `*` for every node:
 
 probe-fail[=compute|comm|wrong]   its probes fail: in the matmul, in the all_reduce (the default),

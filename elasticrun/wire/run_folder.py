@@ -58,7 +58,7 @@ LIVING, DEAD = "master-*.json", "dead-master-*.json"
 class Published:
     """One running master. `started` is the kernel's start time of `pid`, in clock ticks.
 
-    `reader` proves that somebody may read its status (`proof.reader_token`; "" for a job without a
+    `reader` proves that somebody may read its status (`auth.reader_token`; "" for a job without a
     token): the folder is this user's alone, and it opens nothing else."""
 
     job_id: str

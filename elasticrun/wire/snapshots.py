@@ -1,13 +1,11 @@
-"""What an agent says to its ranks about snapshots: a part of `wire.snapshots`, imported by it.
-
-What ranks, savers and their agent say to each other about snapshots.
+"""What ranks, savers and their agent say to each other about snapshots.
 
 They travel as frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one
 whose name has 128 random bits; the agent looks at its peer's user besides (SO_PEERCRED). A rank is
 told the name with its local rank (`env.SNAPSHOTS`), a saver in its order. The first message says
 who comes. Descriptors travel beside the messages that say so (SCM_RIGHTS), one each.
 
-State itself never travels here: it lies in segments (`wire.segment`).
+State itself never travels here: it lies in segments (`shm.segment`).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A round's whole name, as in ids.RoundName; number 0 is no round."""
+    """A round's whole name, as in types.RoundName; number 0 is no round."""
 
     term: int = 0
     number: int = 0
@@ -274,7 +272,7 @@ class PersistParts:
     reason: str  # periodic, breakpoint, asked
     keep_last: int
     keep_every: int
-    rewound_from: int = -1  # as in saving.Persist
+    rewound_from: int = -1  # as in messages.Persist
     in_use: tuple[int, ...] = ()  # checkpoints that ranks may be reading
 
 

@@ -1,15 +1,13 @@
-"""The messages between an agent and its spawner (the fork server, or a caller of elastic_launch).
+"""The messages between an agent and its spawner, and how the fork server is started.
 
-They travel over a private socketpair as frames (`wire.frames`): four bytes of length (big endian),
-then a JSON object `{"type": <class name>, ...fields}`. No pickle; a frame is bounded, and one that
-is not understood ends the conversation with a sentence.
+The spawner is the fork server, or a caller of elastic_launch. They speak over a private socketpair
+in frames (`wire.frames`): four bytes of length (big endian), then a JSON object
+`{"type": <class name>, ...fields}`. No pickle; a frame is bounded, and one that is not understood
+ends the conversation with a sentence. A *key* names one process the spawner was told to start; the
+agent never uses a key twice.
 
-A *key* names one process the spawner was told to start; the agent never uses a key twice.
-
-How the fork server is started: its command line, and a Popen that keeps signals off it.
-
-Stands in `wire/` because the agent writes this command line and the fork server reads it, and
-neither room knows the other.
+The fork server's command line and a Popen that keeps signals off it stand here because the agent
+writes that command line and the fork server reads it, and neither room knows the other.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class LogsUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankLogs:
-    """Where one rank writes, in the words of `wire.spawner.SpawnRank`."""
+    """Where one rank writes, in the words of `wire.spawning.SpawnRank`."""
 
     stdout: str  # "": the launcher's own; "/dev/null": nowhere
     stderr: str

@@ -73,7 +73,7 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The command line that `wire.serverstart` writes for a warm process."""
+    """The command line that `wire.spawning` writes for a warm process."""
 
     place: Path
     idle: float

@@ -1,16 +1,12 @@
-"""What gRPC says of a call that failed, in words for an operator.
-
-gRPC as elasticrun uses it: one place for every option of channels and servers.
+"""gRPC as elasticrun uses it: one place for every option of channels and servers, and its words.
 
 gRPC's defaults are made for data centres behind load balancers. Each option below replaces one
 that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
 
 An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
-job's token and says hello. A reader: `get_status`, `ask`. The master: `make_server`, `listen`.
+job's token and says hello. A reader: `get_status`, `reach_me`. The master: `make_server`, `listen`.
 Bytes are turned into messages here or, in the master, by the handler itself, so that a message
 which is not understood becomes a sentence for its sender and never an exception inside gRPC.
-
-The reader's side of `Reach`: ask the job's master to dial us.
 """
 
 from __future__ import annotations
@@ -87,6 +83,7 @@ grpc = _import_grpc()
 SERVICE: Final = "elasticrun.v1.JobMaster"
 ATTEND: Final = f"/{SERVICE}/Attend"
 GET_STATUS: Final = f"/{SERVICE}/GetStatus"
+REACH: Final = f"/{SERVICE}/Reach"
 
 SERVER_OPTIONS: Final[Mapping[str, int]] = {
     # Two masters would share one port, and each agent meet one of them by chance.
@@ -276,12 +273,30 @@ async def get_status(
     name: str = "",
     version: str = "status",
 ) -> JobStatus:
-    """Ask the master at `endpoint` for its page; `token` is a reader's (`proof.reader_token`).
+    """Ask the master at `endpoint` for its page; `token` is a reader's (`auth.reader_token`).
 
     LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
     guest = Guest(token, version)
     answer = await ask(GET_STATUS, guest, None, endpoint, timeout, tls=tls, name=name)
     if isinstance(answer, JobStatus):
+        return answer
+    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
+
+
+async def reach_me(
+    endpoint: Endpoint,
+    timeout: float,
+    asked: ReachMe,
+    *,
+    token: str = "",
+    tls: Pem | None = None,
+    name: str = "",
+    version: str = "doctor",
+) -> Reached:
+    """Have the master at `endpoint` dial us as `asked`, and tell what it knows of us; `token` is a
+    reader's (`auth.reader_token`). LinkError as with `get_status`."""
+    answer = await ask(REACH, Guest(token, version), asked, endpoint, timeout, tls=tls, name=name)
+    if isinstance(answer, Reached):
         return answer
     raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
 
@@ -422,24 +437,3 @@ def _why_not(where: Endpoint) -> ListenError:
         text = "another process listens there" if taken else (wrong.strerror or str(wrong))
         return ListenError(f"cannot listen on {where}: {text}", taken=taken)
     return ListenError(f"cannot listen on {where}: the port was taken for a moment", taken=True)
-
-
-REACH: Final = f"/{SERVICE}/Reach"
-
-
-async def reach_me(
-    endpoint: Endpoint,
-    timeout: float,
-    asked: ReachMe,
-    *,
-    token: str = "",
-    tls: Pem | None = None,
-    name: str = "",
-    version: str = "doctor",
-) -> Reached:
-    """Have the master at `endpoint` dial us as `asked`, and tell what it knows of us; `token` is a
-    reader's (`proof.reader_token`). LinkError as with `channel.get_status`."""
-    answer = await ask(REACH, Guest(token, version), asked, endpoint, timeout, tls=tls, name=name)
-    if isinstance(answer, Reached):
-        return answer
-    raise LinkError(f"it answered with {type(answer).__name__}", rejected=True)
