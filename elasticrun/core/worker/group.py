@@ -25,8 +25,8 @@ Two parts have a state and rules of their own: `leaving` (signals, checkpoints t
 PARKED) and `probing`.
 
 What the runtime owes: one `Tick` at the start (a fresh group has a deadline in the past: it asks
-for the first store), `RankExited` for every rank it was asked to start, also those that could not be
-(with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
+for the first store), `RankExited` for every rank it was asked to start, also those that could not
+be (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRanks`.
 """
 
 from __future__ import annotations
