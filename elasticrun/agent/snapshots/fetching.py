@@ -1,8 +1,8 @@
 """Snapshots of other nodes: shards that ranks go on from, and replicas that are kept.
 
 Shards: of the snapshot that the master has chosen, from this node's segments or fetched from
-another node, and whether they are what was written. Comparing begins with the life itself, while
-its ranks are still being born; they ask for the answer when they have copied the shard.
+another node, and whether they are what was written. Comparing begins with the generation itself,
+while its ranks are still being born; they ask for the answer when they have copied the shard.
 
 Replicas: what another node's ranks hold, copied into this node's memory, so that either may be
 lost. The master says what to copy and from whom; the saver copies it, a process of its own, so that
@@ -41,7 +41,7 @@ CHECK_LIMIT: Final = 300.0
 for the answer."""
 
 MAX_ASKED: Final = 16384
-"""Shards that one life asks for; each local rank needs those of a few others at most."""
+"""Shards that one generation asks for; each local rank needs those of a few others at most."""
 
 MAX_REASON: Final = 1000
 """Characters of a reason that the master is told."""
@@ -57,7 +57,7 @@ class Absent(Exception):
 
 
 class Shards:
-    """Of the present life."""
+    """Of the present generation."""
 
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -71,7 +71,7 @@ class Shards:
         self.restore: m.Restore | None = None
 
     def begin(self, start: m.Start) -> None:
-        """A new life; what was asked for by the last one is of no use."""
+        """A new generation; what was asked for by the last one is of no use."""
         self.end()
         self.restore = start.restore
         self._bad.clear()
@@ -294,14 +294,14 @@ class Replicas:
         """Whether the ranks of this node want them."""
 
     def begin(self, start: m.Start) -> None:
-        """A new life of the ranks: orders of the last one are of no use."""
+        """A new generation of the ranks: orders of the last one are of no use."""
         self._known = {(start.round, None)}
         if start.restore is not None:
             self._known.add((start.restore.round, start.restore.step))
         self._orders.clear()
         self._ranks.clear()
         self._newest = None
-        self._untidy = False  # this life has no whole step yet
+        self._untidy = False  # this generation has no whole step yet
 
     def close(self) -> None:
         """The agent ends."""
@@ -326,9 +326,9 @@ class Replicas:
             self._task = self._tasks.start(self._work(), "copying from another node")
 
     def tidy(self) -> None:
-        """The present life has a whole step of its own: what no order names any more can go, and
-        what a rank had before its state was laid out anew. While a copy is under way nothing does:
-        it goes at the end of that."""
+        """The present generation has a whole step of its own: what no order names any more can go,
+        and what a rank had before its state was laid out anew. While a copy is under way nothing
+        does: it goes at the end of that."""
         self._untidy = self._task is not None
         if self._untidy:
             return
@@ -396,13 +396,13 @@ class Replicas:
         if held.gone:
             return "it was dropped meanwhile"
         if done.ok and not self._is_known(order.round, order.step):
-            held.segment.withdraw(slot)  # of a step that a later life has gone back behind
+            held.segment.withdraw(slot)  # of a step that a later generation has gone back behind
         held.written = held.written or done.ok
         self._local.changed()
         return "" if done.ok else done.reason
 
     def _is_known(self, name: RoundName, step: int) -> bool:
-        """Whether the present life knows this step: its own, or what it goes on from."""
+        """Whether the present generation knows this step: its own, or what it goes on from."""
         return bool(self._known & {(name, None), (name, step)})
 
 

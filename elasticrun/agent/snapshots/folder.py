@@ -74,8 +74,8 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """What a snapshot's record does not say of its round: one life of the local ranks, its place in
-    the round, where its checkpoints go, and what it had gone on from."""
+    """What a snapshot's record does not say of its round: one generation of the local ranks, its
+    place in the round, where its checkpoints go, and what it had gone on from."""
 
     term: int
     number: int

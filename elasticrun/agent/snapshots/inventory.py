@@ -33,7 +33,7 @@ MOST_GAP: Final = 64
 """Ranks between two of which a report lists replicas as one row: those between them have 0."""
 
 CHOSEN: Final = "restore"
-"""What a slot is pinned for that the present life goes on from."""
+"""What a slot is pinned for that the present generation goes on from."""
 
 
 class Inventory:
@@ -47,10 +47,10 @@ class Inventory:
         self._adopted: set[bytes] = set()
         self._folder_told = False
         self.reading: int | None = None
-        """The checkpoint that ranks of the present life went on from; -1: none; None: they have not
-        said so yet, and may be reading any."""
+        """The checkpoint that ranks of the present generation went on from; -1: none; None: they
+        have not said so yet, and may be reading any."""
         self.present: LocalRound | None = None
-        """The newest life of the local ranks."""
+        """The newest generation of the local ranks."""
 
     def adopt(self, lives: Iterable[LocalRound]) -> None:
         """Those of the agent before us."""
@@ -58,7 +58,7 @@ class Inventory:
         self._adopted = set(self._lives)
 
     def begin(self, start: m.Start) -> None:
-        """A new life; older ones of which nothing lies here are forgotten."""
+        """A new generation; older ones of which nothing lies here are forgotten."""
         life = LocalRound.of(start, self._nproc)
         self._lives.pop(life.key, None)
         self._lives[life.key] = self.present = life
@@ -69,8 +69,8 @@ class Inventory:
         self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
 
     def told(self, here: RankHere) -> str:
-        """Where the checkpoints of the present life go; a sentence if ranks do not agree on it. The
-        first one counts."""
+        """Where the checkpoints of the present generation go; a sentence if ranks do not agree on
+        it. The first one counts."""
         assert self.present is not None
         said = (here.folder, here.keep_last, here.keep_every)
         if not self._folder_told:
@@ -145,7 +145,7 @@ class Inventory:
         ]
 
     def everything(self) -> Iterator[tuple[Held, Snapshot, LocalRound, int]]:
-        """Every snapshot of a known life that lies here, with its rank."""
+        """Every snapshot of a known generation that lies here, with its rank."""
         for one in self._segments.held:
             for snapshot in one.snapshots():
                 life = self._lives.get(snapshot.round)
@@ -155,7 +155,7 @@ class Inventory:
     # ------------------------------------------------------------ all of them
 
     def holdings(self, *, living: bool) -> tuple[m.Holding, ...]:
-        """All that is held, the newest first; `living`: ranks of the present life may still
+        """All that is held, the newest first; `living`: ranks of the present generation may still
         write."""
         held = self._segments.held
         contents = self._contents(held)
@@ -173,7 +173,7 @@ class Inventory:
         return _fitting([*found, *self._replicas()])
 
     def whole_here(self, held: Iterable[Held]) -> int:
-        """The newest step of the present life that all local ranks have committed; -1: none."""
+        """The newest step of this generation that all local ranks have committed; -1: none."""
         if self.present is None:
             return -1
         key = self.present.key
@@ -181,16 +181,16 @@ class Inventory:
         return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
 
     def has_whole(self, held: Held, watermark: int) -> bool:
-        """Whether a step of the present life lies in it that is whole over the job."""
+        """Whether a step of the present generation lies in it that is whole over the job."""
         present = self.present
         return present is not None and any(
             one.round == present.key and one.step <= watermark for one in held.snapshots()
         )
 
     def passed_over(self, held: Iterable[Held], watermark: int) -> int:
-        """Ranks of the present life hold different steps above the watermark, and one that some
-        have was passed over by others, so that it will never be whole: the newest step, below all
-        that every local rank holds, that may be given up; -1: none, or no rank has passed any."""
+        """Ranks of the present generation hold different steps above the watermark, and one that
+        some have was passed over by others, so that it will never be whole: the newest step, below
+        all that every local rank holds, that may be given up; -1: none, or none was passed over."""
         if self.present is None:
             return -1
         rows = [
@@ -206,9 +206,9 @@ class Inventory:
     # ------------------------------------------------------------ what may go
 
     def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
-        """While no rank lives: withdraw what is newer than what the new life goes on from, pin
-        that, and set the words of the control pages. Pins that stay: `going_on`, and those of what
-        the ranks want written out."""
+        """While no rank lives: withdraw what is newer than what the new generation goes on from,
+        pin that, and set the words of the control pages. Pins that stay: `going_on`, and those of
+        what the ranks want written out."""
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
@@ -230,7 +230,7 @@ class Inventory:
     def prunable(self, current: Sequence[Held | None], watermark: int) -> list[Held]:
         """Segments of local ranks that nobody needs any more: of a layout that a rank has no more,
         or of a local rank that is no more, since an agent before this one had more of them.
-        `current`: what each local rank was given in this life."""
+        `current`: what each local rank was given in this generation."""
         found: list[Held] = []
         for one in self._segments.held:
             beyond = one.local_rank >= len(current)
@@ -278,7 +278,7 @@ class Inventory:
 
 
 def _rank(one: Held, life: LocalRound) -> int:
-    """Whose snapshots of this life lie there; -1: nobody's."""
+    """Whose snapshots of this generation lie there; -1: nobody's."""
     if one.local_rank >= 0:
         return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
     return one.replica if one.replica < life.world_size else -1

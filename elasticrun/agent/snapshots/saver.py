@@ -113,8 +113,8 @@ class Savers:
             self._start()
 
     def replace_old(self) -> None:
-        """Between two lives of the ranks: a saver of a spawner that is being replaced goes, so that
-        this spawner can go too."""
+        """Between two generations of the ranks: a saver of a spawner that is being replaced goes,
+        so that this spawner can go too."""
         if self._child is not None and not self._answers and self._spawners.is_old(self._child):
             self._starts.clear()  # it did not die
             if self._peer is not None:

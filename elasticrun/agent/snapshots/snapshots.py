@@ -3,9 +3,9 @@
 Ranks and the saver speak over one socket (`peers`), state lies in segments (`segments`), the master
 is told what is held (`inventory`) and tells which step is whole, which one to go on from
 (`fetching`), and what to write out (`checkpoints`). This room routes between them, and keeps the
-two rules on which the others rest: before a rank of a new life is born, everything newer than what
-that life goes on from is withdrawn; and what it goes on from is pinned until the life has a whole
-step of its own.
+two rules on which the others rest: before a rank of a new generation is born, everything newer than
+what that generation goes on from is withdrawn; and what it goes on from is pinned until the
+generation has a whole step of its own.
 
 The end of a rank's connection means nothing: what it has committed counts when it was reaped.
 """
@@ -44,7 +44,7 @@ from elasticrun.wire.progress import place
 from elasticrun.wire.types import Endpoint
 
 REMARKS_MOST: Final = 20
-"""Sentences of ranks and savers that are shown in one life."""
+"""Sentences of ranks and savers that are shown in one generation."""
 
 
 MAX_KEY: Final = 2**63
@@ -93,7 +93,7 @@ class Snapshots:
         self._link = link
         self._resumed = resumed
         self._address = address
-        self._remarks: set[str] = set()  # that were shown in this life
+        self._remarks: set[str] = set()  # that were shown in this generation
         self._tasks = Tasks(logger.error)
         self._generation = Generation(self._nproc)
         self._server = PeerServer(self._nproc, self)
@@ -141,7 +141,7 @@ class Snapshots:
         self._tasks.close()
         await self._segments.close(job_over=job_over)
 
-    # ------------------------------------------------------------ lives of the ranks
+    # ------------------------------------------------------------ generations of the ranks
 
     def begin(self, start: Start) -> None:
         """Ranks of this round are about to be started."""
@@ -166,7 +166,7 @@ class Snapshots:
         self._report.changed()
 
     def reaped(self) -> None:
-        """No rank of the present life is left: what it has committed is what it has."""
+        """No rank of the present generation is left: what it has committed is what it has."""
         if self._generation.living:
             self._generation.living = False
             self._wanted.look(self._generation.held())
@@ -204,7 +204,7 @@ class Snapshots:
             self._replicas.obey(order)
 
     def _whole(self, step: int) -> None:
-        """The present life has a whole step of its own: older ones are not needed for it."""
+        """The present generation has a whole step of its own: older ones are not needed for it."""
         if not self._generation.rise(step):
             return
         for held in self._segments.held:
@@ -403,7 +403,7 @@ class Snapshots:
         self._report.changed()
 
     def remark(self, text: str, level: str = "warning") -> None:
-        """A sentence of a rank or the saver for the operator: each once in a life of the ranks."""
+        """A sentence of a rank or the saver for the operator: each once in a generation."""
         text = one_line(text)
         if text not in self._remarks and len(self._remarks) < REMARKS_MOST:
             self._remarks.add(text)
