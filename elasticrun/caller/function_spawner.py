@@ -19,14 +19,13 @@ import string
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from elasticrun.caller.agent_process import AgentProcess
-from elasticrun.caller.probes import Probes
+from elasticrun.caller.helpers import Helpers
 from elasticrun.caller.rank_process import Life, RankPlan, Sparing, run_rank
-from elasticrun.caller.savers import Saver
-from elasticrun.caller.store_process import StoreProcess
 from elasticrun.config import STUCK_AFTER
+from elasticrun.forkserver.helpers.helper import Probe, Saver
 from elasticrun.system.sweep import Sweep, end_at_once, kill_group
 from elasticrun.wire import env, spawning as spawner
 from elasticrun.wire.connection import Connection, NotRead
@@ -60,11 +59,8 @@ class FunctionSpawner:
         self._line = Connection(ours, spawner.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Life] = {}
-        self._probes = Probes(self._selector, self._say)
-        self._saver = Saver(self._selector, self._say)
-        self._stores: dict[int, StoreProcess] = {}
-        self._spare_store: StoreProcess | None = None
-        self._forks_stores = start_method == "fork"
+        fork = self._fork if start_method == "fork" else None
+        self._helpers = Helpers(self._selector, self._say, fork)
         self._last_lives: dict[int, Life] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
@@ -89,7 +85,7 @@ class FunctionSpawner:
         self._agent = agent
         self._selector.register(agent, selectors.EVENT_READ, hear_end)
         try:
-            self._spare_store = self._new_store()
+            self._helpers.start_spare_store()
             while listening:
                 self._turn()
         finally:
@@ -154,12 +150,12 @@ class FunctionSpawner:
             self._selector.unregister(self._line)
             self._line.close()
             self._kill_all()
-            self._saver.kill()
+            self._helpers.kill(Saver)
 
     def _kill_all(self) -> None:
         for key in self._ranks:
             kill_group(self._pids[key], signal.SIGKILL)
-        self._probes.kill()
+        self._helpers.kill(Probe)
 
     def _say(self, message: spawner.FromSpawner) -> None:
         if not self._talking:
@@ -186,25 +182,17 @@ class FunctionSpawner:
                 self._say(spawner.SpawnerReady(os.getpid(), mode, "", version, 0.0))
             case spawner.SpawnRank():
                 self._start_rank(message)
-            case spawner.SpawnStore(key, port):
-                self._start_store(key, port)
-            case spawner.SpawnProbe():
-                self._probes.start(message)
-            case spawner.SpawnSaver():
-                self._saver.start(message)
+            case spawner.SpawnStore() | spawner.SpawnProbe() | spawner.SpawnSaver():
+                self._helpers.start(message)
             case spawner.SendSignal(key, signum, alone):
-                if self._probes.send_signal(key, signum) or self._saver.send_signal(key, signum):
-                    pass
-                elif key in self._ranks:
+                if key in self._ranks:
                     kill_group(self._pids[key], signum, alone=alone)
-                elif key in self._stores:
-                    self._stores[key].send_signal(signum)
+                self._helpers.send_signal(key, signum)
             case spawner.Sweep():
                 self._waiting_sweeps.append(message)
                 self._next_sweep()
             case spawner.CloseStore(key):
-                if key in self._stores:
-                    self._stores[key].send_signal(signal.SIGKILL)
+                self._helpers.send_signal(key, signal.SIGKILL)
             case spawner.Pet(limit):
                 self._petted_until = time.monotonic() + limit
             case spawner.Quit():
@@ -301,56 +289,19 @@ class FunctionSpawner:
         self._selector.close()
         for life in self._ranks.values():
             life.results.close()
-        self._probes.let_go()
-        self._saver.let_go()
-        for store in (*self._stores.values(), self._spare_store):
-            if store is not None:
-                store.let_go()
+        self._helpers.let_go()
 
-    # ---------------------------------------------------------------- stores
-
-    def _new_store(self) -> StoreProcess:
-        if not self._forks_stores or "torch" not in sys.modules:
-            return StoreProcess()
+    def _fork(self, become: Callable[[], NoReturn]) -> int:
+        """A fork that becomes that. It never leaves this block (see `Sparing`)."""
         with self._sparing.forking():
-            return StoreProcess(self._close_in_fork)
-
-    def _start_store(self, key: int, port: int) -> None:
-        try:
-            store = self._spare_store or self._new_store()
-        except OSError as error:
-            self._say(spawner.SpawnFailed(key, f"no store host: {error.strerror}"))
-            return
-        self._spare_store = None
-        self._stores[key] = store
-        self._selector.register(
-            store, selectors.EVENT_READ, functools.partial(self._store_started, key, port)
-        )
-        self._selector.register(
-            store.pidfd, selectors.EVENT_READ, functools.partial(self._store_ended, key)
-        )
-        store.listen(port)
-        self._say(spawner.Spawned(key, store.pid, store.forked))
-
-    def _store_started(self, key: int, port: int) -> None:
-        store = self._stores[key]
-        self._selector.unregister(store)
-        wrong = store.started()
-        if wrong:
-            self._forks_stores = False  # something that the caller holds does not bear a fork
-            logger.warning("the store host says: %s", wrong)
-            store.send_signal(signal.SIGKILL)
-        else:
-            self._say(spawner.StoreListening(key, store.pid, port))
-
-    def _store_ended(self, key: int) -> None:
-        store = self._stores.pop(key)
-        self._selector.unregister(store.pidfd)
-        if store.fileno() in self._selector.get_map():
-            self._selector.unregister(store)
-            self._forks_stores = False
-        code = store.close()
-        self._say(spawner.Exited(key, store.pid, code, time.time_ns() // 1000))
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    self._close_in_fork()
+                    become()
+                finally:
+                    os._exit(1)
+        return pid
 
     # ---------------------------------------------------------------- sweeps
 
@@ -407,11 +358,7 @@ class FunctionSpawner:
             kill_group(self._pids[life.key], signal.SIGKILL)
             life.process.join(STUCK_AFTER)
             life.results.close()
-        self._probes.close()
-        self._saver.close()
-        for store in (*self._stores.values(), self._spare_store):
-            if store is not None:
-                store.close()
+        self._helpers.close()
         if self._sweep is not None:
             self._sweep[1].close()
         if self._pids:

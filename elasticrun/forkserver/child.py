@@ -1,9 +1,4 @@
-"""sys.stdin, sys.stdout and sys.stderr of a forked child, made anew as `python -u` makes them.
-
-The server's own stream objects remember things about its own descriptors (whether one can seek,
-how large its blocks are); after a redirect they would be wrong.
-
-What happens in a forked child between the fork and the user's first line.
+"""What happens in a forked rank between the fork and the user's first line.
 
 Order matters: the ties to the server go first, then what may fail (files), then what the script
 can see. Signals stay blocked until the program starts, so that one which comes early finds the
@@ -22,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import Baseline, Stash
 from elasticrun.forkserver.learn import Watcher
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
@@ -30,10 +26,95 @@ from elasticrun.forkserver.renew import EnvironmentCheck
 from elasticrun.system import processes as linux
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
-from elasticrun.wire.spawning import SpawnProbe, SpawnRank, SpawnSaver
+from elasticrun.wire.spawning import SpawnRank
+
+CANNOT_START = 125
+"""Exit code of a child that could not become a rank; the page says why."""
+
+SELF_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
+"""The interpreter ignores these at its start, whatever it was given."""
+
+_signal: Any = sys.modules["_signal"]
+"""What lies below `signal`: with its enums, setting all dispositions takes 8 ms."""
+_SIGINT = int(signal.SIGINT)
+_SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
 
 
-def redirect(descriptor: int, path: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a rank is born with: what the agent had at its own start."""
+
+    server: int  # pid
+    ignored: frozenset[int]
+    mask: frozenset[int]
+    baseline: Baseline
+
+
+def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn: bool) -> NoReturn:
+    """In a fresh fork, signals blocked: raise BecomeRank with the program ready to run."""
+    _settle(birth, order, page)
+    _dispositions(birth, for_python=True)
+    environ = environment(birth.baseline.environ, order)
+    set_environ(environ)
+    _renew_streams()
+    check = EnvironmentCheck(stash.reads, stash.saw, _text(stash.environ))
+    first_mask = birth.baseline.affinity
+    rank = _Rank(order, page, check, first_mask)
+    _renew_library_state(stash)
+    stash.tell(rank.packages_returned)
+    if learn:
+        stash.watch(Watcher(page))
+    program = Program(order.entry, order.error_file, birth.mask)
+    program.prepare()
+    words = command(order.entry)
+    set_command_line(
+        [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
+    )
+    linux.set_name(os.fsencode(os.path.basename(words[0])))
+    gc.enable()
+    raise BecomeRank(program)
+
+
+def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoReturn:
+    """In a fresh fork, signals blocked: become `python -u script`, or the command."""
+    _settle(birth, order, page)
+    _dispositions(birth, for_python=False)
+    environ = environment(birth.baseline.environ, order)
+    words = [*order.exec_prefix, *command(order.entry, python)]
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
+        os.execvpe(words[0], words, environ)
+    except OSError as error:
+        fail(page, f"cannot run {words[0]}: {error.strerror}")
+
+
+def fail(page: Page, reason: str) -> NoReturn:
+    """End this child; the server tells the agent the reason."""
+    page.write(FAILED, reason, poke=False)
+    os._exit(CANNOT_START)
+
+
+def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
+    """Session, ties to the server, files, cores: the same for a fork and an exec."""
+    page.adopt()
+    linux.die_with_parent(signal.SIGKILL)
+    if os.getppid() != birth.server:
+        os._exit(CANNOT_START)
+    os.setsid()
+    try:
+        _redirect(1, order.stdout)
+        _redirect(2, order.stderr)
+    except OSError as error:
+        fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
+    cores = set(order.cpus) or birth.baseline.affinity
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        words = ",".join(map(str, sorted(cores)))
+        page.write(NOTICE, f"local rank {order.local_rank} is not bound to cores {words}: {error}")
+
+
+def _redirect(descriptor: int, path: str) -> None:
     """Put a fresh file (or /dev/null) under `descriptor`; an empty path leaves what is there."""
     if not path:
         return
@@ -46,8 +127,9 @@ def redirect(descriptor: int, path: str) -> None:
     os.close(opened)
 
 
-def renew() -> None:
-    """Replace the three standard streams by new ones on descriptors 0, 1 and 2."""
+def _renew_streams() -> None:
+    """Put new standard streams on descriptors 0, 1 and 2, as `python -u` makes them: the server's
+    remember things about its own descriptors (whether one can seek, how large its blocks are)."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         old: Any = getattr(sys, name)
         stream = _open(descriptor, name, mode, old) if old is not None else None
@@ -77,104 +159,6 @@ def _open(descriptor: int, name: str, mode: str, old: TextIO) -> TextIO | None:
     stream.mode = mode
     result: TextIO = stream
     return result
-
-
-CANNOT_START = 125
-"""Exit code of a child that could not become a rank; the page says why."""
-
-SELF_IGNORED = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
-"""The interpreter ignores these at its start, whatever it was given."""
-
-_signal: Any = sys.modules["_signal"]
-"""What lies below `signal`: with its enums, setting all dispositions takes 8 ms."""
-_SIGINT = int(signal.SIGINT)
-_SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
-
-
-@dataclass(frozen=True, slots=True)
-class Birth:
-    """What a rank is born with: what the agent had at its own start."""
-
-    server: int  # pid
-    ignored: frozenset[int]
-    mask: frozenset[int]
-    baseline: Baseline
-
-
-def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn: bool) -> NoReturn:
-    """In a fresh fork, signals blocked: raise BecomeRank with the program ready to run."""
-    _settle(birth, order, page)
-    _dispositions(birth, for_python=True)
-    environ = environment(birth.baseline, order)
-    set_environ(environ)
-    renew()
-    check = EnvironmentCheck(stash.reads, stash.saw, _text(stash.environ))
-    first_mask = birth.baseline.affinity
-    rank = _Rank(order, page, check, first_mask)
-    _renew_library_state(stash)
-    stash.tell(rank.packages_returned)
-    if learn:
-        stash.watch(Watcher(page))
-    program = Program(order.entry, order.error_file, birth.mask)
-    program.prepare()
-    words = command(order.entry)
-    set_command_line(
-        [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
-    )
-    linux.set_name(os.fsencode(os.path.basename(words[0])))
-    gc.enable()
-    raise BecomeRank(program)
-
-
-def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoReturn:
-    """In a fresh fork, signals blocked: become `python -u script`, or the command."""
-    _settle(birth, order, page)
-    _dispositions(birth, for_python=False)
-    environ = environment(birth.baseline, order)
-    words = [*order.exec_prefix, *command(order.entry, python)]
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
-        os.execvpe(words[0], words, environ)
-    except OSError as error:
-        fail(page, f"cannot run {words[0]}: {error.strerror}")
-
-
-def fail(page: Page, reason: str) -> NoReturn:
-    """End this child; the server tells the agent the reason."""
-    page.write(FAILED, reason, poke=False)
-    os._exit(CANNOT_START)
-
-
-def environment(
-    baseline: Baseline, order: SpawnRank | SpawnProbe | SpawnSaver
-) -> dict[bytes, bytes]:
-    """The child's variables: the server's first ones, less `unset`, with `env`, in that order."""
-    environ = dict(baseline.environ)
-    for name in order.unset:
-        environ.pop(os.fsencode(name), None)
-    for name, value in order.env.items():
-        environ[os.fsencode(name)] = os.fsencode(value)
-    return environ
-
-
-def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
-    """Session, ties to the server, files, cores: the same for a fork and an exec."""
-    page.adopt()
-    linux.die_with_parent(signal.SIGKILL)
-    if os.getppid() != birth.server:
-        os._exit(CANNOT_START)
-    os.setsid()
-    try:
-        redirect(1, order.stdout)
-        redirect(2, order.stderr)
-    except OSError as error:
-        fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
-    cores = set(order.cpus) or birth.baseline.affinity
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        words = ",".join(map(str, sorted(cores)))
-        page.write(NOTICE, f"local rank {order.local_rank} is not bound to cores {words}: {error}")
 
 
 def _dispositions(birth: Birth, *, for_python: bool) -> None:

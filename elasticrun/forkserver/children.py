@@ -1,4 +1,4 @@
-"""Ranks, store hosts, probes, the saver: how they are born, what they say, how they end."""
+"""Ranks and helpers of the fork server: how they are started, what they say, how they end."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
-from elasticrun.forkserver import child, probes, store_host, trust
+from elasticrun.forkserver import child, trust
+from elasticrun.forkserver.helpers.helper import KINDS, Helper, Order, Probe, Saver, environment
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
-from elasticrun.saver import start as savers
 from elasticrun.system import processes as linux
-from elasticrun.system.title import set_title
 from elasticrun.wire.spawning import (
     Exited,
     FromSpawner,
@@ -26,12 +25,8 @@ from elasticrun.wire.spawning import (
     Notice,
     Spawned,
     SpawnFailed,
-    SpawnProbe,
     SpawnRank,
-    SpawnSaver,
-    SpawnStore,
     Stale,
-    StoreListening,
 )
 from elasticrun.wire.types import EntryKind
 
@@ -45,28 +40,25 @@ FORKABLE = (EntryKind.SCRIPT, EntryKind.MODULE, EntryKind.RUN_PATH)
 
 
 @dataclass
-class _Child:
+class _Rank:
     key: int
-    pid: int
-    page: Page | None = None  # a rank's
-    port: int = 0  # a store host's
-    ready: int = -1  # its pipe, until it has said that it listens
-    telling: probes.Telling | None = None  # a probe's
-    saves: bool = False  # the saver
+    page: Page
     failed: str = ""
 
 
-class Nursery:
-    """The server's children. `tell` sends a report; `in_child` closes the server's descriptors."""
+class Children:
+    """All of them. `tell` sends a report; `in_child` closes the server's descriptors in a fork."""
 
     def __init__(
         self, prepared: Prepared, tell: Callable[[FromSpawner], None], in_child: Callable[[], None]
     ) -> None:
         self._prepared = prepared
+        self._birth = prepared.birth
         self._tell = tell
         self._in_child = in_child
-        self._children: dict[int, _Child] = {}
-        self._groups: dict[int, int] = {}
+        self._ranks: dict[int, _Rank] = {}  # by pid, as the helpers
+        self._helpers: dict[int, Helper] = {}
+        self._groups: dict[int, int] = {}  # of a rank until it was swept
         self._exec_next: set[str] = set()
         self._stale = ""
         self._learned_at: float | None = None
@@ -78,35 +70,32 @@ class Nursery:
         if order.entry.kind is EntryKind.FUNCTION:
             self._tell(SpawnFailed(order.key, "a function can only be run by its own caller"))
             return
-        reason = self._against_fork(order)
-        forked = self._prepared.mode == "fork" and not reason
-        birth, stash = self._prepared.birth, self._prepared.stash
+        forked = self._prepared.mode == "fork" and not self._against_fork(order)
         # From the first rank on we outlive our parent until we have swept what ranks leave. This
         # tells of its death; and if we are stopped (SIGSTOP) by then, it wakes us up for it.
         linux.die_with_parent(signal.SIGCONT)
         page = None
         try:
             page = Page()
-            with _signals_held():
-                pid = os.fork()
-                if pid == 0:
-                    self._leave()
-                    if forked:
-                        _guarded(
-                            page,
-                            lambda: child.become_rank(
-                                birth, order, page, stash, self._prepared.learn
-                            ),
-                        )
-                    child.exec_rank(birth, order, page, self._prepared.python)
+            pid = self._fork(partial(self._become_rank, order, page, forked))
         except OSError as error:
             if page is not None:
                 page.close()
             self._tell(SpawnFailed(order.key, f"no process could be started: {error.strerror}"))
             return
-        self._children[pid] = _Child(order.key, pid, page=page)
+        self._ranks[pid] = _Rank(order.key, page)
         self._groups[order.key] = pid
         self._tell(Spawned(order.key, pid, forked))
+
+    def _become_rank(self, order: SpawnRank, page: Page, forked: bool) -> NoReturn:
+        if not forked:
+            child.exec_rank(self._birth, order, page, self._prepared.python)
+        try:
+            child.become_rank(self._birth, order, page, self._prepared.stash, self._prepared.learn)
+        except BecomeRank:
+            raise
+        except BaseException as error:  # a defect of ours is a sentence, not a traceback
+            child.fail(page, f"the fork could not be made ready ({type(error).__name__}: {error})")
 
     def _against_fork(self, order: SpawnRank) -> str:
         """Why this one rank is exec'd although forks are trusted in general."""
@@ -122,136 +111,72 @@ class Nursery:
                 self._tell(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale
 
-    def spawn_store(self, order: SpawnStore) -> None:
-        """Fork or exec a store host; StoreListening or SpawnFailed comes when it has spoken."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        try:
-            with _signals_held():
-                pid = os.fork()
-                if pid == 0:
-                    self._leave()
-                    os.close(reading)
-                    self._become_store(order.port, writing)
-        except OSError as error:
-            os.close(reading)
-            self._tell(SpawnFailed(order.key, f"no store could be started: {error.strerror}"))
-            return
-        finally:
-            os.close(writing)
-        self._children[pid] = _Child(order.key, pid, port=order.port, ready=reading)
-        self._groups[order.key] = pid
-        self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
-
-    def _become_store(self, port: int, writing: int) -> NoReturn:
-        try:
-            self._become_helper(b"elasticrun-stor", b"elasticrun: store")
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, 0)
-            os.dup2(null, 1)
-            if self._prepared.can_fork_stores:
-                store_host.host(port, writing)
-            os.set_inheritable(writing, True)
-            words = [sys.executable, "-u", str(Path(store_host.__file__ or ""))]
-            words += [str(port), str(writing), str(self._prepared.birth.server)]
-            os.execve(words[0], words, self._prepared.birth.baseline.environ)
-        finally:
-            os._exit(1)
-
-    def spawn_probe(self, order: SpawnProbe) -> None:
-        """Fork or exec a probe; ProbeSaid comes for each phase and for its result, then Exited."""
-        try:
-            telling = probes.Telling(order.key)
-        except OSError as error:
-            self._tell(SpawnFailed(order.key, f"no probe could be started: {error.strerror}"))
-            return
-        try:
-            with _signals_held():
-                pid = os.fork()
-                if pid == 0:
-                    self._leave()
-                    telling.close()
-                    self._become_probe(order, telling)
-        except OSError as error:
-            telling.close()
-            self._tell(SpawnFailed(order.key, f"no probe could be started: {error.strerror}"))
-            return
-        finally:
-            telling.born()
-        self._children[pid] = _Child(order.key, pid, telling=telling)
-        self._groups[order.key] = pid
-        self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
-
-    def _become_probe(self, order: SpawnProbe, telling: probes.Telling) -> NoReturn:
-        try:
-            self._become_helper(b"elasticrun-prob", b"elasticrun: probe")
-            environ = child.environment(self._prepared.birth.baseline, order)
-            if not self._prepared.can_fork_stores:
-                probes.exec_instead(order, telling.words, telling.prints, environ)
-            child.set_environ(environ)
-            probes.fork_probe(order, telling.words, telling.prints)
-        except OSError as error:
-            os.write(telling.prints, str(error).encode(errors="replace"))
-        finally:
-            os._exit(1)
-
-    def spawn_saver(self, order: SpawnSaver) -> None:
-        """Fork or exec the saver; Spawned or SpawnFailed, then Exited at its end. One that is there
+    def spawn_helper(self, order: Order) -> None:
+        """Fork or exec it: Spawned or SpawnFailed, what it says, its end. A saver that is there
         already is killed: whoever orders another has given it up."""
-        for each in self._children.values():
-            if each.saves:
-                self.send_signal(each.key, signal.SIGKILL)
+        kind = KINDS[type(order)]
+        if kind is Saver:
+            self._kill(Saver)
+        helper = None
         try:
-            with _signals_held():
-                pid = os.fork()
-                if pid == 0:
-                    self._leave()
-                    self._become_saver(order)
+            helper = kind(order)
+            environ = environment(self._birth.baseline.environ, order)
+            pid = self._fork(partial(self._become_helper, helper, environ))
         except OSError as error:
-            self._tell(SpawnFailed(order.key, f"no saver could be started: {error.strerror}"))
+            if helper is not None:
+                helper.close()
+            reason = f"no {kind.kind} could be started: {error.strerror}"
+            self._tell(SpawnFailed(order.key, reason))
             return
-        self._children[pid] = _Child(order.key, pid, saves=True)
+        finally:
+            if helper is not None:
+                helper.born()
+        self._helpers[pid] = helper
         self._groups[order.key] = pid
         self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
 
-    def _become_saver(self, order: SpawnSaver) -> NoReturn:
+    def _become_helper(self, helper: Helper, environ: dict[bytes, bytes]) -> NoReturn:
         try:
-            self._become_helper(savers.NAME, savers.TITLE)
-            environ = child.environment(self._prepared.birth.baseline, order)
-            if not self._prepared.can_fork_stores:
-                savers.exec_instead(order, environ)
-            child.set_environ({**environ, **savers.ONE_THREAD})
-            savers.fork_saver(order)
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            forked = self._prepared.can_fork_stores
+            if forked:
+                child.set_environ(environ)
+            helper.become(self._birth.server, None if forked else environ)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
 
-    def _become_helper(self, name: bytes, title: bytes) -> None:
-        """In a fresh fork: a process of ours that is shielded, and ends with the server."""
-        linux.die_with_parent(signal.SIGKILL)
-        if os.getppid() != self._prepared.birth.server:
-            os._exit(1)
-        os.setsid()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        linux.set_name(name)
-        set_title(title)
+    def _fork(self, become: Callable[[], NoReturn]) -> int:
+        """The pid of a fork that becomes that. All signals are blocked over the fork; the child
+        goes on with them blocked, and ends elsewhere."""
+        server = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._leave()
+                become()
+            return pid
+        finally:
+            if os.getpid() == server:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _leave(self) -> None:
         """In a fresh fork: drop what is the server's or another child's."""
         self._in_child()
-        for other in self._children.values():
-            if other.ready >= 0:
-                os.close(other.ready)
-            if other.page is not None:
-                other.page.close()
-            if other.telling is not None:
-                other.telling.close()
+        for rank in self._ranks.values():
+            rank.page.close()
+        for helper in self._helpers.values():
+            helper.close()
 
     # ------------------------------------------------------------ life
 
     def living(self) -> list[int]:
-        return list(self._children)
+        """Pids of ranks and helpers."""
+        return [*self._ranks, *self._helpers]
 
     def groups(self, keys: Iterable[int]) -> list[int]:
         return [self._groups[key] for key in keys if key in self._groups]
@@ -264,7 +189,7 @@ class Nursery:
         """To the process group of a child that has not been reaped, or to it alone; else
         nothing."""
         pid = self._groups.get(key, 0)
-        if pid not in self._children or not 0 <= signum < signal.NSIG:
+        if pid not in (*self._ranks, *self._helpers) or not 0 <= signum < signal.NSIG:
             return
         with suppress(ProcessLookupError, PermissionError):
             if alone:
@@ -277,50 +202,34 @@ class Nursery:
 
     def kill_ranks(self) -> None:
         """Ranks, and probes: their partners are not to wait for a node that nobody hears of."""
-        for each in list(self._children.values()):
-            if each.page is not None or each.telling is not None:
-                self.send_signal(each.key, signal.SIGKILL)
+        for rank in self._ranks.values():
+            self.send_signal(rank.key, signal.SIGKILL)
+        self._kill(Probe)
+
+    def _kill(self, kind: type[Helper]) -> None:
+        for helper in self._helpers.values():
+            if isinstance(helper, kind):
+                self.send_signal(helper.key, signal.SIGKILL)
+
+    # ------------------------------------------------------------ what they say
 
     def waiting_for(self) -> list[int]:
-        """Pipes of probes, and of store hosts that have not said yet that they listen."""
-        pipes = [each.ready for each in self._children.values() if each.ready >= 0]
-        for each in self._children.values():
-            if each.telling is not None:
-                pipes += each.telling.descriptors()
-        return pipes
+        """Pipes of helpers."""
+        return [each for helper in self._helpers.values() for each in helper.descriptors()]
 
-    def read_helpers(self, ready: Iterable[int]) -> None:
-        for each in self._children.values():
-            if each.ready >= 0 and each.ready in ready:
-                self._hear_store(each)
-            if each.telling is not None:
-                for descriptor in set(each.telling.descriptors()).intersection(ready):
-                    self._relay(each.telling.read(descriptor))
-
-    def _relay(self, said: Iterable[FromSpawner]) -> None:
-        for message in said:
-            self._tell(message)
-
-    def _hear_store(self, store: _Child) -> None:
-        line = os.read(store.ready, 4096).decode("utf-8", "replace").strip()
-        os.close(store.ready)
-        store.ready = -1
-        word, _, rest = line.partition(" ")
-        if word == "ok":
-            self._tell(StoreListening(store.key, store.pid, store.port))
-            if rest:
-                self._tell(Notice(rest))
-        else:
-            store.failed = rest or "it ended before it listened"
+    def read_helpers(self, ready: Collection[int]) -> None:
+        """Pass on what has come through these pipes."""
+        for helper in self._helpers.values():
+            for descriptor in set(helper.descriptors()).intersection(ready):
+                for message in helper.read(descriptor):
+                    self._tell(message)
 
     def read_pages(self) -> None:
         """What ranks have written since the last look; a poke is a SIGCHLD, so any may have."""
-        for each in self._children.values():
-            if each.page is not None:
-                self._read_page(each)
+        for rank in self._ranks.values():
+            self._read_page(rank)
 
-    def _read_page(self, rank: _Child) -> None:
-        assert rank.page is not None
+    def _read_page(self, rank: _Rank) -> None:
         for kind, text in rank.page.read():
             if kind == NOTICE:
                 self._tell(Notice(text))
@@ -344,45 +253,20 @@ class Nursery:
 
     # ------------------------------------------------------------ death
 
-    def buried(self, pid: int, code: int) -> None:
-        """A child was reaped; orphans of ranks come here too and are nobody's business."""
-        each = self._children.pop(pid, None)
-        if each is None:
+    def reaped(self, pid: int, code: int) -> None:
+        """A child has ended; orphans of ranks come here too and are nobody's business."""
+        helper = self._helpers.pop(pid, None)
+        if helper is not None:
+            self._groups.pop(helper.key, None)  # nothing is swept after them
+            for message in helper.last_words(pid, code):
+                self._tell(message)
+        rank = self._ranks.pop(pid, None)
+        if rank is None:
             return
-        if each.ready >= 0:
-            self._hear_store(each)
-        if each.page is not None:
-            self._read_page(each)
-            each.page.close()
-        if each.telling is not None:
-            self._relay(each.telling.last_words(code))
-        if each.telling is not None or each.saves:
-            self._groups.pop(each.key, None)  # nothing is swept after them
-        if each.failed:
-            self._groups.pop(each.key, None)
-            what = each.failed if each.page is not None else f"no store: {each.failed}"
-            self._tell(SpawnFailed(each.key, what))
+        self._read_page(rank)
+        rank.page.close()
+        if rank.failed:
+            self._groups.pop(rank.key, None)
+            self._tell(SpawnFailed(rank.key, rank.failed))
         else:
-            self._tell(Exited(each.key, pid, code, time.time_ns() // 1000))
-
-
-def _guarded(page: Page, become: Callable[[], NoReturn]) -> None:
-    """Run the way into the program; a defect of ours becomes a sentence, not a traceback."""
-    try:
-        become()
-    except BecomeRank:
-        raise
-    except BaseException as error:
-        child.fail(page, f"the fork could not be made ready ({type(error).__name__}: {error})")
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Block all signals over a fork. The child goes on with them blocked, and ends elsewhere."""
-    server = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _EVERY_SIGNAL)
-    try:
-        yield
-    finally:
-        if os.getpid() == server:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._tell(Exited(rank.key, pid, code, time.time_ns() // 1000))

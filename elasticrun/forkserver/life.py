@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from elasticrun.forkserver.child import Birth
-from elasticrun.forkserver.children import Nursery
+from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
 from elasticrun.system import processes as linux, sweep
@@ -121,7 +121,7 @@ class Server:
         self._parent = os.getppid()
         self._sweeper = sweep.Sweeper()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._nursery = Nursery(prepared, talk.send, self._in_child)
+        self._children = Children(prepared, talk.send, self._in_child)
         self._pet_until: float | None = None
         self._pet_limit = 0.0
         self._selector = selectors.PollSelector()  # has no descriptor that a fork would share
@@ -150,7 +150,7 @@ class Server:
     def _turn(self) -> None:
         writing = selectors.EVENT_WRITE if self._talk.wants_to_write else 0
         self._selector.modify(self._talk.fileno(), selectors.EVENT_READ | writing)
-        with self._watched(self._nursery.waiting_for()):
+        with self._watched(self._children.waiting_for()):
             ready = [key.fd for key, _ in self._selector.select(self._patience())]
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
@@ -161,9 +161,9 @@ class Server:
             self._talk.flush()
             for order in self._talk.read():
                 self._obey(order)
-        self._nursery.read_helpers(ready)
+        self._children.read_helpers(ready)
         self._reap()
-        self._nursery.tick(time.monotonic())
+        self._children.tick(time.monotonic())
         self._check_pet(bool(ready))
 
     @contextlib.contextmanager
@@ -177,7 +177,7 @@ class Server:
     def _patience(self) -> float | None:
         times = [
             self._sweeper.next_deadline(),
-            self._nursery.next_deadline(),
+            self._children.next_deadline(),
             self._pet_until,
         ]
         due = min((t for t in times if t is not None), default=None)
@@ -188,7 +188,7 @@ class Server:
         if self._pet_until is None or heard or time.monotonic() < self._pet_until:
             return
         self._pet_until = None
-        self._nursery.kill_ranks()
+        self._children.kill_ranks()
         self._talk.send(
             Notice(
                 f"nothing was heard of the agent for {self._pet_limit:g} s; its ranks were ended"
@@ -196,12 +196,12 @@ class Server:
         )
 
     def _reap(self) -> None:
-        self._nursery.read_pages()
+        self._children.read_pages()
         deaths = sweep.reap_all()
         for pid, status in deaths:
-            self._nursery.buried(pid, os.waitstatus_to_exitcode(status))
-        for done in self._sweeper.look(self._nursery.living(), time.monotonic()):
-            self._nursery.forget(done.keys)
+            self._children.reaped(pid, os.waitstatus_to_exitcode(status))
+        for done in self._sweeper.look(self._children.living(), time.monotonic()):
+            self._children.forget(done.keys)
             self._talk.send(Swept(done.keys, done.stuck))
 
     # ------------------------------------------------------------ orders
@@ -209,19 +209,15 @@ class Server:
     def _obey(self, order: ToSpawner) -> None:
         match order:
             case SpawnRank():
-                self._nursery.spawn_rank(order)
-            case SpawnStore():
-                self._nursery.spawn_store(order)
-            case SpawnProbe():
-                self._nursery.spawn_probe(order)
-            case SpawnSaver():
-                self._nursery.spawn_saver(order)
+                self._children.spawn_rank(order)
+            case SpawnStore() | SpawnProbe() | SpawnSaver():
+                self._children.spawn_helper(order)
             case SendSignal():
-                self._nursery.send_signal(order.key, order.signal, alone=order.alone)
+                self._children.send_signal(order.key, order.signal, alone=order.alone)
             case CloseStore():
-                self._nursery.send_signal(order.key, signal.SIGKILL)
+                self._children.send_signal(order.key, signal.SIGKILL)
             case Sweep():
-                groups = self._nursery.groups(order.keys)
+                groups = self._children.groups(order.keys)
                 self._sweeper.start(order.keys, groups, order.grace, time.monotonic())
                 self._reap()
             case Pet():

@@ -17,7 +17,7 @@ import pytest
 
 from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.function_spawner import FunctionSpawner
-from elasticrun.caller.probes import Probes
+from elasticrun.caller.helpers import Helpers
 from elasticrun.system.processes import below
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.spawning import (
@@ -187,6 +187,6 @@ def test_a_probe_that_cannot_be_watched_is_not_left_alone(
     before = below(os.getpid())
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with selectors.DefaultSelector() as selector:
-        Probes(selector, said.append).start(order(1, 1, 0, "probe-hang=compute"))
+        Helpers(selector, said.append).start(order(1, 1, 0, "probe-hang=compute"))
     assert said == [SpawnFailed(1, "no probe could be started: Too many open files")]
     assert below(os.getpid()) <= before

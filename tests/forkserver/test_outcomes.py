@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
-from tests.forkserver.outcomes import OUTCOMES, RECURSION, TORCH_OUTCOMES
+from tests.forkserver.endings import OUTCOMES, RECURSION, TORCH_OUTCOMES
 from tests.further import cases
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.config import PROBE_LOAD_CPU
-from elasticrun.forkserver import probe
+from elasticrun.forkserver.helpers import probe
 from elasticrun.wire.messages import ProbePhase
 from elasticrun.wire.spawning import (
     SHIELDED,

@@ -21,7 +21,6 @@ from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
     CommitDone,
-    CommitNow,
     GiveUp,
     Named,
     PartsDone,
@@ -32,7 +31,7 @@ from elasticrun.wire.snapshots import (
 from elasticrun.wire.spawning import SHIELDED, Notice, Pet, Quit, SendSignal
 from elasticrun.wire.types import Entry, EntryKind, RoundName
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
-from tests.forkserver.saver_play import Agent, part, persist, saver, state
+from tests.saver.play import Agent, part, persist, saver, state
 
 pytestmark = pytest.mark.slow
 
@@ -66,13 +65,6 @@ def loaded(folder: Path, world: int) -> dict[str, Any]:
     return found
 
 
-def written(agent: Agent) -> PartsDone:
-    """It has written its parts."""
-    done = agent.wait(PartsDone)
-    assert done.ok, done.reason
-    return done
-
-
 # ---------------------------------------------------------------- hashes
 
 
@@ -99,8 +91,7 @@ def test_a_flipped_byte_is_found(server: Driver, where: str) -> None:
             else layout.own_bytes + layout.shared_bytes
         )
         shared.segment.payload(0)[at] ^= 1
-        agent.tell(CheckSnapshot(1, 0, 1))
-        checked = agent.wait(Checked)
+        checked = agent.check()
         assert not checked.ok
         assert "step 7 of local rank 5 is not what was written: block" in checked.reason
 
@@ -119,34 +110,26 @@ def test_hashes_of_an_earlier_life_are_not_believed(server: Driver, tmp_path: Pa
         again = RoundName(1, 4, "eeff")
         values = first.values_bytes
         segment.commit(0, round=again, sequence=1, step=7, layout=layout.key, values=values)
-        agent.tell(CheckSnapshot(1, 0, 1))
-        checked = agent.wait(Checked)
+        checked = agent.check()
         assert (checked.ok, "had not been hashed" in checked.reason) == (True, True)
-        agent.tell(persist(tmp_path, part(), round=Named(1, 4, "eeff")))
-        written(agent)
-        agent.tell(CommitNow("a1", 1))
-        assert agent.wait(CommitDone).ok
+        agent.writes(persist(tmp_path, part(), round=Named(1, 4, "eeff")))
+        assert agent.commits().ok
     assert Folder(str(tmp_path)).verify(7) == ""
 
 
 def test_what_cannot_be_compared_is_said(server: Driver) -> None:
     with saver(server) as agent:
         shared = agent.open(state().segment())
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert agent.wait(Checked) == Checked(
-            1, 0, 1, True, "step 7 of local rank 0 had not been hashed"
-        )
+        assert agent.check() == Checked(1, 0, 1, True, "step 7 of local rank 0 had not been hashed")
         for order in (CheckSnapshot(1, 0, 2), CheckSnapshot(1, 1, 1), CheckSnapshot(1, 9, 1)):
             agent.tell(order)
             checked = agent.wait(Checked)
             assert not checked.ok
             assert "holds another snapshot by now" in checked.reason
         shared.segment.withdraw(0)
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert not agent.wait(Checked).ok
+        assert not agent.check().ok
         agent.tell(SegmentClosed(1))
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert agent.wait(Checked).reason == "the saver does not have that segment"
+        assert agent.check().reason == "the saver does not have that segment"
 
 
 def test_garbage_for_a_segment_is_said(server: Driver) -> None:
@@ -155,8 +138,7 @@ def test_garbage_for_a_segment_is_said(server: Driver) -> None:
         agent.tell(SegmentOpen(1, 3), null)
         os.close(null)
         assert "the segment of local rank 3 cannot be read" in agent.wait(Remark).text
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert not agent.wait(Checked).ok
+        assert not agent.check().ok
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -166,13 +148,11 @@ def test_two_ranks_are_written_and_plain_torch_reads_them(agent: Agent, tmp_path
     for rank in range(2):
         agent.open(state(rank, 2).segment(), key=rank + 1)
     assert agent.hash(2).ok
-    agent.tell(persist(tmp_path, part(0, 1), part(1, 2)))
-    done = written(agent)
+    done = agent.writes(persist(tmp_path, part(0, 1), part(1, 2)))
     files = list((tmp_path / "step-000000007").iterdir())
     assert done.nbytes == sum(file.stat().st_size for file in files)
     assert not (tmp_path / "step-000000007" / ".metadata").exists()
-    agent.tell(CommitNow("a1", 2))
-    assert agent.wait(CommitDone) == CommitDone("a1", True, "")
+    assert agent.commits("a1", 2) == CommitDone("a1", True, "")
     found = loaded(tmp_path, 2)
     assert torch.equal(found["model"]["weight"], torch.arange(2048.0).reshape(2, 1024))
     assert torch.equal(found["model"]["bias"], torch.full((7,), 0.5))
@@ -185,27 +165,21 @@ def test_orders_that_come_again_are_answered_again(server: Driver, tmp_path: Pat
     with saver(server) as agent:
         agent.open(state().segment())
         order = persist(tmp_path, part())
-        agent.tell(order)
-        done = written(agent)
+        done = agent.writes(order)
         agent.tell(order)
         assert agent.wait(PartsDone) == done
         for _ in range(2):
-            agent.tell(CommitNow("a1", 1))
-            assert agent.wait(CommitDone).ok
+            assert agent.commits().ok
 
 
 def test_parts_are_counted_before_a_commit(server: Driver, tmp_path: Path) -> None:
     with saver(server) as agent:
         agent.open(state().segment())
-        agent.tell(CommitNow("a1", 1))
-        assert "does not know that attempt" in agent.wait(CommitDone).reason
-        agent.tell(persist(tmp_path, part(), world_size=2))
-        written(agent)
-        agent.tell(CommitNow("a1", 2))
-        assert agent.wait(CommitDone) == CommitDone("a1", False, "1 of 2 parts have come in")
+        assert "does not know that attempt" in agent.commits().reason
+        agent.writes(persist(tmp_path, part(), world_size=2))
+        assert agent.commits("a1", 2) == CommitDone("a1", False, "1 of 2 parts have come in")
         agent.tell(GiveUp("a1"))
-        agent.tell(CommitNow("a1", 1))
-        assert "it is over" in agent.wait(CommitDone).reason
+        assert "it is over" in agent.commits().reason
 
 
 def test_what_is_given_up_is_removed_and_what_is_committed_stays(
@@ -213,17 +187,14 @@ def test_what_is_given_up_is_removed_and_what_is_committed_stays(
 ) -> None:
     with saver(server) as agent:
         agent.open(state().segment())
-        agent.tell(persist(tmp_path, part(), attempt="first"))
-        written(agent)
-        agent.tell(CommitNow("first", 1))
-        assert agent.wait(CommitDone).ok
-        agent.tell(persist(tmp_path, part(), attempt="second"))
-        written(agent)
+        agent.writes(persist(tmp_path, part(), attempt="first"))
+        assert agent.commits("first", 1).ok
+        agent.writes(persist(tmp_path, part(), attempt="second"))
         agent.tell(GiveUp("second"))
         agent.tell(GiveUp("first"))
         agent.tell(GiveUp("unheard of"))
-        agent.tell(persist(tmp_path / "other", part(), attempt="third"))
-        written(agent)  # storage is done with in order: the files of the second are gone now
+        # storage is done with in order: the files of the second are gone now
+        agent.writes(persist(tmp_path / "other", part(), attempt="third"))
         (file,) = (tmp_path / "step-000000007").glob("*.distcp")
         assert "first" in file.name
         assert loaded(tmp_path, 1)["epoch"] == 3
@@ -236,14 +207,11 @@ def test_old_checkpoints_are_removed_after_a_commit(server: Driver, tmp_path: Pa
             agent.tell(
                 persist(tmp_path, part(key=step), attempt=f"a{step}", step=step, keep_last=2)
             )
-            written(agent)
-            agent.tell(CommitNow(f"a{step}", 1))
-            assert agent.wait(CommitDone).ok
-        agent.tell(persist(tmp_path / "other", part(key=7), attempt="last"))
-        written(agent)
+            agent.written()
+            assert agent.commits(f"a{step}", 1).ok
+        agent.writes(persist(tmp_path / "other", part(key=7), attempt="last"))
         agent.tell(GiveUp("last"))  # its turn comes after the sweep's
-        agent.tell(persist(tmp_path / "other", part(key=7), attempt="later"))
-        written(agent)
+        agent.writes(persist(tmp_path / "other", part(key=7), attempt="later"))
         assert sorted(os.listdir(tmp_path)) == ["other", "step-000000008", "step-000000009"]
 
 
@@ -286,12 +254,10 @@ def test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal(
     file = folder / "__0_3.1.slow.distcp"
     with opening_waits(file) as begun, saver(server) as agent:
         agent.open(state().segment())
-        agent.tell(persist(tmp_path / "other", part(), attempt="quick"))
-        written(agent)
+        agent.writes(persist(tmp_path / "other", part(), attempt="quick"))
         agent.tell(persist(tmp_path, part(), attempt="slow"))
         assert begun.wait(LIMIT)
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert agent.wait(Checked).ok
+        assert agent.check().ok
         agent.tell(GiveUp("slow"))
         assert agent.wait(PartsDone).reason == "it was given up"
         remark = agent.wait(Remark).text
@@ -311,8 +277,7 @@ def test_it_is_named_and_shielded(agent: Agent) -> None:
     assert Path(f"/proc/{agent.pid}/cmdline").read_text().strip("\0") == "elasticrun: saver"
     for signum in SHIELDED:
         os.kill(agent.pid, signum)
-    agent.tell(CheckSnapshot(1, 0, 1))
-    assert not agent.wait(Checked).ok
+    assert not agent.check().ok
     status = Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()
     assert int(status[3]) == agent.pid  # a session of its own
 
@@ -327,8 +292,7 @@ def test_its_environment_is_the_orders_with_one_thread(executing: Driver) -> Non
 def test_one_that_is_ordered_anew_takes_the_place_of_the_old(server: Driver) -> None:
     with saver(server) as old, saver(server) as new:
         assert old.ended().code == -signal.SIGKILL
-        new.tell(CheckSnapshot(1, 0, 1))
-        assert not new.wait(Checked).ok
+        assert not new.check().ok
 
 
 def test_one_killed_in_mid_persist_leaves_no_checkpoint(server: Driver, tmp_path: Path) -> None:
@@ -346,10 +310,8 @@ def test_one_killed_in_mid_persist_leaves_no_checkpoint(server: Driver, tmp_path
         assert "killed" in left.name
         with saver(server) as another:
             another.tell(SegmentOpen(1, 0), shared.fd)
-            another.tell(persist(tmp_path, part(), attempt="again"))
-            written(another)
-            another.tell(CommitNow("again", 1))
-            assert another.wait(CommitDone).ok
+            another.writes(persist(tmp_path, part(), attempt="again"))
+            assert another.commits("again", 1).ok
     (file,) = folder.glob("*.distcp")  # what the killed one has left is gone, too
     assert "again" in file.name
 
@@ -373,8 +335,7 @@ def test_it_outlives_silence_but_not_its_fork_server(launch: str) -> None:
         agent = Agent(own)
         own.tell(Pet(0.05))
         own.wait(Notice, lambda notice: "nothing was heard of the agent" in notice.text)
-        agent.tell(CheckSnapshot(1, 0, 1))
-        assert not agent.wait(Checked).ok
+        assert not agent.check().ok
         assert alive(agent.pid)
         if launch == "fork":
             own.tell(Quit())

@@ -20,9 +20,12 @@ from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
+    CommitDone,
+    CommitNow,
     FromSaver,
     HashSnapshot,
     PartOf,
+    PartsDone,
     PersistParts,
     SaverHere,
     SegmentOpen,
@@ -113,12 +116,32 @@ class Agent:
         self.tell(Serve(key, 0, 1, NAMED, step, rank))
         return shared
 
+    def check(self, key: int = 1, slot: int = 0, sequence: int = 1) -> Checked:
+        """Have a snapshot compared with its hashes."""
+        self.tell(CheckSnapshot(key, slot, sequence))
+        return self.wait(Checked)
+
+    def commits(self, attempt: str = "a1", writers: int = 1) -> CommitDone:
+        """Have a checkpoint's marker written."""
+        self.tell(CommitNow(attempt, writers))
+        return self.wait(CommitDone)
+
+    def writes(self, order: PersistParts) -> PartsDone:
+        """Have parts written, which goes well."""
+        self.tell(order)
+        return self.written()
+
+    def written(self) -> PartsDone:
+        """They are, and well."""
+        done = self.wait(PartsDone)
+        assert done.ok, done.reason
+        return done
+
     def hash(self, key: int = 1, slot: int = 0, sequence: int = 1) -> Checked:
         """Have a snapshot hashed, and compared with that."""
         self.tell(HashSnapshot(key, slot, sequence))
         while True:  # a check overtakes what waits to be hashed, and then has nothing to compare
-            self.tell(CheckSnapshot(key, slot, sequence))
-            checked = self.wait(Checked)
+            checked = self.check(key, slot, sequence)
             if "had not been hashed" not in checked.reason:
                 return checked
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.saver import peers as fetching, transfer as forkserver_bulk
+from elasticrun.saver import peers as fetching, transfer
 from elasticrun.saver.lanes import Inbox, Lane
 from elasticrun.saver.peers import MAX_PEERS, Peers, listen
 from elasticrun.shm.segment import Segment, begin, segment_bytes
@@ -24,9 +24,7 @@ from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
 from elasticrun.wire.snapshots import (
     Checked,
-    CheckSnapshot,
     CommitDone,
-    CommitNow,
     Fetch,
     Fetched,
     FetchInto,
@@ -42,8 +40,8 @@ from elasticrun.wire.snapshots import (
 from elasticrun.wire.types import Endpoint, Entry, EntryKind
 from tests.dcp.slots import NAMED, ROUND
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
-from tests.forkserver.saver_play import SECRET, Agent, part, persist, saver, state
-from tests.forkserver.test_saver import loaded, written
+from tests.saver.play import SECRET, Agent, part, persist, saver, state
+from tests.saver.test_saver import loaded
 
 pytestmark = pytest.mark.slow
 
@@ -115,8 +113,7 @@ def test_a_snapshot_is_fetched_as_it_is(server: Driver, second: Driver, secret: 
             assert copy.payload(0)[:end] == original.payload(0)[:end]
             assert len(copy.hashes(snapshot)) == 3
             agent.tell(SegmentOpen(6, 0), fd)
-            agent.tell(CheckSnapshot(6, 0, 1))
-            assert agent.wait(Checked) == Checked(6, 0, 1, True, "")
+            assert agent.check(6, 0, 1) == Checked(6, 0, 1, True, "")
 
 
 def test_a_replica_goes_into_the_slot_that_is_named(server: Driver, holder: Agent) -> None:
@@ -188,16 +185,16 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     """Who asks is in this process: it tells that it was refused, and has all the time it needs."""
     monkeypatch.setattr(fetching, "FETCH_LIMIT", LIMIT)
     refused, woken = threading.Event(), threading.Event()
-    asks = forkserver_bulk.ask_size
+    asks = transfer.ask_size
 
     def ask_size(*words: Any) -> bulk.Head:
         try:
             return asks(*words)
-        except forkserver_bulk.Refused:
+        except transfer.Refused:
             refused.set()
             raise
 
-    monkeypatch.setattr(forkserver_bulk, "ask_size", ask_size)
+    monkeypatch.setattr(transfer, "ask_size", ask_size)
     inbox = Inbox(woken.set)
     said: list[FromSaver] = []
     lane = Lane("fetch", 1, inbox.post)
@@ -309,7 +306,7 @@ class Door:
 
 @contextmanager
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    monkeypatch.setattr(forkserver_bulk, "DOOR_LIMIT", LIMIT)
+    monkeypatch.setattr(transfer, "DOOR_LIMIT", LIMIT)
     listener, _ = listen(HOST)
     assert listener is not None
     made = Door(listener)
@@ -325,10 +322,10 @@ def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.Monkey
         silent = [
             socket.create_connection((HOST, opened.port), LIMIT) for _ in range(MAX_PEERS + 6)
         ]
-        asked = pool.submit(forkserver_bulk.ask_size, where, SECRET, get)
+        asked = pool.submit(transfer.ask_size, where, SECRET, get)
         asked.add_done_callback(lambda _: opened.inbox.post(lambda: None))
         opened.until(asked.done)
-        with pytest.raises(forkserver_bulk.Refused, match="nothing of it is here"):
+        with pytest.raises(transfer.Refused, match="nothing of it is here"):
             asked.result()
         assert all(sock.recv(1) == b"" for sock in silent[:7])  # one more had come by then
         for sock in silent:
@@ -359,21 +356,13 @@ def away(folder: Path, port: int) -> PersistParts:
 def test_two_nodes_make_one_checkpoint(server: Driver, holder: Agent, tmp_path: Path) -> None:
     with saver(server, secret=SECRET) as agent:
         agent.open(state(1, 2).segment(), key=4)
-        away = {
-            "coordinates": False,
-            "coordinator_host": HOST,
-            "coordinator_port": holder.here.port,
-        }
-        agent.tell(persist(tmp_path, part(1, 4), world_size=2, **away))
+        agent.tell(away(tmp_path, holder.here.port))
         # The coordinator hears of the attempt later than the part comes in.
-        agent.tell(CheckSnapshot(4, 0, 1))
-        agent.wait(Checked)
+        agent.check(4, 0, 1)
         holder.open(state(0, 2).segment())
-        holder.tell(persist(tmp_path, part(0, 1), world_size=2))
-        written(holder)
-        assert written(agent).nbytes > 0
-        holder.tell(CommitNow("a1", 2))
-        assert holder.wait(CommitDone) == CommitDone("a1", True, "")
+        holder.writes(persist(tmp_path, part(0, 1), world_size=2))
+        assert agent.written().nbytes > 0
+        assert holder.commits("a1", 2) == CommitDone("a1", True, "")
     found = loaded(tmp_path, 2)
     assert torch.equal(found["model"]["weight"], torch.arange(2048.0).reshape(2, 1024))
     assert found["__rank1"]["seed"] == 11
@@ -383,19 +372,12 @@ def test_a_coordinator_that_has_given_up_takes_nothing(
     server: Driver, holder: Agent, tmp_path: Path
 ) -> None:
     holder.open(state(0, 2).segment())
-    holder.tell(persist(tmp_path, part(0, 1), world_size=2))
-    written(holder)
+    holder.writes(persist(tmp_path, part(0, 1), world_size=2))
     holder.tell(GiveUp("a1"))
-    holder.tell(CheckSnapshot(1, 0, 1))
-    holder.wait(Checked)  # it has heard the one before
+    holder.check()  # it has heard the one before
     with saver(server, secret=SECRET) as agent:
         agent.open(state(1, 2).segment(), key=4)
-        away = {
-            "coordinates": False,
-            "coordinator_host": HOST,
-            "coordinator_port": holder.here.port,
-        }
-        agent.tell(persist(tmp_path, part(1, 4), world_size=2, **away))
+        agent.tell(away(tmp_path, holder.here.port))
         done = agent.wait(PartsDone)
         assert not done.ok
         assert "that attempt is over" in done.reason
@@ -410,9 +392,8 @@ def test_a_part_that_cannot_be_handed_over_is_given_up(server: Driver, tmp_path:
         nobody.accept()[0].close()  # its part is written, and it tries to hand it over
         agent.tell(GiveUp("a1"))
         assert agent.wait(PartsDone).reason == "it was given up"
-        agent.tell(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="b"))
-        written(agent)
+        agent.writes(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="b"))
         agent.tell(GiveUp("b"))
-        agent.tell(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="c"))
-        written(agent)  # storage is done with in order
+        # Storage is done with in order.
+        agent.writes(persist(tmp_path / "other", part(1, 4), world_size=2, attempt="c"))
         assert not list((tmp_path / "step-000000007").glob("*"))

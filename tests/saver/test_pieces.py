@@ -21,7 +21,7 @@ from elasticrun.wire import bulk as wire
 from elasticrun.wire.frames import encode
 from tests.dcp.slots import ROUND
 from tests.forkserver.driver import LIMIT
-from tests.forkserver.saver_play import Shared, state
+from tests.saver.play import Shared, state
 
 
 class Overwritten(OpenSegment):

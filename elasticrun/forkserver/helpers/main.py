@@ -1,5 +1,8 @@
-"""A probe that is exec'd, where forking is not trusted: `python -u probe_main.py ORDER_FD WORDS_FD
-PARENT_PID`. The order is a frame with a SpawnProbe; what it says are frames with ProbeSaid.
+"""The program of a helper: `python -u main.py KIND ORDER_FD SAYS_FD PARENT_PID`.
+
+A forked saver runs `main` of this file too, and so imports our package anew: the fork server is
+spared the saver's modules, and a forked saver differs from an exec'd one in nothing but that it has
+torch already.
 """
 
 import sys
@@ -8,10 +11,10 @@ if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this folder's modules must not stand in front of the standard library
 
 
-def _main() -> None:
+def main(kind: str, order_fd: int, says_fd: int, parent: int) -> None:
     import importlib.util
 
-    root = __file__.rpartition("/")[0].rpartition("/")[0]
+    root = __file__.rsplit("/", 3)[0]
     spec = importlib.util.spec_from_file_location(
         "elasticrun", f"{root}/__init__.py", submodule_search_locations=[root]
     )
@@ -20,10 +23,10 @@ def _main() -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["elasticrun"] = package  # found beside this file, and its folder is on no path
     spec.loader.exec_module(package)
-    from elasticrun.forkserver import probes
+    from elasticrun.forkserver.helpers import helper
 
-    probes.exec_probe(*map(int, sys.argv[1:4]))
+    helper.enter(kind, order_fd, says_fd, parent)
 
 
 if __name__ == "__main__":
-    _main()
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

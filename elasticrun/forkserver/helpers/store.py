@@ -1,51 +1,55 @@
 """A process that serves one c10d TCPStore until it is killed.
 
-Forked by the server where torch is ready; otherwise this file is run by path:
-`python -u store_host.py PORT READY_FD PARENT_PID`. The agent holds PORT bound (SO_REUSEPORT, not
-listening), so that no one else gets it while an older rank may still dial it.
+The agent holds its port bound (SO_REUSEPORT, not listening), so that no one else gets it while an
+older rank may still dial it.
 """
 
 from __future__ import annotations
-
-import sys
-
-if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this folder's modules must not stand in front of the standard library
 
 import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-BACKLOG = 4096
+from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
+
+BACKLOG: Final = 4096
 """Every rank of the job dials the store in the same second; the kernel caps it at somaxconn."""
 
-STORE_TIMEOUT = timedelta(seconds=300)
+STORE_TIMEOUT: Final = timedelta(seconds=300)
 """torch's own default; the host itself waits for nobody."""
 
+MAX_REASON: Final = 1000
+"""Characters of what torch says about a store that it could not make."""
 
-def host(port: int, ready_fd: int) -> NoReturn:
-    """Listen on `port`, write one line to `ready_fd`, serve until killed.
 
-    The line is `ok`, or `ok <sentence>` where an older way had to be used, or `failed <sentence>`.
-    """
+def host(
+    order: SpawnStore, say: Callable[[FromSpawner], None], hang_up: Callable[[], None]
+) -> None:
+    """Listen, say so, serve until killed; returns where it has said that it could not."""
     try:
-        listener = _listen(port)
-        store, remark = _serve(listener, port)
+        store, remark = _serve(_listen(order.port), order.port)
     except Exception as error:
-        _say(ready_fd, f"failed {type(error).__name__}: {error}")
-        os._exit(1)
-    _say(ready_fd, f"ok {remark}".rstrip())
-    os.close(ready_fd)
-    while store is not None:
+        say(SpawnFailed(order.key, _line(f"{type(error).__name__}: {error}")))
+        return
+    say(StoreListening(order.key, os.getpid(), order.port))
+    if remark:
+        say(Notice(_line(remark)))
+    hang_up()
+    _wait_for_ever(store)
+
+
+def _wait_for_ever(store: object) -> NoReturn:
+    """Holding the store, whose own threads serve."""
+    while True:
         signal.pause()
-    os._exit(1)
 
 
-def _say(ready_fd: int, line: str) -> None:
-    os.write(ready_fd, " ".join(line.split())[:1000].encode("utf-8", "replace") + b"\n")
+def _line(text: str) -> str:
+    return " ".join(text.split())[:MAX_REASON]
 
 
 def _listen(port: int) -> socket.socket:
@@ -53,9 +57,8 @@ def _listen(port: int) -> socket.socket:
     try:
         listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        address: tuple[str, int] = ("::", port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
+        listener.bind(("::", port))
     except OSError:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -66,6 +69,7 @@ def _listen(port: int) -> socket.socket:
 
 def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
     """The store, and a remark where its libuv server did not take the socket over."""
+    import torch
     import torch.distributed as dist
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -84,8 +88,6 @@ def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
             **more,
         )
 
-    import torch
-
     try:
         uv = libuv_takes_sockets(torch.__version__)
         store, remark = serve() if uv else serve(use_libuv=False), ""
@@ -102,14 +104,3 @@ def libuv_takes_sockets(version: str) -> bool:
     2.6 it cannot, and torch writes an error to the console each time it is asked to."""
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 7)
-
-
-def _main() -> NoReturn:
-    port, ready_fd, parent = map(int, sys.argv[1:4])
-    if os.getppid() != parent:
-        os._exit(1)
-    host(port, ready_fd)
-
-
-if __name__ == "__main__":
-    _main()

@@ -16,7 +16,7 @@ from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls
 from tests.dcp.checkpoints import commit, save
 from tests.dcp.slots import HandMade
-from tests.forkserver.test_persist import loaded, rank, write
+from tests.saver.test_parts import loaded, rank, write
 
 
 def saved(folder: Folder, *steps: int, rewound_from: int = -1, attempt: str = "a") -> None:

@@ -14,8 +14,8 @@ from elasticrun.saver.attempts import Attempts
 from elasticrun.saver.lanes import Inbox, Lane
 from elasticrun.saver.work import Outcome
 from elasticrun.wire.snapshots import FromSaver, PartsDone, PersistParts, Remark
-from tests.forkserver.saver_play import part, persist
 from tests.harness import LIMIT
+from tests.saver.play import part, persist
 
 
 class Storage:

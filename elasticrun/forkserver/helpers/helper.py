@@ -1,0 +1,340 @@
+"""One helper: how its parent starts and hears it, and what it does before its own work.
+
+A helper reads its order from a descriptor. A store host and a probe have a pipe for their words
+(frames of FromSpawner, which the parent passes on to the agent), a probe a second one for what it
+and its libraries print, of which the end is kept for the case that it dies without a last word.
+The saver speaks with the agent by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final, NoReturn
+
+from elasticrun.forkserver.helpers import probe, store
+from elasticrun.system import processes as linux
+from elasticrun.system.title import set_title
+from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.spawning import (
+    SHIELDED,
+    Exited,
+    FromSpawner,
+    ProbeSaid,
+    SpawnFailed,
+    SpawnProbe,
+    SpawnRank,
+    SpawnSaver,
+    SpawnStore,
+    StoreListening,
+    ToSpawner,
+)
+
+READ_BYTES: Final = 64 * 1024
+
+KEPT_BYTES: Final = 4096
+"""Of what a probe has printed; its last lines are what tells."""
+
+MAIN_FILE: Final = Path(__file__).with_name("main.py")
+
+ONE_THREAD: Final = {b"OMP_NUM_THREADS": b"1", b"MKL_NUM_THREADS": b"1"}
+"""A saver's share of the node's cores; over what the order says, since ranks' words are in it."""
+
+Order = SpawnStore | SpawnProbe | SpawnSaver
+
+
+class Helper:
+    """One helper as its parent sees it; `close` or `last_words` lets the parent's ends go."""
+
+    kind: ClassVar[str]
+    speaks: ClassVar[bool] = False
+    prints: ClassVar[bool] = False
+
+    def __init__(self, order: Order | None = None) -> None:
+        """Without an order it waits for one (`obey`). OSError where no descriptors are left."""
+        self.key = -1
+        self._frames = FrameBuffer(FromSpawner)
+        self._printed = b""
+        self._pipes: dict[int, Callable[[bytes], list[FromSpawner]]] = {}
+        self._order_end = -1
+        self._theirs: dict[str, int] = {}
+        try:
+            if order is None:
+                self._theirs["order"], self._order_end = os.pipe2(os.O_CLOEXEC)
+            else:
+                self.key = order.key
+                self._theirs["order"] = kept = os.memfd_create(self.kind)
+                os.write(kept, encode(order))
+                os.lseek(kept, 0, os.SEEK_SET)
+            if self.speaks:
+                self._pipe("says", self._hear)
+            if self.prints:
+                self._pipe("prints", self._keep)
+        except OSError:
+            self.born()
+            self.close()
+            raise
+
+    def _pipe(self, name: str, take: Callable[[bytes], list[FromSpawner]]) -> None:
+        ours, self._theirs[name] = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours, False)
+        self._pipes[ours] = take
+
+    # ------------------------------------------------------------ its birth
+
+    @property
+    def output(self) -> int:
+        """Under its stdout, so that what a library prints does not stand among a script's results;
+        with `prints` under its stderr too."""
+        return self._theirs.get("prints", 2)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """What one that is exec'd is to inherit."""
+        return tuple(self._theirs[name] for name in ("order", "says") if name in self._theirs)
+
+    def words(self, parent: int) -> list[str]:
+        """The command line of one that is exec'd. A secret does not belong on it."""
+        numbers = (self._theirs["order"], self._theirs.get("says", -1), parent)
+        return [sys.executable, "-u", str(MAIN_FILE), self.kind, *map(str, numbers)]
+
+    def become(self, parent: int, environ: Mapping[bytes, bytes] | None) -> None:
+        """In a fresh fork: be the helper. `environ`: exec it, with these variables; None: torch is
+        here, and this process has its variables already. Returns at its end."""
+        self.close()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for theirs, number in ((null, 0), (self.output, 1), (self._theirs.get("prints", 2), 2)):
+            os.dup2(theirs, number)
+        words = self.words(parent)
+        if environ is not None:
+            for descriptor in self.inherited:
+                os.set_inheritable(descriptor, True)
+            os.execve(words[0], words, environ)
+        order, says = self._theirs["order"], self._theirs.get("says", -1)
+        if self.kind == Saver.kind:
+            spec = importlib.util.spec_from_file_location("elasticrun_helper_main", MAIN_FILE)
+            assert spec is not None
+            assert spec.loader is not None
+            module: Any = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            module.main(self.kind, order, says, parent)
+        enter(self.kind, order, says, parent)
+
+    def born(self) -> None:
+        """In the parent: the child's ends are the child's alone."""
+        for descriptor in self._theirs.values():
+            os.close(descriptor)
+        self._theirs = {}
+
+    def obey(self, order: Order) -> None:
+        """Give the order to one that waits for it; one that has died meanwhile has its end told."""
+        self.key = order.key
+        with suppress(BrokenPipeError):
+            os.write(self._order_end, encode(order))
+        os.close(self._order_end)
+        self._order_end = -1
+
+    # ------------------------------------------------------------ what it says
+
+    def descriptors(self) -> list[int]:
+        """Readable when there is something to be read."""
+        return list(self._pipes)
+
+    def read(self, descriptor: int) -> list[FromSpawner]:
+        """What it has said since the last call; at the end of a pipe, that one is closed."""
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return []
+        take = self._pipes[descriptor]
+        if not data:
+            del self._pipes[descriptor]
+            os.close(descriptor)
+        return take(data)
+
+    def last_words(self, pid: int, code: int) -> list[FromSpawner]:
+        """It was reaped: what still lay in the pipes, then its end. Closes everything."""
+        said = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
+        self.close()
+        failed = self._unsaid(code)
+        if isinstance(failed, SpawnFailed):
+            return [*said, failed]
+        said += [failed] if failed is not None else []
+        return [*said, Exited(self.key, pid, code, time.time_ns() // 1000)]
+
+    def close(self) -> None:
+        """Let go of our ends; in a fork of the parent too, whose child the helper is not."""
+        for descriptor in self._pipes:
+            os.close(descriptor)
+        self._pipes = {}
+        if self._order_end >= 0:
+            os.close(self._order_end)
+            self._order_end = -1
+
+    def _unsaid(self, code: int) -> FromSpawner | None:
+        """What is to be told beside its end, where it has not said so itself; a SpawnFailed is told
+        in the place of its end."""
+        return None
+
+    def _heard(self, message: FromSpawner) -> bool:
+        """Take a word of its own in; whether the agent is to hear it."""
+        return True
+
+    def _hear(self, data: bytes) -> list[FromSpawner]:
+        said = []
+        try:
+            for message in self._frames.feed(data):
+                if getattr(message, "key", self.key) == self.key and self._heard(message):
+                    said.append(message)
+        except FrameError as error:
+            self._keep(f"\nwhat it said cannot be understood: {error}".encode())
+        return said
+
+    def _keep(self, data: bytes) -> list[FromSpawner]:
+        self._printed = (self._printed + data)[-KEPT_BYTES:]
+        return []
+
+
+class Store(Helper):
+    """A store host: StoreListening, or SpawnFailed in the place of its end."""
+
+    kind = "store"
+    speaks = True
+
+    def __init__(self, order: Order | None = None) -> None:
+        super().__init__(order)
+        self.listens = False
+        self._failed = "it ended before it listened"
+
+    def _heard(self, message: FromSpawner) -> bool:
+        if isinstance(message, SpawnFailed):
+            self._failed = message.reason
+            return False
+        self.listens = self.listens or isinstance(message, StoreListening)
+        return True
+
+    def _unsaid(self, code: int) -> FromSpawner | None:
+        return None if self.listens else SpawnFailed(self.key, f"no store: {self._failed}")
+
+
+class Probe(Helper):
+    """A probe: ProbeSaid for each phase and for its result, which is made up where it has none."""
+
+    kind = "probe"
+    speaks = prints = True
+
+    def __init__(self, order: Order | None = None) -> None:
+        super().__init__(order)
+        self._phase = probe.START
+        self._done = False
+
+    def _heard(self, message: FromSpawner) -> bool:
+        if isinstance(message, ProbeSaid):
+            self._phase, self._done = message.phase, self._done or message.done
+        return isinstance(message, ProbeSaid)
+
+    def _unsaid(self, code: int) -> FromSpawner | None:
+        if self._done:
+            return None
+        how = f"it ended with code {code}" if code >= 0 else f"it was killed by {_name(-code)}"
+        lines = self._printed.decode("utf-8", "replace").splitlines()
+        printed = " ".join(" / ".join(line for line in lines if line.strip()).split())
+        room = probe.MAX_REASON - len(how) - 3
+        reason = f"{how}: {printed[-room:]}" if printed else how
+        own = self._phase in probe.OWN_PHASES
+        return ProbeSaid(self.key, self._phase, True, own=own, reason=reason)
+
+
+class Saver(Helper):
+    """The saver, one a node."""
+
+    kind = "saver"
+
+
+KINDS: Final[Mapping[type, type[Helper]]] = {
+    SpawnStore: Store,
+    SpawnProbe: Probe,
+    SpawnSaver: Saver,
+}
+
+
+def _name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def environment(first: Mapping[bytes, bytes], order: SpawnRank | Order) -> dict[bytes, bytes]:
+    """The child's variables: the spawner's first ones, less `unset`, with `env`, in that order."""
+    environ = dict(first)
+    if isinstance(order, SpawnStore):
+        return environ
+    for name in order.unset:
+        environ.pop(os.fsencode(name), None)
+    for name, value in order.env.items():
+        environ[os.fsencode(name)] = os.fsencode(value)
+    return {**environ, **ONE_THREAD} if isinstance(order, SpawnSaver) else environ
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
+    """Be a helper of this kind, forked or exec'd: shielded, ended with its parent."""
+    for signum in SHIELDED:
+        signal.signal(signum, signal.SIG_IGN)
+    linux.die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    linux.set_name(f"elasticrun-{kind[:4]}".encode())
+    set_title(f"elasticrun: {kind}".encode())
+    if kind == Store.kind:  # one that waits for its order has torch when it comes
+        importlib.import_module("torch.distributed")
+    with open(order_fd, "rb") as file:
+        orders = list(FrameBuffer(ToSpawner).feed(file.read()))
+    if not orders:  # its parent did without it
+        os._exit(0)
+
+    def say(message: FromSpawner) -> None:
+        os.write(says_fd, encode(message))
+
+    match orders[0]:
+        case SpawnStore() as order:
+            store.host(order, say, lambda: os.close(says_fd))
+            os._exit(1)
+        case SpawnProbe() as order:
+            _probe(order, say)
+        case order:
+            assert isinstance(order, SpawnSaver)
+            _save(order)
+
+
+def _probe(order: SpawnProbe, say: Callable[[FromSpawner], None]) -> NoReturn:
+    try:
+        if order.cpus:
+            os.sched_setaffinity(0, order.cpus)
+        probe.run(order.key, order.plan, say)
+    except BaseException as error:  # a defect of ours, or nobody hears us any more
+        os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        os._exit(1)
+    os._exit(0)  # no destructor of a library may hang now
+
+
+def _save(order: SpawnSaver) -> NoReturn:
+    from elasticrun.saver import saver
+
+    if order.cpus:
+        try:
+            os.sched_setaffinity(0, order.cpus)
+        except OSError as error:
+            what = "it is not bound to the cores that were asked for"
+            saver.complain(f"{what}: {error.strerror}")
+    saver.run(order)
