@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.caller.consoles import Consoles
-from elasticrun.caller.rank_process import command
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.wire.records import dumps, loads
@@ -26,7 +27,20 @@ spawner kills what is left."""
 MAX_OUTCOME_BYTES: Final = 4 * 1024 * 1024
 """Room for MAX_FAILURES failures with their tracebacks and JSON's escapes, many times over."""
 
+_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
+
+_START: Final = (
+    "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
 logger = logging.getLogger("elasticrun")
+
+
+def command(module: str, *words: object) -> list[str]:
+    """Like `python -m module words...`, but found where this file was found, and never in the
+    working folder, where a file named like one of our imports may lie."""
+    return [sys.executable, "-P", "-u", "-c", _START, _ROOT, module, *map(str, words)]
 
 
 class AgentProcess:

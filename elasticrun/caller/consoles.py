@@ -1,10 +1,8 @@
-"""Where output goes, in torch's words (LogsSpecs) and in ours (LogPlan).
+"""Where output goes: in torch's words (LogsSpecs), in ours (LogPlan), and on the caller's console.
 
-Tee'd output of ranks, where the caller's `sys.stdout` is not the process' own.
-
-Under torch's launcher a thread of the caller prints it, so `redirect_stdout`, a notebook and pytest
-see it. The agent is another process: it writes into a pipe then, and a thread of the caller prints
-what comes out. Where `sys.stdout` is descriptor 1 the agent has that itself, and nothing is here.
+Under torch's launcher a thread of the caller prints what is tee'd, so `redirect_stdout`, a notebook
+and pytest see it. The agent is another process: where `sys.stdout` is not descriptor 1 of the
+caller, it writes into a pipe, and a thread of the caller prints what comes out.
 """
 
 from __future__ import annotations

@@ -1,18 +1,11 @@
-"""Command lines for modules of ours that run as processes of their own.
+"""A rank whose program is a function: its process around the call, and what its caller sees of it.
 
-Forks of the caller, and what must not be destroyed in them.
-
-The caller is a program of the user's, with objects of any kind. The end of some waits for a thread
-of the caller (a gloo process group's does), and in a fork that thread is not there: the fork hangs,
-or crashes. Two things end objects in a fork: the garbage collector, and Python's own fork, which
-drops what other threads keep for themselves (DTensor keeps a cache in each thread that holds device
-meshes, and they their process groups).
-
-What a rank does whose program is a function: everything around the call of it.
-
-Runs in a child of the caller, made by multiprocessing with the start method that was asked for.
-
-One life of a rank, seen from its caller: the process, and what has come of its result.
+Runs in a child of the caller, made by multiprocessing with the start method that was asked for. The
+caller is a program of the user's, with objects of any kind. The end of some waits for a thread of
+the caller (a gloo process group's does), and in a fork that thread is not there: the fork hangs, or
+crashes. Two things end objects in a fork: the garbage collector, and Python's own fork, which drops
+what other threads keep for themselves (DTensor keeps a cache in each thread that holds device
+meshes, and they their process groups). `Sparing` keeps both from it.
 """
 
 from __future__ import annotations
@@ -29,28 +22,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.forkserver.program import write_error_file
 from elasticrun.system.processes import die_with_parent
 
-_ROOT: Final = str(Path(__file__).resolve().parent.parent.parent)
-
-_START: Final = (
-    "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-
-
-def command(module: str, *words: object) -> list[str]:
-    """Like `python -m module words...`, but found where this file was found, and never in the
-    working folder, where a file named like one of our imports may lie."""
-    return [sys.executable, "-P", "-u", "-c", _START, _ROOT, module, *map(str, words)]
-
-
 MODULE = "torch.distributed"
 """Objects of its types are not destroyed in a fork that a thread among several makes."""
+
+LENGTH_BYTES: Final = 8
+"""A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
+
+LET_END: Final = b"e"
+"""What a rank is sent, once it has sent its result, when all local ranks have done so."""
+
+READ_BYTES: Final = 256 * 1024
 
 
 class Sparing:
@@ -95,13 +81,6 @@ def _objects() -> list[object]:
         if ours:
             found.append(one)
     return found
-
-
-LENGTH_BYTES: Final = 8
-"""A result is its length, then itself: whoever inherited the pipe may hold it open for ever."""
-
-LET_END: Final = b"e"
-"""What a rank is sent, once it has sent its result, when all local ranks have done so."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +185,6 @@ def _send(results: Connection, payload: bytes) -> None:
     with contextlib.suppress(OSError):  # the caller has died
         os.read(results.fileno(), len(LET_END))
     results.close()
-
-
-READ_BYTES: Final = 256 * 1024
 
 
 @dataclass(eq=False)

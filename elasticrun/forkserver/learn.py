@@ -17,7 +17,7 @@ MAX_LEARNED = 3000
 
 
 class Watcher:
-    """In a rank: notes every module that it looks for (`lazy.Stash.watch`)."""
+    """In a rank: notes every module that it looks for (`lazy_imports.Stash.watch`)."""
 
     def __init__(self, page: Page) -> None:
         self._page = page

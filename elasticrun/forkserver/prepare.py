@@ -1,10 +1,8 @@
-"""Imports torch and what --preload names, and refuses what must not be shared by ranks.
+"""How the server gets ready: what it imports, and whether its forks can be trusted.
 
-A module is refused when its import reads which rank it is, initialises a device, leaves a thread
-or changes the import path; and when it is not an installed package. A refusal after the import
-cannot be undone in this process: `Poisoned` says so, and the server begins anew without it.
-
-How the server gets ready: what it imports, and whether its forks can be trusted.
+A module of --preload is refused when its import reads which rank it is, initialises a device,
+leaves a thread or changes the import path; and when it is not an installed package. A refusal after
+the import cannot be undone in this process: `Poisoned` says so, and the server begins anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The record of an uncaught exception, in the format that torch's `@record` writes.
-
-Runs the user's program in a forked child as the interpreter itself would run it.
+"""Runs the user's program in a forked child as the interpreter itself would run it.
 
 The trick is where it is called from. The fork server's main module ends with an exception of ours;
 the interpreter then calls `sys.excepthook` with no Python frame below, and takes a SystemExit from
@@ -34,7 +32,8 @@ MAX_CALLSTACK = 256 * 1024
 
 
 def write_error_file(path: str, error: BaseException) -> None:
-    """Describe `error` in a new file `path`; a file that is there already (from `@record`) stays.
+    """Describe `error` in a new file `path`, in the format of torch's `@record`; a file that is
+    there already (from `@record`) stays.
 
     Never raises for a disk that is full or gone: the exception itself is more important.
     """

@@ -1,21 +1,15 @@
-"""Which environment variables Python code reads while the fork server imports.
+"""What an import in the fork server does once, and what of it is made good in a rank.
 
-A rank that is forked afterwards has those values for good, so they are compared where its script
-imports the module for the first time, and a module that asks which rank it is may not be preloaded.
-
-Environment variables that are read once, at import: what of it can be made up for in a rank.
-
-The rank's environment is compared with what the server had when it imported; the moment is the
-script's own first import of the package. What can be read again is; for the rest the operator is
-told by name, and later lives of that script are exec'd.
-
-What a rank must take apart at its end, since the interpreter does not.
-
-A preloaded module is shared by all ranks and is never freed: to free it, a rank would touch, and so
-copy, every page of it, which takes a second of a core for torch with its compiler. Nobody sees
-that, but for libraries that count what is left: bindings made with nanobind (triton's) print every
-object of theirs that is alive when the interpreter has ended, where any *instance* is. Such
-instances are default arguments of its functions. So the functions go.
+- Environment variables that Python code reads while it is imported are recorded; a module that asks
+  which rank it is may not be preloaded (`EnvironmentWatch`).
+- The rank's environment is compared with what the server had when it imported; the moment is the
+  script's own first import of the package. What can be read again is; for the rest the operator is
+  told by name, and later lives of that script are exec'd (`EnvironmentCheck`).
+- A preloaded module is shared by all ranks and is never freed: to free it, a rank would touch, and
+  so copy, every page of it, which takes a second of a core for torch with its compiler. Nobody sees
+  that, but for libraries that count what is left: bindings made with nanobind (triton's) print
+  every object of theirs that is alive when the interpreter has ended, where any *instance* is. Such
+  instances are default arguments of its functions. So the functions go (`prepare_end`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Asking another node's saver again while it is away or busy.
-
-Attempts to write a checkpoint: this node's parts, the coordinator's collection, the commit.
+"""Attempts to write a checkpoint: this node's parts, the coordinator's collection, the commit.
 
 Storage may hang, so nothing of it is done in the loop. An attempt that is given up is answered at
 once; if its thread does not come back soon, the process is of no use any more and must end.
@@ -38,22 +36,6 @@ FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries."""
 
-
-def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
-    """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
-    until `stop`. Broken, Denied, Refused."""
-    end = time.monotonic() + limit
-    pause = FIRST_PAUSE
-    while True:
-        try:
-            return work()
-        except (Broken, Refused) as error:
-            final = isinstance(error, Refused) and not error.again
-            if final or time.monotonic() + pause > end or stop.wait(pause):
-                raise
-        pause = min(2 * pause, LONGEST_PAUSE)
-
-
 LET_GO_LIMIT: Final = 10.0
 """Seconds for a thread to come back from writing a part once its attempt was given up."""
 
@@ -71,6 +53,21 @@ MAX_ATTEMPTS: Final = 8
 
 MAX_OVER: Final = 16
 """Finished ones whose answers are kept, for an order that comes again."""
+
+
+def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
+    """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
+    until `stop`. Broken, Denied, Refused."""
+    end = time.monotonic() + limit
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return work()
+        except (Broken, Refused) as error:
+            final = isinstance(error, Refused) and not error.again
+            if final or time.monotonic() + pause > end or stop.wait(pause):
+                raise
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 @dataclass(eq=False)

@@ -1,10 +1,9 @@
-"""What a saver tells the coordinator's of a part that it has written.
-
-What a saver does to write snapshots out: parts, the commit of a checkpoint, what is not kept.
+"""What a saver does to write snapshots out: parts, the commit of a checkpoint, what is not kept.
 
 Plain functions that take as long as the storage takes; the saver calls them in its worker. A part
 is one file of one rank. The stretch of tensors in a slot is written as it lies there, in one run,
-and hashed on the way where the saver had not hashed it before. Then come the opaque values.
+and hashed on the way where the saver had not hashed it before. Then come the opaque values. What
+the coordinator's saver has to know of a part is a `PartWritten`.
 """
 
 from __future__ import annotations
@@ -56,6 +55,17 @@ _LENGTH: Final = struct.Struct("<I")
 
 MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
 """Of an encoded part, with its layout."""
+
+OLD: Final = 3600.0
+"""Seconds after which a checkpoint that was never committed is removed."""
+
+MAX_LAYOUTS: Final = 64
+"""Layouts that are kept decoded."""
+
+_ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
+_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
+_DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
+_layouts: dict[int, Layout] = {}
 
 
 class PartError(ValueError):
@@ -149,18 +159,6 @@ def _check_size(file: FileEntry, layout: Layout, lengths: tuple[int, ...]) -> No
     stretch = layout.own_bytes + (layout.shared_bytes if file.shared else 0)
     if (len(lengths), file.stretch, file.size) != (values, stretch, stretch + sum(lengths)):
         raise PartError(f"{file.name} is not as long as its items are together")
-
-
-OLD: Final = 3600.0
-"""Seconds after which a checkpoint that was never committed is removed."""
-
-MAX_LAYOUTS: Final = 64
-"""Layouts that are kept decoded."""
-
-_ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
-_NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
-_DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
-_layouts: dict[int, Layout] = {}
 
 
 class PersistError(Exception):

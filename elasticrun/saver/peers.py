@@ -1,10 +1,8 @@
-"""Copies of snapshots from other nodes, on the agent's order.
+"""Between savers of two nodes: copies fetched on the agent's order, and those that dial this one.
 
-The savers of other nodes that dial this one: each has a thread, and asks the loop one thing.
-
-Whoever is silent keeps nobody out: where more come than may be here, the one that has waited
-longest without a proof goes. A saver of the job proves itself within milliseconds, and dials again
-if it was not in.
+Each that dials has a thread, and asks the loop one thing. Whoever is silent keeps nobody out: where
+more come than may be here, the one that has waited longest without a proof goes. A saver of the job
+proves itself within milliseconds, and dials again if it was not in.
 """
 
 from __future__ import annotations
@@ -33,6 +31,26 @@ FETCH_LIMIT: Final = 20.0
 
 MAX_FETCHES: Final = 8192
 """Under way; two for each local rank."""
+
+MAX_PEERS: Final = 64
+"""Connections at a time; more wait in the listener's queue while all of these have proved that they
+are of the job."""
+
+MAX_LEAVING: Final = 64
+"""Connections beside them that were sent away and whose threads have not yet ended."""
+
+BACKLOG: Final = 1024
+"""Connections that the kernel keeps until they are taken; who finds no place there dials again only
+after a second."""
+
+MAX_STRANGERS: Final = 16
+"""Connections that came to nothing and are told; whoever scans ports is no news."""
+
+ASK_LIMIT: Final = 30.0
+"""Seconds that a connection waits for the loop."""
+
+Answer = Callable[[Get | Put, PartWritten | None], bulk.Answer]
+"""Is called in the loop, with the part once its bytes have come."""
 
 
 class Fetches:
@@ -110,27 +128,6 @@ class Fetches:
 
 def _name(order: Fetch) -> RoundName:
     return RoundName(order.round.term, order.round.number, order.round.nonce)
-
-
-MAX_PEERS: Final = 64
-"""Connections at a time; more wait in the listener's queue while all of these have proved that they
-are of the job."""
-
-MAX_LEAVING: Final = 64
-"""Connections beside them that were sent away and whose threads have not yet ended."""
-
-BACKLOG: Final = 1024
-"""Connections that the kernel keeps until they are taken; who finds no place there dials again only
-after a second."""
-
-MAX_STRANGERS: Final = 16
-"""Connections that came to nothing and are told; whoever scans ports is no news."""
-
-ASK_LIMIT: Final = 30.0
-"""Seconds that a connection waits for the loop."""
-
-Answer = Callable[[Get | Put, PartWritten | None], bulk.Answer]
-"""Is called in the loop, with the part once its bytes have come."""
 
 
 class Peers:

@@ -1,8 +1,8 @@
 """What one probe does: a timed matmul, a word to its group, a timed all_reduce.
 
-It runs in a process of its own, forked or exec'd (`probes.py`), and says each phase when it enters
-it: one that is killed there has failed there. A rank whose own part went wrong tells the others by
-the store before any collective begins, so that they need not wait for it until the limit.
+It says each phase when it enters it: one that is killed there has failed there. A rank whose own
+part went wrong tells the others by the store before any collective begins, so that they need not
+wait for it until the limit.
 """
 
 from __future__ import annotations
