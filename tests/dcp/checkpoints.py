@@ -25,10 +25,10 @@ def save(
     attempt: str = "a",
     distrusted: str = "",
     alone: Sequence[int] = (),
-    reason: str = "periodic",
-    rewound_from: int = -1,
+    **about: Any,
 ) -> list[PartWritten]:
-    """Parts of all ranks, those in `alone` without their shared items, and the commit."""
+    """Parts of all ranks, those in `alone` without their shared items, and the commit; `about`:
+    what is said of that."""
     parts = [
         persist.write_part(
             *(one.segment(step), 0, 1, folder),
@@ -41,7 +41,7 @@ def save(
         )
         for one in ranks
     ]
-    commit(folder, parts, step=step, attempt=attempt, reason=reason, rewound_from=rewound_from)
+    commit(folder, parts, step=step, attempt=attempt, **about)
     return parts
 
 

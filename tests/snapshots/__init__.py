@@ -9,7 +9,7 @@ What may happen, and what is lost then (docs/snapshots.md has the answers):
 | a rank raises, is killed | test_a_rank_dies, test_a_rank_dies_twice_after_progress |
 | killed in the middle of a copy | test_killed_at_random_moments, \
 checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_whole, \
-wire/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
+shm/test_segment.py::test_a_kill_at_any_moment_leaves_the_step_before |
 | several ranks together | test_two_ranks_die_at_once, test_killed_at_random_moments |
 | a rank hangs | test_a_rank_hangs |
 | the agent is killed, its memory has a name | test_an_agent_dies_and_comes_back, \
@@ -51,7 +51,7 @@ snapshots_convicted_node_stays_until_saved |
 test_a_node_is_lost_and_all_have_the_same_state, test_one_node_leaves_and_the_other_goes_on, \
 checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of_ranks |
 | the disk is full | test_a_full_disk, \
-storage/test_full_disk.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
+storage/test_writing.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
 | storage hangs | \
 forkserver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
 | a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \

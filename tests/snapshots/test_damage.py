@@ -92,7 +92,7 @@ def test_changed_bytes_in_storage(training: Training) -> None:
 FILL = 'head -c 2m /dev/zero > "$0/ballast" 2>/dev/null; exec "$@"'
 
 
-@further("storage/test_full_disk")
+@further("storage/test_writing::test_a_full_disk_is_said_and_nothing_is_left_on_it")
 def test_a_full_disk(training: Training) -> None:
     """A real one, mounted for the job alone: training goes on, it is said, and once there is room
     the checkpoint is written."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import PIECE, Calls, is_gcsfuse
+from elasticrun.storage.writing import PIECE, Calls, Sink, is_gcsfuse
+from tests import needs
 from tests.storage.stand_ins import Bucket, LateDirect, Poor, refusal
 
+FULL_DISK = Path(__file__).parent / "scripts" / "full_disk.py"
 SIZES = (0, 1, 4096, 4097, 3 * 4096 + 7, PIECE + 4096 + 1)
 
 
@@ -22,6 +26,18 @@ def some(size: int) -> memoryview:
     memory = mmap.mmap(-1, max(size, 1))
     memory[:size] = (os.urandom(4096) * (size // 4096 + 1))[:size]
     return memoryview(memory)[:size]
+
+
+def begun(folder: Folder, size: int) -> Sink:
+    folder.begin(7)
+    return folder.create(7, "data", size)
+
+
+def bucket(tmp_path: Path) -> tuple[Folder, Bucket]:
+    root, hidden = tmp_path / "bucket", tmp_path / "hidden"
+    hidden.mkdir()
+    calls = Bucket(root, hidden)
+    return Folder(str(root), calls=calls), calls
 
 
 def written(folder: Folder, data: memoryview, name: str = "data") -> Path:
@@ -46,8 +62,7 @@ def test_a_file_is_what_was_written(tmp_path: Path, calls: type[Calls], size: in
 
 def test_in_pieces_that_are_no_pages(tmp_path: Path) -> None:
     folder, data = Folder(str(tmp_path)), some(5 * 4096)
-    folder.begin(7)
-    sink = folder.create(7, "data", len(data))
+    sink = begun(folder, len(data))
     for at, end in ((0, 4096), (4096, 5000), (5000, 5001), (5001, len(data))):
         sink.write(data[at:end])
     sink.close()
@@ -74,11 +89,8 @@ def test_one_sentence_for_each_refusal(tmp_path: Path) -> None:
 
 
 def test_a_bucket_is_written_as_a_bucket(tmp_path: Path) -> None:
-    root, hidden = tmp_path / "bucket", tmp_path / "hidden"
-    hidden.mkdir()
-    folder, data = Folder(str(root), calls=Bucket(root, hidden)), some(10_000)
-    folder.begin(7)
-    sink = folder.create(7, "data", len(data))
+    (folder, _), data = bucket(tmp_path), some(10_000)
+    sink = begun(folder, len(data))
     sink.write(data[:9000])
     assert os.listdir(folder.path(7)) == []
     sink.write(data[9000:])
@@ -92,12 +104,8 @@ def test_a_bucket_is_written_as_a_bucket(tmp_path: Path) -> None:
 
 
 def test_where_close_fails_there_is_no_file(tmp_path: Path) -> None:
-    root, hidden = tmp_path / "bucket", tmp_path / "hidden"
-    hidden.mkdir()
-    calls = Bucket(root, hidden)
-    folder = Folder(str(root), calls=calls)
-    folder.begin(7)
-    sink = folder.create(7, "data", 5)
+    folder, calls = bucket(tmp_path)
+    sink = begun(folder, 5)
     sink.write(memoryview(b"12345"))
     calls.closes_fail = True
     with pytest.raises(StorageError, match=r"data was not written"):
@@ -114,8 +122,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
                 raise refusal(errno.EDQUOT)
 
     folder = Folder(str(tmp_path), calls=Failing())
-    folder.begin(7)
-    sink = folder.create(7, "data", 5)
+    sink = begun(folder, 5)
     sink.write(memoryview(b"12345"))
     with pytest.raises(StorageError, match="the quota is used up"):
         sink.close()
@@ -140,3 +147,16 @@ def test_gcsfuse_is_known_by_the_deepest_mount(path: str, bucket: bool) -> None:
     ]
     table = "\n".join(lines)
     assert is_gcsfuse(path, table) is bucket
+
+
+def test_a_full_disk_is_said_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    """A real one: a small tmpfs in a namespace of its own."""
+    command = [*needs.tmpfs(tmp_path, "8m"), sys.executable, str(FULL_DISK), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, early, late, left = done.stdout.splitlines()
+    assert first == "written"
+    for line in (early, late):
+        assert "data was not written: there is no room (0.0" in line
+        assert line.endswith("make room, or choose another folder")
+    assert left == "{} {} [1]"
