@@ -1,38 +1,38 @@
-"""The last words of a failed job, in torchrun's layout, because people and tools search for it.
+"""The end of an agent: one step after the other, whatever becomes of each, all within one bound;
+and what the user reads then: torchrun's summary, which people and tools search for, or a sentence.
 
-What is different is the content (docs/torchrun.md): the root cause is the whole
+What is different from torchrun's is the content (docs/torchrun.md): the root cause is the whole
 job's, found by the master, not the local failure with the smallest whole second; and ranks that
 were killed because another one had failed are not listed as failures.
-
-What the user reads when a job ends: torchrun's summary, or one sentence.
-
-The story of a job as its user reads it on this node: who came, what was lost, what it cost.
-
-A restart is one line when the ranks go on (two where nodes came or went: the cause first). "Go on"
-is the moment at which a rank has said from which step it goes on; where scripts do not say that,
-the moment at which the last rank runs. What is not known is left out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.runtime import in_thread
+from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
-from elasticrun.agent.workers.ranks import directed
 from elasticrun.config import EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.core.rounds.failures import is_alike
-from elasticrun.core.words import some
 from elasticrun.operator_log import StderrWriter, last_word, logger
+from elasticrun.system.sweep import end_at_once
+from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
+
+if TYPE_CHECKING:
+    from elasticrun.agent.logs.output import RankOutput
+    from elasticrun.agent.workers.ranks import Ranks
 
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
 """How Python shows torchrun's exception; the blank is followed by the line break below."""
@@ -173,87 +173,111 @@ def _error_file(outcome: Exit) -> None:
         write_own_words(kind, sentence(outcome), time.time_ns() // 1000, os.environ)
 
 
-NOTHING: Final = "nothing"
-"""What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
+BOUND: Final = 20.0
+"""Seconds for all steps together, but for those that others need: finished ranks' own processes get
+their grace, and output is shown as long as somebody reads it. After a death signal there are no
+such steps: whoever has sent it kills us some time later, Kubernetes after 30 s in all."""
+
+KILLED_AFTER: Final = 29.0
+"""Seconds after a death signal by which it should all be over..."""
+
+SIGNALLED_BOUND: Final = 4.0
+"""... but this much is taken in any case: who lets ranks take longer has to give us that on top."""
+
+LEAST: Final = 1.0
+"""Seconds that a step has in any case, when those before it have taken all."""
+
+SHOW_PATIENCE: Final = 5.0
+"""Seconds without a reader, or without an answer of the disk, until output is given up."""
+
+SHOW_LIMIT: Final = 10.0
+"""Seconds for showing output once somebody wants us gone."""
 
 
-class Story:
-    """Call its methods as things happen; `say` gets each line. `most`: restarts that the user has
-    given the job; `newest`: the newest step that ranks of this node have come to, -1: unknown."""
+class Clearing:
+    """The steps of the end. One that fails or is late is told, and the next one is done."""
 
-    def __init__(
-        self,
-        *,
-        most: int,
-        several: bool,
-        say: Callable[[str], None],
-        newest: Callable[[], int],
-        clock: Callable[[], float],
-    ) -> None:
-        self._most = most
-        self._several = several
-        self._say = say
-        self._newest = newest
-        self._clock = clock
-        self._last: Start | None = None
-        self._broke: tuple[float, int] | None = None  # since when no rank trains, newest step
-        self._words = ""  # what a restart costs, for the line that is told when the ranks go on
-        self._told = False  # that line, in this life
-        self._grows = False  # nodes came: nothing was lost that would be recovered
-        self._tells_steps = False  # ranks here have said from where they go on
+    def __init__(self) -> None:
+        self._until = math.inf
+        self._signalled: float | None = None
+        self.hurry = asyncio.Event()
+        """A death signal has come since: waits for others' sake are over."""
 
-    def broke(self) -> None:
-        """Ranks have failed here, or are told to stop."""
-        since, newest = self._broke or (self._clock(), -1)
-        self._broke = (since, max(newest, self._newest()))
+    def signalled(self) -> None:
+        """A death signal has come; the first one counts."""
+        if self._signalled is None:
+            self._signalled = time.monotonic()
 
-    def starts(self, start: Start) -> None:
-        """Ranks of this round are about to be started."""
-        last, self._last = self._last, start
-        self._grows = last is not None and start.world_size > last.world_size
-        size = f"{some(start.group_world_size, 'node')}, world size {start.world_size}"
-        self._words, self._told = "", False
-        if start.round.number == 1:
-            if self._several:
-                self._say(f"the job starts: {size}")
-        elif last is None:
-            self._say(f"this node joined: {size}")
-        elif start.restart_count > last.restart_count:
-            why = f" ({start.why})" if start.why else ""
-            grown = f", with {size}" if start.world_size != last.world_size else ""
-            self._words = f": restart {start.restart_count} of {self._most}{why}{grown}"
-        else:
-            why = start.why or "the ranks were stopped"
-            then = "; " if ": " in why else ": "
-            told = f"{why}{then}restarting the ranks with {size} (no restart used)"
-            self._say(directed(told))
+    def begin(self) -> None:
+        """The bound counts from now on."""
+        now = time.monotonic()
+        self._until = now + BOUND
+        if self._signalled is not None:
+            self._until = min(
+                self._until, max(now + SIGNALLED_BOUND, self._signalled + KILLED_AFTER)
+            )
 
-    def running(self) -> None:
-        """The last rank of this node runs."""
-        if not self._tells_steps:
-            self._tell("restarted", "")
+    def left(self, limit: float) -> float:
+        """Seconds that a step which takes `limit` at most may still take."""
+        return min(limit, max(LEAST, self._until - time.monotonic()))
 
-    def resumed(self, step: int, source: str) -> None:
-        """A rank goes on from this step; the first one counts."""
-        self._tells_steps = True
-        newest = -1 if self._broke is None else self._broke[1]
-        if source != NOTHING:
-            again = f"resumed at step {step}"
-            again += f", {some(newest - step, 'step')} repeated" if newest >= step else ""
-        else:
-            again = f"from the beginning, {some(newest, 'step')} repeated" if newest > 0 else ""
-        if self._broke is not None or source != NOTHING:
-            self._tell("restarted" if self._grows else "recovered", again)
+    def now(self, what: str, work: Callable[[], object]) -> None:
+        """A step that does not wait."""
+        try:
+            work()
+        except Exception:
+            logger.exception("%s failed", what)
 
-    def _tell(self, verb: str, again: str) -> None:
-        """Once in a life of the ranks: that they go on."""
-        if self._told:
+    async def step(self, what: str, work: Awaitable[object], limit: float | None) -> None:
+        """A step that takes `limit` seconds at most; None: it has a limit of its own."""
+        limit = None if limit is None else self.left(limit)
+        try:
+            await asyncio.wait_for(work, limit)
+        except TimeoutError:
+            logger.error("%s took longer than %.3g s and was given up", what, limit)
+        except Exception:
+            logger.exception("%s failed", what)
+
+    async def descendants(self, ranks: Ranks, grace: float) -> None:
+        """What finished ranks have left in sessions of their own gets SIGTERM, and `grace` seconds
+        until it is killed; `hurry` ends the wait for it."""
+        await self._first_of(ranks.clear(grace), grace + 1.0)
+
+    async def output(self, output: RankOutput, *, hurried: bool) -> None:
+        """Show what the ranks have printed, as long as somebody reads it; from a death signal on,
+        or from now on if that is past (`hurried`), for SHOW_LIMIT seconds."""
+        showing = asyncio.ensure_future(in_thread(lambda: output.close(SHOW_PATIENCE), name="show"))
+        if not hurried:
+            await self._first_of(asyncio.shield(showing), None)
+        if not showing.done():
+            limit = self.left(SHOW_LIMIT) if hurried else SHOW_LIMIT
+            output.hurry(limit)
+            await asyncio.wait({showing}, timeout=limit + SHOW_PATIENCE)
+        if not showing.done():
+            showing.cancel()
+            logger.error("output could not be shown to its end: the disk does not answer")
             return
-        words = again
-        if self._broke is not None:  # else it is the first life of ranks here
-            words = f"{verb} in {self._clock() - self._broke[0]:.2f} s{self._words}"
-            words += f"; {again}" if again else ""
-        self._words, self._broke = "", None
-        if words:
-            self._told = True
-            self._say(words)
+        showing.result()
+
+    async def _first_of(self, work: Awaitable[object], limit: float | None) -> None:
+        """Wait for the work, for a death signal, or for `limit` seconds."""
+        working = asyncio.ensure_future(work)
+        hurried = asyncio.ensure_future(self.hurry.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {working, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            working.cancel()
+            hurried.cancel()
+        if working in done:
+            working.result()
+
+
+async def end_callers_ranks(config: AgentConfig, pids: Iterable[int], limit: float) -> None:
+    """Ranks of a caller of elastic_launch are not below us, and the caller may be dead. Returns
+    after `limit` seconds at the latest."""
+    mark = f"{env.CALLER}={config.env.get(env.CALLER, '')}".encode()
+    named = tuple(pids)
+    with contextlib.suppress(TimeoutError):
+        await in_thread(lambda: end_at_once(named, mark, limit), limit=limit, name="sweep")

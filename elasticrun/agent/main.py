@@ -22,11 +22,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from elasticrun import operator_log
-from elasticrun.agent.boot import SpawnerProcess, start_spawner
+from elasticrun.agent.boot import Reaper, SpawnerProcess, misplanted, start_spawner
 from elasticrun.agent.link.trust import unusable, with_trust
-from elasticrun.agent.processes import Reaper
 from elasticrun.agent.warm import leave_behind
-from elasticrun.agent.workers.planted import misplanted
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
 from elasticrun.system.processes import become_subreaper
 from elasticrun.wire.spawning import ignored_signals

@@ -1,8 +1,5 @@
-"""Who this node is, found out before the first dial; a name server or a disk may be slow.
-
-Tells users why a node waits, when it waits long, and how long it may.
-
-One node of a job: the agent's parts put together, the brain's effects, and the clean end.
+"""One node of a job: who it is (found out before the first dial: a name server or a disk may be
+slow), the agent's parts put together, the brain's effects, and the clean end.
 """
 
 from __future__ import annotations
@@ -11,22 +8,20 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
 from elasticrun.agent import farewell as last_words
-from elasticrun.agent.boot import SpawnerProcess
+from elasticrun.agent.boot import Reaper, SpawnerProcess, planted_in
 from elasticrun.agent.checkup import Checkup
-from elasticrun.agent.farewell import Story
+from elasticrun.agent.farewell import Clearing, end_callers_ranks
 from elasticrun.agent.link import identity
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import Context, MasterProcess
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.main import SignalInbox
-from elasticrun.agent.processes import Reaper
 from elasticrun.agent.rendezvous.c10d import HostError, rendezvous_of
 from elasticrun.agent.runtime import (
     DISK_LIMIT,
@@ -40,12 +35,11 @@ from elasticrun.agent.runtime import (
 )
 from elasticrun.agent.snapshots.snapshots import Snapshots
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.workers.clearing import Clearing, end_callers_ranks
+from elasticrun.agent.story import LongWaits, Story, directed
 from elasticrun.agent.workers.events import EventLog
-from elasticrun.agent.workers.planted import planted_in
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
-from elasticrun.agent.workers.ranks import Ranks, directed
+from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
 from elasticrun.core.events import (
@@ -67,7 +61,7 @@ from elasticrun.core.events import (
 )
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
-from elasticrun.core.worker.states import GroupStatus, State
+from elasticrun.core.worker.states import State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
 from elasticrun.wire import env
 from elasticrun.wire.messages import (
@@ -153,89 +147,6 @@ async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
     return Introduction(found, host, events)
 
 
-LEAVING: Final = 1.0
-"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
-Ctrl-C whose step is saved sooner is one line, that of the end."""
-
-SOON: Final = 3.0
-"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
-
-LATE: Final = 10.0
-"""The same for every other wait."""
-
-AGAIN: Final = 60.0
-"""Seconds after which it is told again, if it lasts."""
-
-FOR_NODES: Final = "waiting for nodes: "
-LAST_CALL: Final = "last call: "
-
-_ENDS: Final = (State.STOPPING, State.ENDING)
-_WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
-
-
-class LongWaits:
-    """One line per reason that has stood for a while, and one a minute from then on. `place` is
-    where the nodes meet, in words; `say` gets each line; `clock` is the brain's."""
-
-    def __init__(
-        self, place: Callable[[], str], say: Callable[[str], None], clock: Callable[[], float]
-    ) -> None:
-        self._place = place
-        self._say = say
-        self._clock = clock
-        self._seen: tuple[State, str] | None = None
-        self._status: GroupStatus | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def look(self, status: GroupStatus) -> None:
-        """To be called with the brain's picture whenever it may have changed."""
-        self._status = status
-        if self._seen == (status.state, status.reason):
-            return
-        self._seen = (status.state, status.reason)
-        self.close()
-        if _leaves(status):
-            self._after(LEAVING)
-        elif status.state in _WAITS and status.reason:
-            quick = status.state in _ENDS or status.reason.startswith((FOR_NODES, LAST_CALL))
-            self._after(SOON if quick else LATE)
-
-    def _after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._tell)
-
-    def _tell(self) -> None:
-        if self._status is not None:
-            self._say(in_words(self._status, self._place(), self._clock()))
-        self._after(AGAIN)
-
-    def close(self) -> None:
-        """Say no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def _leaves(status: GroupStatus) -> bool:
-    """It runs on only until its ranks have saved a step."""
-    return status.state is State.RUNNING and status.wait_ends is not None
-
-
-def in_words(status: GroupStatus, place: str, now: float) -> str:
-    """What is said of a wait at `now`."""
-    left = 0.0 if status.wait_ends is None else status.wait_ends - now
-    if _leaves(status):
-        lost = f"{status.master_lost}; this node leaves"
-        limit = f"in {max(left, 0):.0f} s at most; a second signal ends it at once"
-        return f"{lost if status.master_lost else status.reason}, {limit}"
-    if status.state in _ENDS:
-        limit = f"; killed in {left:.0f} s" if left > 0 else ""
-        return f"{status.reason}: waiting for the ranks to end{limit}"
-    reason = status.reason.removeprefix(FOR_NODES)
-    if reason != status.reason or reason.startswith(LAST_CALL):
-        reason = f"rendezvous {place}: {reason}"
-    return f"{reason}, {left:.0f} s left" if left > 0 else reason
-
-
 GOODBYE: Final = 2.0
 """Seconds for the last reports to reach the master."""
 
@@ -290,7 +201,6 @@ class Node:
             most=config.spec.max_restarts,
             several=config.spec.max_nodes > 1,
             say=_notice,
-            newest=lambda: max(self._progress.newest, self._snapshots.drain.newest()),
             clock=time.monotonic,
         )
         self._checkup = Checkup(config)
@@ -552,7 +462,7 @@ class Node:
     def _say(self, effect: Say) -> None:
         report = effect.report
         if isinstance(report, RanksFailed | Stopping | Stopped):
-            self._story.broke()
+            self._story.broke(max(self._progress.newest, self._snapshots.drain.newest()))
         if isinstance(report, Stopped | Finished):
             self._snapshots.reaped()
         if isinstance(report, Stopped):

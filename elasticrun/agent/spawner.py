@@ -17,8 +17,7 @@ from itertools import count
 from typing import Final, Protocol
 
 from elasticrun.agent import warm
-from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.processes import Reaper
+from elasticrun.agent.boot import Reaper, SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning

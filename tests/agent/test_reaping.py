@@ -29,7 +29,7 @@ def in_child(tmp_path: Path, body: str) -> dict[str, object]:
     script.write_text(
         textwrap.dedent("""
             import asyncio, json, os, signal, subprocess, sys
-            from elasticrun.agent.processes import Reaper
+            from elasticrun.agent.boot import Reaper
             from elasticrun.system.processes import become_subreaper, below
             SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]
             def started(code):

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from elasticrun.agent import spawner
-from elasticrun.agent.boot import start_spawner
-from elasticrun.agent.processes import Reaper
+from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
 from elasticrun.wire.types import Entry, EntryKind

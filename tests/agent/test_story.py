@@ -1,10 +1,21 @@
-"""The lines of restarts, as a user reads them."""
+"""What a user reads while a job runs: restarts, waits, and who looks for the cause."""
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
-from elasticrun.agent.farewell import NOTHING, Story
+import pytest
+from msgspec import structs
+
+from elasticrun.agent import story as waiting
+from elasticrun.agent.farewell import sentence
+from elasticrun.agent.node import Node
+from elasticrun.agent.story import NOTHING, Story, directed
+from elasticrun.config import EXIT_FAILED
+from elasticrun.core.events import Exit, Note
+from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Start
 from elasticrun.wire.types import Endpoint, RoundName
 
@@ -19,12 +30,10 @@ class Told:
     def __init__(self, *, several: bool = True, first: Start | None = FIRST) -> None:
         self.lines: list[str] = []
         self.now = 0.0
-        self.newest = -1
         self.story = Story(
             most=3,
             several=several,
             say=self.lines.append,
-            newest=lambda: self.newest,
             clock=lambda: self.now,
         )
         if first is not None:
@@ -34,10 +43,10 @@ class Told:
     def restart(self, start: Start, *, step: int | None = None, newest: int = -1) -> list[str]:
         """Ranks break at 10 s and go on 0.41 s later; the lines of that."""
         self.lines.clear()
-        self.now, self.newest = 10.0, newest
-        self.story.broke()
+        self.now = 10.0
+        self.story.broke(newest)
         self.now = 10.2
-        self.story.broke()  # said again
+        self.story.broke(newest)  # said again
         self.story.starts(start)
         self.now = 10.41
         self.story.running()
@@ -50,7 +59,7 @@ class Told:
 def after(start: Start, **more: object) -> Start:
     """The next round."""
     number = start.round.number + 1
-    return replace(start, round=RoundName(1, number, "n"), **more)  # type: ignore[arg-type]
+    return structs.replace(start, round=RoundName(1, number, "n"), **more)  # type: ignore[arg-type]
 
 
 def test_a_job_of_one_node_begins_without_a_word() -> None:
@@ -72,7 +81,7 @@ def test_a_join() -> None:
 
 
 def test_a_lost_node() -> None:
-    told = Told(first=replace(FIRST, group_world_size=2, world_size=4))
+    told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
     told.story.resumed(0, NOTHING)
     assert told.restart(after(FIRST, why=DEAD), step=1200, newest=1204) == [
         f"{DEAD}; restarting the ranks with 1 node, world size 2 (no restart used)",
@@ -110,3 +119,134 @@ def test_ranks_that_die_before_they_go_on_are_not_recovered() -> None:
         "recovered in 0.41 s: restart 2 of 3 (rank 0: exit code 7); "
         "resumed at step 5, 0 steps repeated"
     ]
+
+
+ALONE = GroupStatus(State.JOINED, "waiting for nodes: 1 of 2 nodes", None, (), 0, None, "", 700.0)
+ONE_DIED = "waiting for nodes: 1 of 2 nodes (node b is dead)"
+SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that is lost"
+
+LEAVES = replace(
+    ALONE,
+    state=State.RUNNING,
+    reason="received SIGINT: this node leaves when its ranks have saved a step",
+    wait_ends=131.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (ALONE, "rendezvous host:29400: 1 of 2 nodes, 593 s left"),
+        (replace(ALONE, wait_ends=None), "rendezvous host:29400: 1 of 2 nodes"),
+        (
+            replace(ALONE, reason=ONE_DIED),
+            "rendezvous host:29400: 1 of 2 nodes (node b is dead), 593 s left",
+        ),
+        (
+            replace(ALONE, reason="last call: up to 4 nodes may join", wait_ends=110.0),
+            "rendezvous host:29400: last call: up to 4 nodes may join, 3 s left",
+        ),
+        (replace(ALONE, reason=SPARE, wait_ends=None), SPARE),
+        (
+            replace(ALONE, state=State.ENDING, reason="received SIGTERM", wait_ends=135.0),
+            "received SIGTERM: waiting for the ranks to end; killed in 28 s",
+        ),
+        (
+            replace(ALONE, state=State.STOPPING, reason="node c joined", wait_ends=None),
+            "node c joined: waiting for the ranks to end",
+        ),
+        (LEAVES, f"{LEAVES.reason}, in 24 s at most; a second signal ends it at once"),
+        (
+            replace(LEAVES, reason="no master answers", master_lost="no master answers"),
+            "no master answers; this node leaves, in 24 s at most; a second signal ends it at once",
+        ),
+    ],
+)
+def test_in_words(status: GroupStatus, said: str) -> None:
+    assert waiting.in_words(status, "host:29400", 107.0) == said
+
+
+def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SOON", "AGAIN"):
+        monkeypatch.setattr(waiting, name, 0.0)
+    monkeypatch.setattr(waiting, "LATE", 3600.0)
+
+    async def waits() -> list[str]:
+        said: list[str] = []
+        twice = asyncio.Event()
+
+        def say(line: str) -> None:
+            said.append(line)
+            if len(said) == 2:
+                twice.set()
+
+        waits = waiting.LongWaits(lambda: "host:1", say, lambda: 0.0)
+        waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
+        waits.look(ALONE)
+        waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
+        await twice.wait()
+        waits.look(replace(ALONE, state=State.RUNNING))
+        told = len(said)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(said) == told
+        return said[:2]
+
+    assert asyncio.run(waits()) == ["rendezvous host:1: 1 of 2 nodes, 3 s left"] * 2
+
+
+def test_a_node_that_has_left_within_a_second_says_nothing_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "AGAIN", 3600.0)
+
+    async def told(seconds: float) -> list[str]:
+        monkeypatch.setattr(waiting, "LEAVING", seconds)
+        said: list[str] = []
+        waits = waiting.LongWaits(lambda: "host:1", said.append, lambda: 107.0)
+        waits.look(LEAVES)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
+        waits.close()
+        return said
+
+    assert asyncio.run(told(1.0)) == []
+    assert asyncio.run(told(0.0)) == [waiting.in_words(LEAVES, "host:1", 107.0)]
+
+
+def test_a_master_that_does_not_answer() -> None:
+    assert directed("no job master answers at h:1", "h:1").endswith(
+        ": elasticrun doctor --rdzv-endpoint=h:1"
+    )
+    lost = Exit(EXIT_FAILED, "no master answered for 600 s", (), 0)
+    assert sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
+
+    silent = "f names the job master at h:1 (b), which does not answer this node; it is asked again"
+    assert directed(silent, "h:1").endswith(": elasticrun doctor --rdzv-endpoint=h:1")
+
+
+def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
+    """What is for people alone: scripts and pages have the brain's sentence as it is."""
+    node = object.__new__(Node)
+    node._meeting = SimpleNamespace(dial="h:1")  # type: ignore[assignment]
+    said = "no master answers (reset); this node goes on for 60 s"
+    assert node._directed(Note(said, "warning")) == (
+        f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"
+    )
+    assert node._directed(Note(said)) == said
+
+
+def test_a_node_that_is_not_heard() -> None:
+    told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
+    why = "node b is dead: its connection broke and nothing was heard for 5.0 s"
+    assert told.restart(after(FIRST, why=why))[0] == (
+        f"{why}; restarting the ranks with 1 node, world size 2 (no restart used); to find out why,"
+        " run on that node: elasticrun doctor"
+    )
+
+
+def test_other_ends_name_no_doctor() -> None:
+    assert directed("rank 3 on node b: ValueError: bad luck") == (
+        "rank 3 on node b: ValueError: bad luck"
+    )

@@ -169,7 +169,7 @@ def drain(leader: int) -> None:
             pass
 
 
-@further("agent/test_logs")
+@further("agent/logs/test_logs")
 @durations(SHORT, 30.0)
 def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: float) -> None:
     """The file system under `--log-dir` takes no write for a while, as NFS without its server: who

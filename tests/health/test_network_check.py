@@ -102,7 +102,7 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     assert health.trained() == set()
 
 
-@further("agent/test_probing::test_a_hung_probe_is_ended_by_its_limit")
+@further("agent/workers/test_probing::test_a_hung_probe_is_ended_by_its_limit")
 @pytest.mark.parametrize("phase", cases(["compute", "comm"], soaked=["compute"]))
 def test_a_probe_that_hangs(health: Health, phase: str) -> None:
     """It is ended by its limit, which is long enough for all others on a busy machine, and the
@@ -121,7 +121,7 @@ def test_a_job_of_one_bad_node(health: Health) -> None:
     assert health.trained() == set()
 
 
-@further("agent/test_probing::test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
+@further("agent/workers/test_probing::test_two_nodes_of_two_ranks_measure_the_worst_of_theirs")
 def test_every_local_rank_is_probed(health: Health) -> None:
     """Two ranks a node: the world of a probe has both of each node."""
     job = health.start("2", CHECK, nproc_per_node=2)
@@ -133,7 +133,7 @@ def test_every_local_rank_is_probed(health: Health) -> None:
 # ---------------------------------------------------------------- --comm-perf-test
 
 
-@further("agent/test_probing::test_a_perf_test_measures_links_alone")
+@further("agent/workers/test_probing::test_a_perf_test_measures_links_alone")
 def test_the_test_over_all_nodes_prints_a_table(health: Health) -> None:
     """A line a size, algorithm and bus bandwidth; the job goes on."""
     job = health.start("3", CHECK, "--comm-perf-test")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from elasticrun.agent.processes import Reaper
+from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire import run_folder

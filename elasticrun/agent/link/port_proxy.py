@@ -8,9 +8,9 @@ import json
 import socket
 import subprocess
 
+from elasticrun.agent.boot import Reaper
 from elasticrun.agent.link.master_process import RESTARTS, shielded
 from elasticrun.agent.link.port_proxy_child import command
-from elasticrun.agent.processes import Reaper
 from elasticrun.operator_log import logger
 from elasticrun.wire.types import Endpoint
 

@@ -36,7 +36,7 @@ from elasticrun.agent.rendezvous.claims import (
     timed,
 )
 from elasticrun.agent.runtime import in_thread, threadsafe
-from elasticrun.agent.workers.ranks import directed
+from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.system.network import is_loopback, is_ours, routed_address

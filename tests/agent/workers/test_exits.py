@@ -1,8 +1,10 @@
-"""What a rank died of, from torch's own error files and from rubbish; the kernel's count."""
+"""What a rank died of: its error file, its exit code, the kernel's word; and whom its log names."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.agent.workers import exits as errorfiles
-from elasticrun.agent.workers.exits import NEAR_US, OomKills, count_files
+from elasticrun.agent.workers.exits import NEAR_US, Killers, OomKills, count_files
 from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Failure, FailureKind
 
@@ -255,3 +257,35 @@ def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = describe("", exitcode=-9)
     assert failure.kind is FailureKind.OOM
     assert "out of memory" in failure.message
+
+
+KILLED = Failure("h", 3, 1, 4711, -9, 1, FailureKind.SIGNAL, "Signal 9", "", "")
+
+
+def looked(root: Path, caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    async def twice() -> None:
+        killers = Killers(root)
+        await killers.look(KILLED)
+        await killers.look(KILLED)
+
+    with caplog.at_level(level, "elasticrun"):
+        asyncio.run(twice())
+    return caplog.messages
+
+
+def test_a_log_that_cannot_be_read_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert looked(tmp_path, caplog, logging.WARNING) == [
+        "rank 3: who killed it is not known: no count says that memory was short, and the kernel's "
+        "log cannot be read here (no such file or directory); look there as root, with dmesg"
+    ]
+
+
+def test_a_log_that_names_nobody_is_no_matter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kmsg").touch()
+    assert looked(tmp_path, caplog, logging.WARNING) == []
+    assert looked(tmp_path, caplog, logging.INFO) != []

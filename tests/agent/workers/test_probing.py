@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.boot import start_spawner
-from elasticrun.agent.processes import Reaper
+from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.runtime import NodeContext
 from elasticrun.agent.spawner import Child, Spawner, Spawners
 from elasticrun.agent.workers.probes import Probing

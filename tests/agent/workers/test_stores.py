@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.boot import start_spawner
-from elasticrun.agent.processes import Reaper
+from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.runtime import NodeContext
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.agent.workers import stores
