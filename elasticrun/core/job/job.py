@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from elasticrun.config import EXIT_OK
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
@@ -24,7 +26,7 @@ from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Judgement
 from elasticrun.core.rounds.failures import Bill, Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
-from elasticrun.core.rounds.round import begin
+from elasticrun.core.rounds.round import Round, begin
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -419,9 +421,13 @@ class Job:
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
         count = settlement.budget.count
-        round_ = begin(name, ready, limit, last, count, choice.restore)
-        round_.rewound_from = points.rewound_from
-        round_.suspect, round_.restore_step = choice.suspect, choice.restore_step
+        facts = replace(
+            begin(name, ready, limit, last, count, choice.restore),
+            rewound_from=points.rewound_from,
+            suspect=choice.suspect,
+            restore_step=choice.restore_step,
+        )
+        round_ = Round(facts)
         round_.why = why or (last.why_stopped if last is not None else "")
         ctx.round = round_
         for node in round_.seats:
@@ -431,7 +437,7 @@ class Job:
         ctx.stays.formed(round_.seats, now)
         settlement.new_round(nodes=len(round_.seats))
         self._reason, self._ends = "", None
-        size = f"{some(round_.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
+        size = f"{some(facts.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
         ctx.note(f"round {name.number} begins: {size}")
         self._recorder.record()
         self._saving.round_begins(round_)

@@ -6,13 +6,15 @@ round they run, what failed, what has stopped. Beats and joins are no facts.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elasticrun.config import GROW_YOUNG
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Record
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts, RoundFacts
 from elasticrun.core.rounds.rendezvous import Phase, Rendezvous
-from elasticrun.core.rounds.round import Round, restore
+from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 
@@ -90,7 +92,8 @@ class Recorder:
         ctx.exclusions.restore(facts.excluded, facts.slow_ages, now)
         written = (facts.written, facts.rejected)
         self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
-        ctx.round = restore(facts.round) if facts.round else None
+        if facts.round is not None:
+            ctx.round = Round(facts.round, inherited=True, why_stopped=facts.round.over)
         if facts.outcome is None and facts.round is not None:
             self._load_round(facts.round, facts.starved)
         elif facts.outcome is None:
@@ -118,15 +121,10 @@ class Recorder:
 
 def _round_facts(round_: Round, rdzv: Rendezvous, excuse: str, now: float) -> RoundFacts:
     last, running = rdzv.last, rdzv.phase is Phase.RUNNING
-    return RoundFacts(
-        name=round_.name,
-        world_size=round_.world_size,
-        restart_count=round_.restart_count,
-        store=round_.store,
-        store_node=round_.store_node,
+    return replace(
+        round_.facts,
         age=now - rdzv.formed_at,
         seats=tuple(round_.members.values()),
-        adopted=round_.adopted,
         over="" if running else round_.why_stopped or "it is over",
         lost=last.lost[0] if last.lost else "",
         excuse=excuse,
@@ -135,10 +133,6 @@ def _round_facts(round_: Round, rdzv: Rendezvous, excuse: str, now: float) -> Ro
         waiting=() if running else tuple(n for n in rdzv.ready if not last.is_member(n)),
         fenced=last.fenced,
         silent=now - last.last_word,
-        restore=round_.restore,
-        rewound_from=round_.rewound_from,
-        suspect=round_.suspect,
-        restore_step=round_.restore_step,
     )
 
 

@@ -117,7 +117,7 @@ class Saving:
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
             left = ", as agents before these have left it" if saves.points.looks_back else ""
             note(f"ranks go on from step {step} in memory{left}{told}")
-        elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.restore):
+        elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.facts.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")
         self._newest_step = -1
@@ -127,7 +127,8 @@ class Saving:
         """Its nodes are about to be told: what is over by that must be told before."""
         self.trouble = ""
         self._left_behind = None
-        self._saves.begin_round(round_.name, round_.world_size, round_.restore, round_.seats)
+        facts = round_.facts
+        self._saves.begin_round(facts.name, facts.world_size, facts.restore, round_.seats)
         self._send()
 
     def round_adopted(self, report: m.RoundReport, round_: Round) -> None:
@@ -139,8 +140,9 @@ class Saving:
 
     def save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the round before this one, whose nodes have been told."""
-        if self._ctx.spec.saves.at_breakpoint and round_.restore is not None and not round_.suspect:
-            self._saves.checkpoints.save(round_.restore, self._ctx.now)
+        facts = round_.facts
+        if self._ctx.spec.saves.at_breakpoint and facts.restore is not None and not facts.suspect:
+            self._saves.checkpoints.save(facts.restore, self._ctx.now)
             self._send()
 
     def pursue(self) -> None:

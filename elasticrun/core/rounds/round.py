@@ -16,7 +16,7 @@ from enum import StrEnum
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RoundFacts, Seat
 from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import RoundName
 
 
 def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
@@ -60,21 +60,19 @@ def store_host(places: Sequence[Node]) -> Node:
 class Round:
     """One round, as the master knows it."""
 
-    name: RoundName
-    world_size: int
-    restart_count: int
-    store: Endpoint
-    store_node: str = ""  # empty of an adopted round
+    facts: RoundFacts
+    """What was decided of it, or told; how it stands now is known to the rendezvous."""
     inherited: bool = False  # another master formed it
-    adopted: bool = False  # ... and its nodes told of it, there was no record
-    members: dict[str, Seat] = field(default_factory=dict)  # by node
-    seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
     why_stopped: str = ""
     why: str = ""  # as in Start; not recorded
-    restore: Restore | None = None  # the snapshot that its ranks go on from
-    rewound_from: int = -1  # as in Start, and so are these
-    suspect: bool = False
-    restore_step: int = -1
+    name: RoundName = field(init=False)
+    members: dict[str, Seat] = field(default_factory=dict)  # by node
+    seats: dict[str, int] = field(default_factory=dict)  # node -> group rank
+
+    def __post_init__(self) -> None:
+        self.name = self.facts.name
+        for seat in self.facts.seats:
+            self.seat(seat)
 
     def is_older_than(self, name: RoundName) -> bool:
         """Whether `name` is of a later round."""
@@ -91,37 +89,41 @@ class Round:
         seat = self.members.get(node)
         if seat is None or not seat.role_world_size:
             return None
+        facts = self.facts
         return Start(
             round=self.name,
             group_rank=seat.group_rank,
             group_world_size=len(self.members),
             first_rank=seat.first_rank,
-            world_size=self.world_size,
+            world_size=facts.world_size,
             role_first_rank=seat.role_first_rank,
             role_world_size=seat.role_world_size,
-            restart_count=self.restart_count,
-            store=self.store,
-            host_store=node == self.store_node,
-            restore=self.restore,
-            rewound_from=self.rewound_from,
-            suspect=self.suspect,
-            restore_step=self.restore_step,
+            restart_count=facts.restart_count,
+            store=facts.store,
+            host_store=node == facts.store_node,
+            restore=facts.restore,
+            rewound_from=facts.rewound_from,
+            suspect=facts.suspect,
+            restore_step=facts.restore_step,
             why=self.why,
         )
 
 
 def adopt(report: RoundReport) -> Round:
     """A round that another master formed, as far as one node knows it."""
-    return Round(
-        report.round,
-        report.world_size,
-        report.restart_count,
-        report.store,
-        inherited=True,
+    facts = RoundFacts(
+        name=report.round,
+        world_size=report.world_size,
+        restart_count=report.restart_count,
+        store=report.store,
+        store_node="",
+        age=0.0,
+        seats=(),
         adopted=True,
         restore=report.restore,
         rewound_from=report.rewound_from,
     )
+    return Round(facts, inherited=True)
 
 
 def adopted_seat(hello: Hello, report: RoundReport) -> Seat:
@@ -137,27 +139,6 @@ def adopted_seat(hello: Hello, report: RoundReport) -> Seat:
     )
 
 
-def restore(facts: RoundFacts) -> Round:
-    """The round that stands in the record."""
-    round_ = Round(
-        facts.name,
-        facts.world_size,
-        facts.restart_count,
-        facts.store,
-        facts.store_node,
-        inherited=True,
-        adopted=facts.adopted,
-        why_stopped=facts.over,
-        restore=facts.restore,
-        rewound_from=facts.rewound_from,
-        suspect=facts.suspect,
-        restore_step=facts.restore_step,
-    )
-    for seat in facts.seats:
-        round_.seat(seat)
-    return round_
-
-
 def begin(
     name: RoundName,
     ready: Sequence[Node],
@@ -165,33 +146,32 @@ def begin(
     previous: Round | None,
     restart_count: int,
     snapshot: Restore | None = None,
-) -> Round:
-    """Give `limit` of the ready nodes their places in a new round. `snapshot`: what the ranks go on
+) -> RoundFacts:
+    """A new round: `limit` of the ready nodes in their places. `snapshot`: what the ranks go on
     from."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
-    world_size = sum(hello.local_world_size for hello in hellos)
-    round_ = Round(name, world_size, restart_count, host.store, host.id, restore=snapshot)
     role_sizes: dict[str, int] = {}
     for hello in hellos:
         role_sizes[hello.role] = role_sizes.get(hello.role, 0) + hello.local_world_size
-    first_rank, role_first_ranks = 0, dict.fromkeys(role_sizes, 0)
+    world_size, role_first_ranks, seats = 0, dict.fromkeys(role_sizes, 0), []
     for group_rank, hello in enumerate(hellos):
-        round_.seat(
+        seats.append(
             Seat(
                 node=hello.node,
                 incarnation=hello.incarnation,
                 group_rank=group_rank,
-                first_rank=first_rank,
+                first_rank=world_size,
                 ranks=hello.local_world_size,
                 role_first_rank=role_first_ranks[hello.role],
                 role_world_size=role_sizes[hello.role],
             )
         )
-        first_rank += hello.local_world_size
+        world_size += hello.local_world_size
         role_first_ranks[hello.role] += hello.local_world_size
-    return round_
+    store = (host.store, host.id)
+    return RoundFacts(name, world_size, restart_count, *store, 0.0, tuple(seats), restore=snapshot)
 
 
 class Stage(StrEnum):

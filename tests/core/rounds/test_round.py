@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Node, is_loopback
-from elasticrun.core.persisted import Seat
+from elasticrun.core.persisted import RoundFacts, Seat
 from elasticrun.core.rounds.round import Round, begin, choose, lay_out, store_host
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
@@ -42,17 +42,17 @@ def test_every_rank_is_given_out_once(raw, previous, shuffler) -> None:  # type:
     shuffler.shuffle(shuffled)
     assert lay_out(shuffled, before) == places, "the order of asking must not matter"
     made = begin(RoundName(1, 1, "one"), shuffled, len(members), None, 0)
-    assert [seat.group_rank for seat in made.members.values()] == list(range(len(members)))
+    assert [seat.group_rank for seat in made.seats] == list(range(len(members)))
     next_rank = 0
     next_in_role = {"x": 0, "y": 0}
-    for seat in made.members.values():
+    for seat in made.seats:
         one = next(node for node in members if node.id == seat.node)
         assert (seat.first_rank, seat.ranks) == (next_rank, one.hello.local_world_size)
         assert seat.role_first_rank == next_in_role[one.hello.role]
         next_rank += seat.ranks
         next_in_role[one.hello.role] += seat.ranks
     assert made.world_size == next_rank
-    for seat in made.members.values():
+    for seat in made.seats:
         role = next(node for node in members if node.id == seat.node).hello.role
         assert seat.role_world_size == next_in_role[role]
 
@@ -92,10 +92,7 @@ B = Seat("b", "two", 1, 2, 1, 2, 3)
 
 
 def of(*seats: Seat) -> Round:
-    made = Round(NAME, 3, 4, STORE, store_node="a", why="grown")
-    for seat in seats:
-        made.seat(seat)
-    return made
+    return Round(RoundFacts(NAME, 3, 4, STORE, "a", 0.0, seats), why="grown")
 
 
 def test_each_member_is_told_its_own_place() -> None:
