@@ -74,6 +74,16 @@ class Client:
         self.say(message)
         return self.hear(kind)
 
+    async def hears(self, kind: type[T]) -> T:
+        """The same, in a thread, while the node goes on; and so below."""
+        return await asyncio.to_thread(self.hear, kind)
+
+    async def asks(self, message: s.FromPeer, kind: type[T]) -> T:
+        return await asyncio.to_thread(self.ask, message, kind)
+
+    async def hangs_up(self) -> bool:
+        return await asyncio.to_thread(self.hung_up)
+
     def hung_up(self) -> bool:
         """Wait for the end, whatever is said before."""
         try:
@@ -122,6 +132,9 @@ class Rank(Client):
             if here.fresh:
                 mapped[PAGE : PAGE + len(encoded)] = encoded
         return here
+
+    async def needs(self, layout: Layout) -> s.SegmentHere:
+        return await asyncio.to_thread(self.need, layout)
 
     def commit(self, step: int, *, persist: bool = False, tell: bool = True) -> int:
         """Take a snapshot whose every byte is the step's; its slot."""
@@ -238,7 +251,7 @@ class Node:
         """Both, with segments."""
         found = [await self.rank(0), await self.rank(1)]
         for rank in found:
-            assert (await asyncio.to_thread(rank.need, layout or layout_of())).ok
+            assert (await rank.needs(layout or layout_of())).ok
         return found
 
     async def both(self, ranks: list[Rank], step: int, **how: Any) -> None:
@@ -250,7 +263,7 @@ class Node:
     async def heard(self, ranks: list[Rank]) -> None:
         """All that these have said was taken in: each asks what is answered after it."""
         for rank in ranks:
-            await asyncio.to_thread(rank.ask, s.IsWhole(10**6), s.Whole)
+            await rank.asks(s.IsWhole(10**6), s.Whole)
 
     async def saver(self, port: int = 0) -> Client:
         """Be the saver that was ordered."""

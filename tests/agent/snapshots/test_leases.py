@@ -3,8 +3,6 @@ that one rank alone has."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
@@ -94,6 +92,6 @@ async def test_the_master_is_told_of_state_that_one_rank_alone_has(node: Node) -
     first = await node.master.until(lambda said: said.held, m.Holdings)
     assert not first.held[0].own
     need = s.NeedSegment(*sizes, own=True)
-    assert (await asyncio.to_thread(ranks[1].ask, need, s.SegmentHere)).ok
+    assert (await ranks[1].asks(need, s.SegmentHere)).ok
     await node.both(ranks, 2)
     assert (await node.master.until(lambda said: said.held[0].step == 2, m.Holdings)).held[0].own

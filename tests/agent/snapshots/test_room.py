@@ -36,9 +36,9 @@ async def test_a_rank_that_waits_is_told_when_a_slot_is_free(node: Node) -> None
     await node.heard([second])
     assert not first.messages
     node.snapshots.obey(m.Watermark(start.round, 2))
-    await asyncio.to_thread(first.hear, s.RoomThere)
+    await first.hears(s.RoomThere)
     assert first.segment.free_slot() is not None
-    await asyncio.to_thread(second.ask, s.AwaitRoom(NONE), s.RoomThere)  # at once: there is one
+    await second.asks(s.AwaitRoom(NONE), s.RoomThere)  # at once: there is one
 
 
 @played(several=True)
@@ -52,7 +52,7 @@ async def test_a_rank_that_waits_is_told_when_a_step_is_whole(node: Node) -> Non
     await node.heard(ranks)
     assert not ranks[0].messages
     node.snapshots.obey(m.Watermark(start.round, 2))
-    await asyncio.to_thread(ranks[0].hear, s.RoomThere)
+    await ranks[0].hears(s.RoomThere)
 
 
 @played(several=True)
@@ -66,7 +66,7 @@ async def test_a_rank_that_waits_is_told_when_another_step_is_named(node: Node) 
     await node.heard(ranks)
     node.snapshots.obey(m.SaveAt(start.round, 4, "node a is to leave"))
     node.snapshots.obey(m.PersistOver("", start.round, 2, ok=False, reason="one was past it"))
-    await asyncio.to_thread(ranks[0].hear, s.RoomThere)
+    await ranks[0].hears(s.RoomThere)
 
 
 @played()
@@ -99,7 +99,7 @@ async def test_a_rank_that_waits_is_told_when_steps_are_given_up(node: Node) -> 
     await node.both(ranks, 2)
     ranks[1].say(s.AwaitRoom(NONE))
     node.snapshots.obey(m.Watermark(start.round, NONE, 1))
-    await asyncio.to_thread(ranks[1].hear, s.RoomThere)
+    await ranks[1].hears(s.RoomThere)
 
 
 @played()
@@ -107,7 +107,7 @@ async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
     node.begin(1)
     rank = await node.rank(0)
     rank.say(s.AwaitRoom(NONE))
-    assert await asyncio.to_thread(rank.hung_up)
+    assert await rank.hangs_up()
 
 
 # ---------------------------------------------------------------- how many

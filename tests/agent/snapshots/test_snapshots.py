@@ -83,8 +83,8 @@ def goes_on(node: Node) -> None:
 
 async def compared(rank: Rank, wanted: int) -> s.Whole:
     """What a rank is told of the shard of this rank, which it has asked for."""
-    await asyncio.to_thread(rank.ask, s.WantShard(wanted), s.ShardHere)
-    return await asyncio.to_thread(rank.ask, s.IsWhole(wanted), s.Whole)
+    await rank.asks(s.WantShard(wanted), s.ShardHere)
+    return await rank.asks(s.IsWhole(wanted), s.Whole)
 
 
 # ---------------------------------------------------------------- commits
@@ -179,13 +179,13 @@ async def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born(
     again = await node.rank(0)
     rounds = (s.Named(7, 2, "n2"), s.Named(7, 1, "n1"))
     assert again.resume == s.Resume(*rounds, 1, 2, same=True, put_off=(1, 15))
-    shard = await asyncio.to_thread(again.ask, s.WantShard(0), s.ShardHere)
+    shard = await again.asks(s.WantShard(0), s.ShardHere)
     assert (shard.ok, shard.rank, shard.slot) == (True, 0, left.slot)
     assert len(again.fds) == 1
-    other = await asyncio.to_thread(again.ask, s.WantShard(1), s.ShardHere)
+    other = await again.asks(s.WantShard(1), s.ShardHere)
     assert other.ok
     assert other.rank == 1
-    none = await asyncio.to_thread(again.ask, s.WantShard(2), s.ShardHere)
+    none = await again.asks(s.WantShard(2), s.ShardHere)
     assert not none.ok
     assert "no rank 2 among 2" in none.reason
 
@@ -237,7 +237,7 @@ async def test_a_new_layout_has_a_segment_of_its_own_and_the_old_one_stays_until
 ) -> None:
     ranks = await life(node, 1)
     for rank in ranks:  # optimizer state has come into being
-        assert (await asyncio.to_thread(rank.need, layout_of(5000))).fresh
+        assert (await rank.needs(layout_of(5000))).fresh
     ranks[0].commit(2)
     await node.heard(ranks)
     assert len(node.snapshots._segments.held) == 4
@@ -255,10 +255,10 @@ async def test_what_a_rank_is_being_given_is_not_taken_for_needless(node: Node) 
     grown = layout_of(5000)
     ranks = await life(node, 1)
     for rank in ranks:
-        await asyncio.to_thread(rank.need, grown)
+        await rank.needs(grown)
     goes_on(node)
     ranks = await node.ranks()
-    given = await asyncio.gather(*(asyncio.to_thread(rank.need, grown) for rank in ranks))
+    given = await asyncio.gather(*(rank.needs(grown) for rank in ranks))
     assert all(here.fresh for here in given)
     await node.both(ranks, 2)
 
@@ -269,7 +269,7 @@ async def test_a_newer_checkpointer_is_given_what_the_one_before_had_asked_for(n
     (rank, _) = await node.ranks()
     rank.say(rank.wanted(layout_of(5000)))
     newer = await node.rank(0)
-    assert (await asyncio.to_thread(newer.need, layout_of(9000))).fresh
+    assert (await newer.needs(layout_of(9000))).fresh
 
 
 @played()
@@ -278,7 +278,7 @@ async def test_a_rank_is_told_at_once_that_the_agent_cannot_map_its_memory(node:
     node.begin(1)
     rank = await node.rank(0)
     with at_most(200 << 20):
-        here = await asyncio.to_thread(rank.ask, rank.wanted(layout_of(150 << 20)), s.SegmentHere)
+        here = await rank.asks(rank.wanted(layout_of(150 << 20)), s.SegmentHere)
     assert not here.ok
     assert "without snapshots: the agent cannot map 300 MiB" in here.reason
     assert node.snapshots._segments.held == []
@@ -286,9 +286,9 @@ async def test_a_rank_is_told_at_once_that_the_agent_cannot_map_its_memory(node:
     assert not list(folder.rglob("0-*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "mapped", lambda *_: 1 / 0)
-        here = await asyncio.to_thread(rank.ask, rank.wanted(layout_of()), s.SegmentHere)
+        here = await rank.asks(rank.wanted(layout_of()), s.SegmentHere)
     assert "without snapshots: ZeroDivisionError" in here.reason
-    assert (await asyncio.to_thread(rank.need, layout_of())).ok
+    assert (await rank.needs(layout_of())).ok
 
 
 @contextmanager
@@ -318,18 +318,18 @@ async def test_a_shard_that_is_not_here_is_fetched_from_who_holds_it(node: Node)
     node.snapshots.attached()  # another master has not heard it
     assert await node.master.until(lambda _: True, m.WhereIs) == asked
     node.snapshots.obey(m.Holder(ONE, 5, 3, 2, Endpoint("10.0.0.2", 99), ""))
-    fetch = await asyncio.to_thread(saver.hear, s.Fetch)
+    fetch = await saver.hears(s.Fetch)
     assert (fetch.host, fetch.port, fetch.rank) == ("10.0.0.2", 99, 2)
     layout = layout_of()
     length = len(layout.encode())
     size = s.FetchSize(fetch.key, True, "", length, layout.slot_bytes)
-    assert await asyncio.to_thread(saver.ask, size, s.FetchInto) == s.FetchInto(fetch.key)
+    assert await saver.asks(size, s.FetchInto) == s.FetchInto(fetch.key)
     fill(saver.fds.pop(), layout.key)
     saver.say(s.Fetched(fetch.key, True, ""))
-    here = await asyncio.to_thread(rank.hear, s.ShardHere)
+    here = await rank.hears(s.ShardHere)
     assert here == s.ShardHere(True, "", 2, 0, 8)
     assert rank.fds
-    assert (await asyncio.to_thread(rank.ask, s.IsWhole(3), s.Whole)).ok
+    assert (await rank.asks(s.IsWhole(3), s.Whole)).ok
 
 
 def fill(fd: int, key: int) -> None:
@@ -352,7 +352,7 @@ async def test_nobody_holds_it(node: Node) -> None:
     rank.say(s.WantShard(3))
     await node.master.until(lambda _: True, m.WhereIs)
     node.snapshots.obey(m.Holder(ONE, 5, 3, 3, None, "its node is gone"))
-    here = await asyncio.to_thread(rank.hear, s.ShardHere)
+    here = await rank.hears(s.ShardHere)
     assert not here.ok
     assert here.reason == "its node is gone"
 
@@ -362,15 +362,15 @@ async def test_a_shard_is_compared_while_ranks_are_born_and_a_bad_one_does_not_c
     node: Node,
 ) -> None:
     _, saver = await life_with_saver(node, 1)
-    opened = await asyncio.to_thread(saver.hear, s.SegmentOpen)
-    hashing = await asyncio.to_thread(saver.hear, s.HashSnapshot)
+    opened = await saver.hears(s.SegmentOpen)
+    hashing = await saver.hears(s.HashSnapshot)
     assert hashing.key == opened.key
     assert saver.fds
     node.snapshots.reaped()
-    await asyncio.to_thread(saver.hear, s.SegmentOpen)
-    await asyncio.to_thread(saver.hear, s.HashSnapshot)
+    await saver.hears(s.SegmentOpen)
+    await saver.hears(s.HashSnapshot)
     node.begin(2, restore=m.Restore(ONE, 1, 2))
-    checks = [await asyncio.to_thread(saver.hear, s.CheckSnapshot) for _ in range(2)]
+    checks = [await saver.hears(s.CheckSnapshot) for _ in range(2)]
     for check, ok in zip(checks, (True, False), strict=True):
         saver.say(s.Checked(check.key, check.slot, check.sequence, ok, "" if ok else "flipped"))
     rank = await node.rank(1)
@@ -500,7 +500,7 @@ def test_a_saver_that_stands_still_does_not_hold_up_a_restore(
 async def checked(saver: Client, count: int) -> None:
     """Answer so many checks, whatever else comes."""
     while count:
-        message = await asyncio.to_thread(saver.hear, object)
+        message = await saver.hears(object)
         if isinstance(message, s.CheckSnapshot):
             saver.say(s.Checked(message.key, message.slot, message.sequence, True, ""))
             count -= 1
@@ -509,7 +509,7 @@ async def checked(saver: Client, count: int) -> None:
 async def next_of(saver: Client, kind: type[T]) -> T:
     """The next order of this kind, whatever else comes."""
     while True:
-        message = await asyncio.to_thread(saver.hear, object)
+        message = await saver.hears(object)
         if isinstance(message, kind):
             return message
 
@@ -662,14 +662,14 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(
     ):
         client = await node.call(Client, name)
         client.say(wrong)
-        assert await asyncio.to_thread(client.hung_up)
+        assert await client.hangs_up()
     client = await node.call(Client, name)
     client.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert await asyncio.to_thread(client.hung_up)
+    assert await client.hangs_up()
     for second in (good, s.Checked(1, 0, 1, True, "")):
         rank = await node.rank(0)
         rank.say(second)
-        assert await asyncio.to_thread(rank.hung_up)
+        assert await rank.hangs_up()
     assert "it has to say once, and first, who it is" in told(caplog)
     assert "it says that it is rank 1 of 2, and is rank 0 of 2" in told(caplog)
     assert "no such saver was started" in told(caplog)
@@ -680,7 +680,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(
 async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_peers, "FIRST_WORD", 0.05)
     name, _ = read_place(node.snapshots.place(0))
-    assert await asyncio.to_thread((await node.call(Client, name)).hung_up)
+    assert await (await node.call(Client, name)).hangs_up()
 
 
 @played()
@@ -690,7 +690,7 @@ async def test_there_are_not_more_connections_than_there_can_be(node: Node) -> N
     for _ in range(most):
         await node.call(Client, name)
     one_more = await node.call(Client, name)
-    assert await asyncio.to_thread(one_more.hung_up)
+    assert await one_more.hangs_up()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -744,7 +744,7 @@ async def test_a_child_of_a_rank_does_not_take_its_place(
 ) -> None:
     node.begin(1)
     rank = await node.rank(0)
-    await asyncio.to_thread(rank.need, layout_of())
+    await rank.needs(layout_of())
 
     def a_child_comes() -> str:
         with speaks(node, 0) as answer:
@@ -755,8 +755,8 @@ async def test_a_child_of_a_rank_does_not_take_its_place(
     rank.commit(1)
     await node.heard([rank])
     newer = await node.rank(0)  # a later Checkpointer of the same process
-    assert await asyncio.to_thread(rank.hung_up)
-    assert (await asyncio.to_thread(newer.need, layout_of())).ok
+    assert await rank.hangs_up()
+    assert (await newer.needs(layout_of())).ok
 
 
 @played()
@@ -787,7 +787,7 @@ async def test_ranks_of_an_older_life_are_not_heard_any_more(node: Node) -> None
     node.begin(1)
     old = await node.rank(0)
     node.begin(2)
-    assert await asyncio.to_thread(old.hung_up)
+    assert await old.hangs_up()
     with pytest.raises(AssertionError, match="hung up"):  # it says its old place
         await node.call(Rank, node.snapshots.place(0), structs.replace(node.start, world_size=9))
 

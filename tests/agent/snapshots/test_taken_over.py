@@ -3,7 +3,6 @@ what its ranks are given, and when it goes."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import tempfile
@@ -117,10 +116,10 @@ async def test_another_training_of_the_same_name_does_not_go_on_from_it(node: No
         place = [after.snapshots.place(local) for local in (0, 1)]
         ranks = [await after.call(Rank, where, start, "/runs/b") for where in place]
         assert [rank.resume.step for rank in ranks] == [NONE, NONE]
-        shard = await asyncio.to_thread(ranks[0].ask, s.WantShard(0), s.ShardHere)
+        shard = await ranks[0].asks(s.WantShard(0), s.ShardHere)
         assert not shard.ok
         for rank in ranks:
-            assert (await asyncio.to_thread(rank.need, layout_of())).ok
+            assert (await rank.needs(layout_of())).ok
         await after.both(ranks, 1)
         await after.both(ranks, 2)
         assert after.held() == [(1, 2, (CONTENT,) * 2, False), (1, 1, (CONTENT,) * 2, False)]
@@ -139,9 +138,9 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
         after.begin(1, round=NEW, restore=FROM_1, world_size=1)
         rank = await after.rank(0)
         for old in (0, 1):
-            shard = await asyncio.to_thread(rank.ask, s.WantShard(old), s.ShardHere)
+            shard = await rank.asks(s.WantShard(old), s.ShardHere)
             assert (shard.ok, shard.rank) == (True, old)
-        assert (await asyncio.to_thread(rank.need, layout_of())).ok
+        assert (await rank.needs(layout_of())).ok
         assert len(list(folder_of(after).glob("1-*"))) == 1
         await after.both([rank], 2)
         await after.snapshots._segments._tasks.over(240)  # what it gives back, and what it makes
