@@ -17,7 +17,6 @@ from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.rpc import etcd
 from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
 from elasticrun.wire.types import Endpoint
-from tests import aio
 from tests.certificates import Authority
 from tests.etcd.server import EtcdServer, patient_masters
 from tests.harness import LIMIT
@@ -79,11 +78,12 @@ class Agent:
         await self._channel.close()
 
 
-def test_one_that_was_stopped_past_its_lease_says_nothing_more(etcd_server: EtcdServer) -> None:
+async def test_one_that_was_stopped_past_its_lease_says_nothing_more(
+    etcd_server: EtcdServer,
+) -> None:
     """It is stopped with a decision at hand (last call is about to end) and a beat unanswered; it
     wakes when another leads: not one order more leaves it, and it ends."""
-
-    async def body(first: Process) -> None:
+    with started(master_store=etcd_server.url, spec=HASTY) as first:
         old = Agent(first)
         was = await old.join(hello("n0", spec=HASTY))
         first.popen.send_signal(signal.SIGSTOP)
@@ -104,9 +104,6 @@ def test_one_that_was_stopped_past_its_lease_says_nothing_more(etcd_server: Etcd
             await new.close()
         await old.close()
 
-    with started(master_store=etcd_server.url, spec=HASTY) as first:
-        aio.run(body(first))
-
 
 def test_the_second_one_ends_with_a_sentence_and_a_code(etcd_server: EtcdServer) -> None:
     store: dict[str, Any] = {"master_store": etcd_server.url}
@@ -118,11 +115,10 @@ def test_the_second_one_ends_with_a_sentence_and_a_code(etcd_server: EtcdServer)
         assert first.status().job_id == "job"
 
 
-def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None:
+async def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None:
     """While etcd stands still the round that is decided is told to nobody."""
     spec = structs.replace(SPEC, max_nodes=1)  # the first to join makes it whole
-
-    async def body(master: Process) -> None:
+    with started(master_store=etcd_server.url, spec=spec) as master:
         channel = open_channel(master.endpoint)
         stream = attend(channel)
         assert isinstance(await enter(stream, hello("n0", spec=spec)), m.Welcome)
@@ -140,26 +136,20 @@ def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None
             etcd_server.go_on()
         await channel.close()
 
-    with started(master_store=etcd_server.url, spec=spec) as master:
-        aio.run(body(master))
 
-
-def test_the_leader_names_the_address_that_it_was_given(etcd_server: EtcdServer) -> None:
-    async def body() -> etcd.Item:
+async def test_the_leader_names_the_address_that_it_was_given(etcd_server: EtcdServer) -> None:
+    named = {"advertise": "node-7.example", "holder": "me"}
+    with started(master_store=etcd_server.url, **named) as master:
         client = etcd.Etcd(parse_place(etcd_server.url), limit=LIMIT)
         (item,) = (await client.txn((), (etcd.get(KEYS.master),))).items
         await client.close()
-        return item
-
-    named = {"advertise": "node-7.example", "holder": "me"}
-    with started(master_store=etcd_server.url, **named) as master:
-        leader = leader_from_bytes(aio.run(body()).value)
+        leader = leader_from_bytes(item.value)
         assert leader is not None
         assert leader.endpoint == Endpoint("node-7.example", master.endpoint.port)
         assert leader.holder == "me"
 
 
-def test_etcd_behind_tls(etcd_server: EtcdServer, tmp_path: Path) -> None:
+async def test_etcd_behind_tls(etcd_server: EtcdServer, tmp_path: Path) -> None:
     """`etcds://` with --tls-ca and a certificate of our own, which the server asks for."""
     authority = Authority(tmp_path).create()
     theirs = authority.sign("etcd", "IP:127.0.0.1")
@@ -176,10 +166,10 @@ def test_etcd_behind_tls(etcd_server: EtcdServer, tmp_path: Path) -> None:
         finally:
             await client.close()
 
-    aio.run(campaign(LIMIT, ca=ours.ca, cert=ours.cert, key=ours.key))
+    await campaign(LIMIT, ca=ours.ca, cert=ours.cert, key=ours.key)
     with pytest.raises(etcd.EtcdSilent):
-        aio.run(campaign(ca=ours.ca))
+        await campaign(ca=ours.ca)
     with pytest.raises(etcd.EtcdSilent):
-        aio.run(campaign(ca=strangers.ca, cert=ours.cert, key=ours.key))
+        await campaign(ca=strangers.ca, cert=ours.cert, key=ours.key)
     with started(master_store=url, tls=ours) as master:
         assert "port" in master.answer

@@ -143,8 +143,8 @@ def test_it_ends_when_no_agent_comes(home: Path) -> None:
         assert said == ""
 
 
-def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
-    async def attended(master: Process) -> None:
+async def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
+    with started(outlive=True) as master:
         async with open_channel(master.endpoint) as channel:
             stream = attend(channel)
             assert isinstance(await enter(stream, hello()), m.Welcome)
@@ -152,9 +152,6 @@ def test_with_outlive_it_stays_for_those_who_are_attached(home: Path) -> None:
             await stream.send(m.Beat(1))
             while await hear(stream) != m.Echo(1):
                 pass
-
-    with started(outlive=True) as master:
-        aio.run(attended(master))
         code, _ = master.ended()
         assert code == 0
 
