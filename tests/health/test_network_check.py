@@ -21,7 +21,8 @@ HELP = re.compile(f"{PAIR.pattern} .*comm.* a third node would")
 
 
 @further(
-    "test_a_node_that_cannot_talk", "health/test_straggler::test_a_straggler_is_swapped_for_a_spare"
+    "test_a_node_that_cannot_talk",
+    "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
 )
 def test_good_nodes_train_together(health: Health) -> None:
     """Nobody is excluded, one round is formed, and the page says what was measured."""

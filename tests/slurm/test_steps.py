@@ -52,7 +52,7 @@ def test_two_steps_of_one_job_at_once(slurm: Slurm) -> None:
 
 @further(
     "test_a_step_whose_ranks_fail",
-    "health/test_quarantine::test_an_excluded_node_stays_until_the_job_ends",
+    "health/test_exclusion::test_an_excluded_node_stays_until_the_job_ends",
 )
 @pytest.mark.parametrize(
     ("park", "state", "code"), [("", "FAILED", "75:0"), ("--quarantine=1", "COMPLETED", "0:0")]

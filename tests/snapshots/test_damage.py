@@ -1,4 +1,5 @@
-"""What is not what was written: found, said, and the next best taken. A disk without room."""
+"""What is not what was written: found, said, and the next best taken. A disk without room; a folder
+of checkpoints that two jobs name."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrun.agent.rendezvous.claims import NAME
 from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
 from tests import needs
 from tests.further import further
-from tests.harness import processes_of
+from tests.harness import ELASTICRUN, Launched, World, await_true, processes_of
 from tests.snapshots.conftest import (
     SILENCE,
     STEPS,
@@ -129,3 +131,51 @@ def end(job: subprocess.Popen[bytes]) -> None:
     job.kill()
     job.wait()
     assert not psutil.wait_procs(below, timeout=240)[1]
+
+
+# ---------------------------------------------------------------- two jobs that name one folder
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+import torch
+from elasticrun.training import Checkpointer
+
+stop = Path(sys.argv[2])
+weights = torch.zeros(10)
+ckpt = Checkpointer(
+    sys.argv[1], weights=weights, every_steps=1, persist_every_steps=1, on_busy="wait"
+)
+step = ckpt.restore()
+while not stop.exists():
+    step += 1
+    weights += 1
+    ckpt.step(step)
+    time.sleep(0.2)
+"""
+
+
+@further("agent/rendezvous/test_claims")
+def test_the_second_job_says_by_whom_and_writes_nothing_until_the_first_has_ended(
+    world: World, tmp_path: Path
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "ckpt"
+    script.write_text(WRITES)
+
+    def job(name: str) -> tuple[Path, Launched]:
+        stop = tmp_path / f"stop-{name}"
+        words = ("--standalone", f"--rdzv-id={name}", str(script), str(folder), str(stop))
+        return stop, world.launch(ELASTICRUN, *words)
+
+    stop_one, one = job("one")
+    await_true(lambda: list(folder.glob("step-*/.metadata")), "checkpoint of the first job")
+    stop_two, two = job("two")
+    two.until_text(f"no checkpoint is written: {folder} is claimed by job one on ")
+    stop_one.touch()
+    assert one.wait() == 0, one.stderr
+    before = set(folder.glob("step-*/.metadata"))
+    await_true(lambda: set(folder.glob("step-*/.metadata")) - before, "checkpoint of the second")
+    stop_two.touch()
+    assert two.wait() == 0, two.stderr
+    assert not (folder / NAME).exists(), "left clean"

@@ -57,7 +57,7 @@ def test_a_recorder_that_the_user_turned_off_leaves_the_step_time(world: World) 
 
 @further(
     "test_a_planted_slowness_does_not_grow_with_a_moment_of_standing_still",
-    "health/test_straggler::test_a_straggler_is_swapped_for_a_spare",
+    "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
 )
 def test_a_planted_slowness_makes_the_own_part_three_times_as_long(world: World) -> None:
     with listening() as listener:
