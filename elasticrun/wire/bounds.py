@@ -1,4 +1,4 @@
-"""What a field of a message may hold; its annotation says it: `Annotated[int, whole(1, 65535)]`.
+"""What a field of a message may hold; its annotation says it: `Annotated[int, Whole(1, 65535)]`.
 
 A bound takes where a value stands (for its sentence) and the value, and returns it or raises
 `WireError`. What comes in is checked field by field before anything of elasticrun sees it: no
@@ -43,15 +43,16 @@ class WireError(ValueError):
 # ---------------------------------------------------------------- bounds
 
 
-def whole(low: int, high: int) -> Bound:
+class Whole:
     """A whole number between these two."""
 
-    def check(where: str, value: int) -> int:
-        if not low <= value <= high:
-            raise WireError(f"{where} is {value}, not between {low} and {high}")
-        return int(value)
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
 
-    return check
+    def __call__(self, where: str, value: int) -> int:
+        if not self.low <= value <= self.high:
+            raise WireError(f"{where} is {value}, not between {self.low} and {self.high}")
+        return int(value)
 
 
 def seconds(where: str, value: float) -> float:
@@ -94,52 +95,56 @@ def tail(where: str, value: str) -> str:
     return text(where, value)
 
 
-def name(least: int, most: int) -> Bound:
+class Line:
     """One printable line of so many characters, never cut, because a cut name is another name."""
 
-    def check(where: str, value: str) -> str:
-        if len(value) < least:
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+
+    def __call__(self, where: str, value: str) -> str:
+        if len(value) < self.least:
             raise WireError(f"{where} is empty")
-        if len(value) > most:
-            raise WireError(f"{where} has {len(value)} characters, more than {most}")
+        if len(value) > self.most:
+            raise WireError(f"{where} has {len(value)} characters, more than {self.most}")
         if not value.isprintable():
             raise WireError(f"{where} holds a character that cannot be printed")
         return value
 
-    return check
 
-
-def one_of(*words: str, make: Callable[[str], str] = str) -> Bound:
+class OneOf:
     """One of a few words; `make` turns it into its enum."""
 
-    def check(where: str, value: str) -> str:
-        if value not in words:
-            raise WireError(f"{where} is {value[:80]!r}, not one of {', '.join(words)}")
-        return make(value)
+    def __init__(self, *words: str, make: Callable[[str], str] = str) -> None:
+        self.words, self.make = words, make
 
-    return check
+    def __call__(self, where: str, value: str) -> str:
+        if value not in self.words:
+            raise WireError(f"{where} is {value[:80]!r}, not one of {', '.join(self.words)}")
+        return self.make(value)
 
 
-def exactly(length: int, *, empty: bool = False) -> Bound:
+class Exactly:
     """Bytes of this length, or (`empty`) none at all."""
 
-    def check(where: str, value: bytes) -> bytes:
-        if len(value) != length and (value or not empty):
-            raise WireError(f"{where} has {len(value)} bytes, not {length}")
+    def __init__(self, length: int, *, empty: bool = False) -> None:
+        self.length, self.empty = length, empty
+
+    def __call__(self, where: str, value: bytes) -> bytes:
+        if len(value) != self.length and (value or not self.empty):
+            raise WireError(f"{where} has {len(value)} bytes, not {self.length}")
         return bytes(value)
 
-    return check
 
-
-def at_most(count: int) -> Bound:
+class AtMost:
     """A list that is no longer."""
 
-    def check(where: str, value: Any) -> Any:
-        if len(value) > count:
-            raise WireError(f"{where} lists {len(value)}, more than {count}")
-        return value
+    def __init__(self, count: int) -> None:
+        self.count = count
 
-    return check
+    def __call__(self, where: str, value: Any) -> Any:
+        if len(value) > self.count:
+            raise WireError(f"{where} lists {len(value)}, more than {self.count}")
+        return value
 
 
 def cut(value: str, most: int, *, keep_end: bool = False) -> str:
@@ -151,12 +156,12 @@ def cut(value: str, most: int, *, keep_end: bool = False) -> str:
 
 # ---------------------------------------------------------------- what many fields are
 
-Count = Annotated[int, whole(0, INT32)]
-Pid = Annotated[int, whole(-1, INT32)]
-StepOrNone = Annotated[int, whole(-1, INT64)]
+Count = Annotated[int, Whole(0, INT32)]
+Pid = Annotated[int, Whole(-1, INT32)]
+StepOrNone = Annotated[int, Whole(-1, INT64)]
 Limit = Annotated[float, limit]
 Amount = Annotated[float, amount]
 Ratio = Annotated[float, ratio]
-Name = Annotated[str, name(1, MAX_NAME)]
-NameOrEmpty = Annotated[str, name(0, MAX_NAME)]
-Attempt = Annotated[str, name(1, MAX_ATTEMPT)]
+Name = Annotated[str, Line(1, MAX_NAME)]
+NameOrEmpty = Annotated[str, Line(0, MAX_NAME)]
+Attempt = Annotated[str, Line(1, MAX_ATTEMPT)]

@@ -24,21 +24,21 @@ from elasticrun.wire.bounds import (
     MAX_ATTEMPT,
     MAX_LOCAL_RANKS,
     Amount,
+    AtMost,
     Attempt,
     Count,
+    Exactly,
     Limit,
+    Line,
     Name,
     NameOrEmpty,
+    OneOf,
     Pid,
     Ratio,
     StepOrNone,
+    Whole,
     WireError,
-    at_most,
-    exactly,
-    name,
-    one_of,
     tail,
-    whole,
 )
 from elasticrun.wire.types import Endpoint, RoundName
 
@@ -82,19 +82,19 @@ NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 """Length of a proof (an HMAC-SHA256); an empty one says that there is no token."""
 
-Rank = Annotated[int, whole(0, MAX_RANKS)]
-RankOrNone = Annotated[int, whole(-1, MAX_RANKS)]
-WorldSize = Annotated[int, whole(1, MAX_RANKS)]
-Nodes = Annotated[int, whole(1, MAX_NODES)]
-NodesOrNone = Annotated[int, whole(0, MAX_NODES)]
-LocalRanks = Annotated[int, whole(1, MAX_LOCAL_RANKS)]
-ExitCode = Annotated[int, whole(0, 255)]
-Nonce = Annotated[bytes, exactly(NONCE_BYTES)]
-ProofBytes = Annotated[bytes, exactly(PROOF_BYTES, empty=True)]
-Pids = Annotated[tuple[Pid, ...], at_most(MAX_LOCAL_RANKS)]
-Ranks = Annotated[tuple[Rank, ...], at_most(MAX_LOCAL_RANKS)]
-Contents = Annotated[tuple[int, ...], at_most(MAX_CONTENTS)]
-ContentsHeld = Annotated[tuple[Annotated[int, whole(1, INT64)], ...], at_most(MAX_LOCAL_RANKS)]
+Rank = Annotated[int, Whole(0, MAX_RANKS)]
+RankOrNone = Annotated[int, Whole(-1, MAX_RANKS)]
+WorldSize = Annotated[int, Whole(1, MAX_RANKS)]
+Nodes = Annotated[int, Whole(1, MAX_NODES)]
+NodesOrNone = Annotated[int, Whole(0, MAX_NODES)]
+LocalRanks = Annotated[int, Whole(1, MAX_LOCAL_RANKS)]
+ExitCode = Annotated[int, Whole(0, 255)]
+Nonce = Annotated[bytes, Exactly(NONCE_BYTES)]
+ProofBytes = Annotated[bytes, Exactly(PROOF_BYTES, empty=True)]
+Pids = Annotated[tuple[Pid, ...], AtMost(MAX_LOCAL_RANKS)]
+Ranks = Annotated[tuple[Rank, ...], AtMost(MAX_LOCAL_RANKS)]
+Contents = Annotated[tuple[int, ...], AtMost(MAX_CONTENTS)]
+ContentsHeld = Annotated[tuple[Annotated[int, Whole(1, INT64)], ...], AtMost(MAX_LOCAL_RANKS)]
 
 
 # ---------------------------------------------------------------- parts of messages
@@ -135,7 +135,7 @@ class JobSpec(Struct, frozen=True):
     join_timeout: float
     last_call_timeout: float
     heartbeat_timeout: float  # silence after which a node is dead
-    grow: Annotated[str, one_of("auto", "now")]  # "auto" or "now"
+    grow: Annotated[str, OneOf("auto", "now")]  # "auto" or "now"
     grow_cooldown: float
     restart_grace: float  # how long a rank may take to die when its group is restarted
     master_lost_timeout: float
@@ -167,9 +167,9 @@ class Failure(Struct, frozen=True):
 
     host: NameOrEmpty
     rank: RankOrNone
-    local_rank: Annotated[int, whole(-1, MAX_LOCAL_RANKS)]
+    local_rank: Annotated[int, Whole(-1, MAX_LOCAL_RANKS)]
     pid: Pid
-    exitcode: Annotated[int, whole(-INT32, INT32)]  # as subprocess has it: negative for a signal
+    exitcode: Annotated[int, Whole(-INT32, INT32)]  # as subprocess has it: negative for a signal
     time_us: int  # wall clock of the node, microseconds since the epoch; for people
     kind: FailureKind
     message: str  # one line
@@ -177,7 +177,7 @@ class Failure(Struct, frozen=True):
     error_file: str  # path on the node, empty if none
 
 
-Failures = Annotated[tuple[Failure, ...], at_most(MAX_FAILURES)]
+Failures = Annotated[tuple[Failure, ...], AtMost(MAX_FAILURES)]
 
 
 class Restore(Struct, frozen=True):
@@ -265,7 +265,7 @@ class Hello(Struct, frozen=True):
     host: NameOrEmpty  # name for people
     address: Name  # what other nodes dial to reach a store here
     pid: Pid
-    node_rank: Annotated[int, whole(-1, MAX_NODES - 1)]  # -1: none was given
+    node_rank: Annotated[int, Whole(-1, MAX_NODES - 1)]  # -1: none was given
     local_world_size: LocalRanks
     role: NameOrEmpty
     spec: JobSpec
@@ -316,7 +316,7 @@ class Leaving(Struct, frozen=True):
     """This node goes: a signal, or its own decision. Not a failure of any rank."""
 
     reason: str
-    signal: Annotated[int, whole(0, 64)]  # 0: none
+    signal: Annotated[int, Whole(0, 64)]  # 0: none
 
 
 class Departing(Struct, frozen=True):
@@ -325,9 +325,9 @@ class Departing(Struct, frozen=True):
 
     round: RoundName
     reason: str
-    signal: Annotated[int, whole(1, 64)]
+    signal: Annotated[int, Whole(1, 64)]
     step: int  # the newest that a rank here is at
-    margin: Annotated[int, whole(1, MAX_MARGIN)]  # steps in which word comes to every rank
+    margin: Annotated[int, Whole(1, MAX_MARGIN)]  # steps in which word comes to every rank
     asked: StepOrNone = -1  # the step that this node has been asked to save; -1: none yet
 
 
@@ -365,7 +365,7 @@ class Probed(Struct, frozen=True):
     reason: str  # a clause with the time it took and the limit, without phase and partner; "" if ok
     compute: float  # seconds of one matmul, the slowest local rank's; 0.0: not measured
     flops: Amount  # floating point operations of one matmul
-    transfers: Annotated[tuple[Transfer, ...], at_most(MAX_TRANSFERS)]
+    transfers: Annotated[tuple[Transfer, ...], AtMost(MAX_TRANSFERS)]
     seconds: float  # that the whole probe took, of which ...
     timed: float  # ... so many were timed work
 
@@ -378,7 +378,7 @@ class Steps(Struct, frozen=True):
 
     round: RoundName
     step: int  # the newest
-    steps: Annotated[int, whole(1, INT32)]  # in this report
+    steps: Annotated[int, Whole(1, INT32)]  # in this report
     seconds: float  # of one step
     own: float  # of one step, without waiting; 0.0 where it is not known
     waited: float
@@ -388,7 +388,7 @@ class ReachMe(Struct, frozen=True):
     """A reader asks the master to dial `port` at the address its stream comes from, and to read
     `nonce` there (elasticrun doctor)."""
 
-    port: Annotated[int, whole(1024, 65535)]
+    port: Annotated[int, Whole(1024, 65535)]
     nonce: Nonce
 
 
@@ -439,7 +439,7 @@ class Holdings(Struct, frozen=True):
     of that round for which a rank of this node had no free slot, of the rank with the most."""
 
     saver: Endpoint | None
-    held: Annotated[tuple[Holding, ...], at_most(MAX_HOLDINGS)]
+    held: Annotated[tuple[Holding, ...], AtMost(MAX_HOLDINGS)]
     replicas: bool = False
     last: LastRound | None = None
     went_on: WentOn | None = None
@@ -620,7 +620,7 @@ class Park(Struct, frozen=True):
 
 class Watermark(Struct, frozen=True):
     """Order: this step of the present round is whole over the whole job, so that older ones are
-    needed no more; -1: none is yet. Steps above it up to `given_up` will never be whole, because
+    needed no more; -1: none is yet. Steps above it up to `given_up` will never be Whole, because
     some nodes have them and others went on without; -1: none."""
 
     round: RoundName
@@ -681,7 +681,7 @@ class Persist(Struct, frozen=True):
     writers: WorldSize  # parts of all nodes, one a rank
     coordinates: bool
     coordinator: Endpoint | None  # its saver, where this node does not coordinate
-    reason: Annotated[str, one_of("periodic", "breakpoint", "asked")]
+    reason: Annotated[str, OneOf("periodic", "breakpoint", "asked")]
     limit: Limit  # seconds until the attempt is given up
     rewound_from: StepOrNone = -1  # training was taken back from it since the newest checkpoint
 
@@ -705,7 +705,7 @@ class PersistOver(Struct, frozen=True):
     """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
     snapshot that the ranks wanted written; it is no longer pinned for that."""
 
-    attempt: Annotated[str, name(0, MAX_ATTEMPT)]
+    attempt: Annotated[str, Line(0, MAX_ATTEMPT)]
     round: RoundName
     step: int
     ok: bool
@@ -726,7 +726,7 @@ class ExcludedNode(Struct, frozen=True):
 
     node: Name
     host: NameOrEmpty
-    kind: Annotated[str, one_of("failed", "slow")]  # "failed" (network check) or "slow" (straggler)
+    kind: Annotated[str, OneOf("failed", "slow")]  # "failed" (network check) or "slow" (straggler)
     reason: str  # the verdict with its evidence
     age: float  # seconds since
     remaining: float  # seconds until it may come back and is probed anew
@@ -743,7 +743,7 @@ class NodeStatus(Struct, frozen=True):
     reason: str  # why it waits, empty if it does not
     group_rank: RankOrNone  # -1: has no place in the current round
     first_rank: RankOrNone
-    local_world_size: Annotated[int, whole(0, MAX_LOCAL_RANKS)]
+    local_world_size: Annotated[int, Whole(0, MAX_LOCAL_RANKS)]
     pids: Pids
     health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
 
@@ -761,10 +761,10 @@ class JobStatus(Struct, frozen=True):
     max_restarts: Count
     min_nodes: NodesOrNone
     max_nodes: NodesOrNone
-    nodes: Annotated[tuple[NodeStatus, ...], at_most(MAX_NODES)]
+    nodes: Annotated[tuple[NodeStatus, ...], AtMost(MAX_NODES)]
     last_failure: str
     outcome: str
-    excluded: Annotated[tuple[ExcludedNode, ...], at_most(MAX_EXCLUDED)] = ()
+    excluded: Annotated[tuple[ExcludedNode, ...], AtMost(MAX_EXCLUDED)] = ()
     check: str = ""  # what the last network check found, in a sentence; "" if there was none
     snapshot: str = ""  # newest whole step, newest written one, what is under way; "" if none is
     step: StepOrNone = -1  # the newest that ranks have told of; -1: none

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Final
 
-from elasticrun.wire.bounds import INT64, Name, whole
+from elasticrun.wire.bounds import INT64, Name, Whole
 
 SAID_AGAIN: Final = 1.0
 """Seconds after a SIGTERM in which another one is the same: Slurm says it twice within
@@ -25,7 +25,7 @@ class RoundName:
     """
 
     term: int
-    number: Annotated[int, whole(1, INT64)]  # grows by one with every round of the job
+    number: Annotated[int, Whole(1, INT64)]  # grows by one with every round of the job
     nonce: Name
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Endpoint:
     """A host (name or address, IPv6 without brackets) and a TCP port."""
 
     host: Name
-    port: Annotated[int, whole(1, 65535)]
+    port: Annotated[int, Whole(1, 65535)]
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

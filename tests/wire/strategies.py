@@ -1,354 +1,119 @@
-"""Messages as hypothesis draws them: everything the wire allows."""
+"""Messages as hypothesis draws them: everything that their bounds allow."""
 
 from __future__ import annotations
 
-from typing import Any
+import types
+import typing
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.bounds import MAX_ATTEMPT, MAX_LOCAL_RANKS, MAX_SECONDS
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.bounds import (
+    INT64,
+    MAX_SECONDS,
+    AtMost,
+    Exactly,
+    Line,
+    OneOf,
+    Whole,
+    amount,
+    limit,
+    ratio,
+)
 
 PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")) | st.just(" ")
-NAMES = st.text(PRINTABLE, min_size=1, max_size=40)
-MAYBE = st.text(PRINTABLE, max_size=40)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
-SECONDS = st.floats(0, MAX_SECONDS, allow_nan=False)
-LIMITS = st.floats(0, MAX_SECONDS, exclude_min=True)
-RATIOS = st.floats(1, exclude_min=True, allow_nan=False, allow_infinity=False)
-AMOUNTS = st.floats(0, allow_nan=False, allow_infinity=False)
-COUNTS = st.integers(0, 2**31 - 1)
-LONGS = st.integers(0, 2**63 - 1)
-PIDS = st.integers(-1, 2**31 - 1)
-NODES = st.integers(1, m.MAX_NODES)
-EXITS = st.integers(0, 255)
-
-rounds = st.builds(RoundName, LONGS, st.integers(1, 2**63 - 1), NAMES)
-endpoints = st.builds(Endpoint, NAMES, st.integers(1, 65535))
-failures = st.builds(
-    m.Failure,
-    MAYBE,
-    st.integers(-1, m.MAX_RANKS),
-    st.integers(-1, MAX_LOCAL_RANKS),
-    PIDS,
-    st.integers(-(2**31) + 1, 2**31 - 1),
-    LONGS,
-    st.sampled_from(m.FailureKind),
-    TEXTS,
-    TEXTS,
-    TEXTS,
-)
-failure_lists = st.lists(failures, max_size=m.MAX_FAILURES).map(tuple)
+USUAL: dict[type, st.SearchStrategy[Any]] = {
+    int: st.integers(0, INT64),
+    float: st.floats(0, MAX_SECONDS),
+    str: TEXTS,
+    bool: st.booleans(),
+}
+FLOATS = {
+    limit: st.floats(0, MAX_SECONDS, exclude_min=True),
+    amount: st.floats(0, allow_nan=False, allow_infinity=False),
+    ratio: st.floats(1, exclude_min=True, allow_nan=False, allow_infinity=False),
+}
 
 
-checks = st.builds(
-    m.CheckSpec,
-    st.booleans(),
-    st.booleans(),
-    AMOUNTS,
-    st.booleans(),
-    RATIOS,
-    SECONDS,
-    LIMITS,
-    SECONDS,
-    NODES,
-)
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """What a field with this annotation may hold."""
+    bound = None
+    if typing.get_origin(kind) is Annotated:
+        kind, bound = typing.get_args(kind)
+    inner = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return st.none() | values(inner[0])
+    match bound:
+        case AtMost(count=count):
+            most = min(count, 4 if hasattr(inner[0], "__annotations__") else 16)
+            return st.lists(values(inner[0]), max_size=most).map(tuple)
+        case Whole(low=low, high=high):
+            return st.integers(low, high)
+        case Line(least=least, most=most):
+            return st.text(PRINTABLE, min_size=least, max_size=min(most, 40))
+        case OneOf(words=words):
+            return st.sampled_from(words)
+        case Exactly(length=length, empty=empty):
+            whole = st.binary(min_size=length, max_size=length)
+            return st.just(b"") | whole if empty else whole
+    if bound in FLOATS:
+        return FLOATS[bound]
+    if issubclass(kind, StrEnum):
+        return st.sampled_from(kind)
+    return USUAL[kind] if kind in USUAL else records(kind)
 
 
-@st.composite
-def specs(draw: Any, job_id: str | None = None) -> m.JobSpec:
-    low, high = sorted((draw(NODES), draw(NODES)))
-    return m.JobSpec(
-        job_id=draw(MAYBE) if job_id is None else job_id,
-        min_nodes=low,
-        max_nodes=high,
-        node_unit=draw(NODES),
-        max_restarts=draw(COUNTS),
-        restart_backoff=draw(SECONDS),
-        restart_window=draw(SECONDS),
-        join_timeout=draw(SECONDS),
-        last_call_timeout=draw(SECONDS),
-        heartbeat_timeout=draw(SECONDS),
-        grow=draw(st.sampled_from(("auto", "now"))),
-        grow_cooldown=draw(SECONDS),
-        restart_grace=draw(SECONDS),
-        master_lost_timeout=draw(SECONDS),
-        checks=draw(checks),
-        saves=draw(st.builds(m.SaveSpec, st.booleans(), LIMITS)),
+@cache
+def records(of: Any) -> st.SearchStrategy[Any]:
+    """Records of this kind whose fields agree."""
+    hints = typing.get_type_hints(of, include_extras=True)
+    drawn = {name: values(kind) for name, kind in hints.items()}
+    if "protocol" in drawn:
+        drawn["protocol"] = st.just(m.PROTOCOL_VERSION)
+    return st.fixed_dictionaries(drawn).map(lambda made: of(**_agreeing(of, made)))
+
+
+def _agreeing(of: type, made: dict[str, Any]) -> dict[str, Any]:
+    """The same, but for what contradicts something else."""
+    if of in (m.Start, m.RoundReport, m.Probe):
+        made["group_rank"] %= made["group_world_size"]
+        made["first_rank"] %= made["world_size"]
+    elif of is m.JobSpec:
+        made["min_nodes"], made["max_nodes"] = sorted((made["min_nodes"], made["max_nodes"]))
+    elif of is m.Holding:
+        contents = made["contents"] = made["contents"] or (7,)
+        made["world_size"] = max(made["world_size"], len(contents))
+        made["first_rank"] %= made["world_size"] - len(contents) + 1
+    elif of in (m.Replicate, m.Persist):
+        world = made["world_size"]
+        ranks = made["ranks"] = tuple({rank % world for rank in made["ranks"]}) or (0,)
+        if of is m.Replicate:
+            made["contents"] = (made["contents"] + (1,) * len(ranks))[: len(ranks)]
+        else:
+            made["shared"] = ranks[: len(made["shared"])]
+            made["writers"] = max(made["writers"], len(ranks))
+            made["coordinates"] = made["coordinator"] is None
+    return made
+
+
+def one_of(union: Any, *but: type) -> st.SearchStrategy[Any]:
+    """Any message of a union."""
+    return st.one_of([records(of) for of in typing.get_args(union) if of not in but])
+
+
+reports = one_of(m.Report)
+later_reports = one_of(m.Report, m.Knock, m.Proof, m.Hello)
+orders = one_of(m.Order)
+answers = one_of(m.StatusAnswer)
+
+
+def hellos(job_id: str) -> st.SearchStrategy[m.Hello]:
+    """Of agents of one job."""
+    return records(m.Hello).map(
+        lambda hello: replace(hello, spec=replace(hello.spec, job_id=job_id))
     )
-
-
-@st.composite
-def places(draw: Any) -> dict[str, Any]:
-    nodes = draw(NODES)
-    world = draw(st.integers(1, m.MAX_RANKS))
-    return {
-        "round": draw(rounds),
-        "group_rank": draw(st.integers(0, nodes - 1)),
-        "group_world_size": nodes,
-        "first_rank": draw(st.integers(0, world - 1)),
-        "world_size": world,
-        "restart_count": draw(COUNTS),
-        "store": draw(endpoints),
-    }
-
-
-WORLDS = st.integers(1, m.MAX_RANKS)
-restores = st.builds(m.Restore, rounds, LONGS, WORLDS)
-REWOUND = st.just(-1) | LONGS
-
-
-@st.composite
-def round_reports(draw: Any) -> m.RoundReport:
-    restore = draw(st.none() | restores)
-    return m.RoundReport(**draw(places()), restore=restore, rewound_from=draw(REWOUND))
-
-
-@st.composite
-def starts(draw: Any) -> m.Start:
-    return m.Start(
-        **draw(places()),
-        role_first_rank=draw(st.integers(0, m.MAX_RANKS)),
-        role_world_size=draw(st.integers(1, m.MAX_RANKS)),
-        host_store=draw(st.booleans()),
-        restore=draw(st.none() | restores),
-        rewound_from=draw(REWOUND),
-    )
-
-
-@st.composite
-def probes(draw: Any) -> m.Probe:
-    place = draw(places())
-    return m.Probe(
-        check=draw(NAMES),
-        perf=draw(st.booleans()),
-        partners=draw(TEXTS),
-        group_rank=place["group_rank"],
-        group_world_size=place["group_world_size"],
-        first_rank=place["first_rank"],
-        world_size=place["world_size"],
-        store=place["store"],
-        limit=draw(SECONDS),
-    )
-
-
-def hellos(job_id: str | None = None) -> st.SearchStrategy[m.Hello]:
-    return st.builds(
-        m.Hello,
-        protocol=st.just(m.PROTOCOL_VERSION),
-        version=NAMES,
-        node=NAMES,
-        incarnation=NAMES,
-        host=MAYBE,
-        address=NAMES,
-        pid=PIDS,
-        node_rank=st.integers(-1, m.MAX_NODES - 1),
-        local_world_size=st.integers(1, MAX_LOCAL_RANKS),
-        role=MAYBE,
-        spec=specs(job_id),
-        attached=st.none() | round_reports(),
-        last_term=st.integers(0, 2**63 - 1),
-    )
-
-
-nonces = st.binary(min_size=m.NONCE_BYTES, max_size=m.NONCE_BYTES)
-proofs = st.just(b"") | st.binary(min_size=m.PROOF_BYTES, max_size=m.PROOF_BYTES)
-knocks = st.builds(
-    m.Knock,
-    st.just(m.PROTOCOL_VERSION),
-    NAMES,
-    MAYBE,
-    st.sampled_from(m.Role),
-    MAYBE,
-    MAYBE,
-    nonces,
-    st.booleans(),
-)
-challenges = st.builds(m.Challenge, st.just(m.PROTOCOL_VERSION), NAMES, LONGS, nonces, proofs)
-
-pid_lists = st.lists(PIDS, max_size=20).map(tuple)
-
-probed = st.builds(
-    m.Probed,
-    NAMES,
-    st.booleans(),
-    st.sampled_from(m.ProbePhase),
-    st.booleans(),
-    st.booleans(),
-    TEXTS,
-    SECONDS,
-    AMOUNTS,
-    st.lists(st.builds(m.Transfer, LONGS, SECONDS), max_size=m.MAX_TRANSFERS).map(tuple),
-    SECONDS,
-    SECONDS,
-)
-
-RANKS = st.integers(0, m.MAX_RANKS)
-ATTEMPTS = st.text(PRINTABLE, min_size=1, max_size=MAX_ATTEMPT)
-
-
-@st.composite
-def holdings(draw: Any) -> m.Holding:
-    contents = draw(st.lists(LONGS, min_size=1, max_size=20))
-    first = draw(st.integers(0, m.MAX_RANKS - len(contents)))
-    world = draw(st.integers(first + len(contents), m.MAX_RANKS))
-    flags = [draw(st.booleans()) for _ in range(3)]
-    return m.Holding(draw(rounds), draw(LONGS), first, world, tuple(contents), *flags)
-
-
-@st.composite
-def replicates(draw: Any) -> m.Replicate:
-    world = draw(st.integers(1, m.MAX_RANKS))
-    ranks = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=8, unique=True))
-    contents = tuple(draw(st.integers(1, 2**63 - 1)) for _ in ranks)
-    return m.Replicate(*(draw(rounds), draw(LONGS), world, tuple(ranks), contents), draw(endpoints))
-
-
-@st.composite
-def persists(draw: Any) -> m.Persist:
-    world = draw(st.integers(1, m.MAX_RANKS))
-    ranks = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=8, unique=True))
-    coordinator = draw(st.none() | endpoints)
-    return m.Persist(
-        attempt=draw(ATTEMPTS),
-        round=draw(rounds),
-        step=draw(LONGS),
-        world_size=world,
-        ranks=tuple(ranks),
-        shared=tuple(draw(st.lists(st.sampled_from(ranks), max_size=8, unique=True))),
-        writers=draw(st.integers(len(ranks), m.MAX_RANKS)),
-        coordinates=coordinator is None,
-        coordinator=coordinator,
-        reason=draw(st.sampled_from(("periodic", "breakpoint", "asked"))),
-        limit=draw(LIMITS),
-        rewound_from=draw(REWOUND),
-    )
-
-
-later_reports: st.SearchStrategy[m.Report] = st.one_of(
-    st.builds(m.Join, endpoints),
-    st.builds(m.Running, rounds, pid_lists),
-    st.builds(m.RanksFailed, rounds, failure_lists),
-    st.builds(m.Stopping, rounds, SECONDS),
-    st.builds(m.Stopped, rounds),
-    st.builds(m.Finished, rounds),
-    st.builds(m.Leaving, TEXTS, st.integers(0, 64)),
-    st.builds(m.Beat, LONGS),
-    probed,
-    st.builds(m.Steps, rounds, LONGS, st.integers(1, 2**31 - 1), SECONDS, SECONDS, SECONDS),
-    st.builds(m.ReachMe, st.integers(1024, 65535), nonces),
-    st.builds(
-        m.Holdings,
-        st.none() | endpoints,
-        st.lists(holdings(), max_size=m.MAX_HOLDINGS).map(tuple),
-        st.booleans(),
-        st.none() | st.builds(m.LastRound, rounds, WORLDS, st.none() | restores, REWOUND),
-    ),
-    st.builds(m.NotReplicated, rounds, LONGS, TEXTS),
-    st.builds(m.WhereIs, rounds, LONGS, RANKS),
-    st.builds(m.ShardBad, rounds, LONGS, RANKS, TEXTS),
-    st.builds(m.Persisted, ATTEMPTS, st.booleans(), st.booleans(), TEXTS, LONGS, SECONDS),
-    st.builds(
-        m.Departing,
-        *(rounds, TEXTS, st.integers(1, 64), LONGS, st.integers(1, m.MAX_MARGIN)),
-        st.just(-1) | LONGS,
-    ),
-    st.builds(m.Missed, rounds, LONGS, LONGS),
-)
-reports: st.SearchStrategy[m.Report] = (
-    hellos() | later_reports | knocks | st.builds(m.Proof, proofs)
-)
-
-orders: st.SearchStrategy[m.Order] = st.one_of(
-    challenges,
-    st.builds(
-        m.Welcome,
-        st.just(m.PROTOCOL_VERSION),
-        NAMES,
-        MAYBE,
-        LONGS,
-        SECONDS,
-        SECONDS,
-        MAYBE,
-        LONGS,
-    ),
-    st.builds(m.Refused, TEXTS, EXITS),
-    st.builds(m.Wait, TEXTS),
-    st.builds(m.Park, TEXTS, SECONDS),
-    starts(),
-    st.builds(m.Stop, rounds, TEXTS),
-    st.builds(m.End, EXITS, TEXTS, failure_lists),
-    st.builds(m.Echo, LONGS, SECONDS),
-    probes(),
-    st.builds(m.Watermark, rounds, LONGS, LONGS),
-    persists(),
-    replicates(),
-    st.builds(m.CommitCheckpoint, ATTEMPTS),
-    st.builds(m.SaveAt, rounds, LONGS, TEXTS),
-    st.builds(m.PersistOver, st.just("") | ATTEMPTS, rounds, LONGS, st.booleans(), TEXTS),
-    st.builds(
-        m.Holder,
-        rounds,
-        LONGS,
-        RANKS,
-        st.integers(-1, m.MAX_RANKS),
-        st.none() | endpoints,
-        TEXTS,
-    ),
-)
-
-node_statuses = st.builds(
-    m.NodeStatus,
-    NAMES,
-    MAYBE,
-    MAYBE,
-    MAYBE,
-    MAYBE,
-    TEXTS,
-    st.integers(-1, m.MAX_RANKS),
-    st.integers(-1, m.MAX_RANKS),
-    st.integers(0, MAX_LOCAL_RANKS),
-    pid_lists,
-    TEXTS,
-)
-excluded = st.builds(
-    m.ExcludedNode,
-    NAMES,
-    MAYBE,
-    st.sampled_from(("failed", "slow")),
-    TEXTS,
-    SECONDS,
-    SECONDS,
-)
-statuses = st.builds(
-    m.JobStatus,
-    MAYBE,
-    MAYBE,
-    TEXTS,
-    st.none() | rounds,
-    st.integers(0, m.MAX_RANKS),
-    COUNTS,
-    COUNTS,
-    COUNTS,
-    st.integers(0, m.MAX_NODES),
-    st.integers(0, m.MAX_NODES),
-    st.lists(node_statuses, max_size=4).map(tuple),
-    TEXTS,
-    TEXTS,
-    st.lists(excluded, max_size=4).map(tuple),
-    TEXTS,
-    TEXTS,
-)
-reached = st.builds(
-    m.Reached,
-    st.booleans(),
-    TEXTS,
-    MAYBE,
-    st.integers(0, 2**31 - 1),
-    LONGS,
-    MAYBE,
-)
-answers: st.SearchStrategy[m.StatusAnswer] = st.one_of(
-    challenges, st.builds(m.Refused, TEXTS, EXITS), statuses, reached
-)

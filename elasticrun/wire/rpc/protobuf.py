@@ -23,13 +23,13 @@ from elasticrun.wire.bounds import (
     INT64,
     MAX_TEXT,
     Bound,
+    OneOf,
+    Whole,
     WireError,
     cut,
-    one_of,
     seconds,
     tail,
     text,
-    whole,
 )
 from elasticrun.wire.pb import job_pb2 as pb
 from elasticrun.wire.types import Endpoint, RoundName
@@ -114,7 +114,7 @@ class _Many:
 
 
 _BOUNDS: Final[dict[type, Bound]] = {
-    int: whole(0, INT64),
+    int: Whole(0, INT64),
     float: seconds,
     str: text,
     bool: lambda where, value: bool(value),
@@ -135,7 +135,7 @@ def _rule(kind: Any) -> _Scalar | _Part | _Many:
     if isinstance(kind, types.UnionType):
         return _Part(inner[0], optional=True)
     if issubclass(kind, StrEnum):
-        return _Scalar(one_of(*kind, make=kind))
+        return _Scalar(OneOf(*kind, make=kind))
     if bound is None and kind not in _BOUNDS:
         return _Part(kind)
     bound = bound or _BOUNDS[kind]
