@@ -17,7 +17,6 @@ from elasticrun.config import EXIT_OK
 from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
 from elasticrun.core.job.record import Recorder
-from elasticrun.core.job.saving import Saving
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
@@ -27,6 +26,7 @@ from elasticrun.core.rounds.budget import Judgement
 from elasticrun.core.rounds.failures import Bill, Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, begin
+from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
@@ -61,7 +61,7 @@ class Job:
         self._ctx: JobContext
         self._snapshots: Snapshots
         self._recorder: Recorder
-        self._saving: Saving
+        self._saving: SnapshotPolicy
         self._streams: Streams
 
         self._reason = ""  # what the job waits for
@@ -161,7 +161,7 @@ class Job:
         ctx.out = out
         self._snapshots = Snapshots(spec.saves, self._mint, self._term)
         self._recorder = Recorder(ctx, self._snapshots)
-        self._saving = Saving(ctx, self._snapshots)
+        self._saving = SnapshotPolicy(ctx, self._snapshots)
         if facts is not None:
             self._recorder.load(facts)
         recorded_term = 0 if facts is None else facts.term

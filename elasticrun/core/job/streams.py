@@ -12,12 +12,12 @@ from elasticrun.core import events as fx
 from elasticrun.core.context import JobContext
 from elasticrun.core.health.policy import HealthPolicy, Sentence
 from elasticrun.core.job.record import Recorder
-from elasticrun.core.job.saving import Saving
 from elasticrun.core.nodes.membership import Admission
 from elasticrun.core.nodes.node import Health, differences
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.round import adopt, adopted_seat
+from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 
@@ -26,7 +26,7 @@ class Streams:
     """See the module's head."""
 
     def __init__(
-        self, ctx: JobContext, recorder: Recorder, saving: Saving, recorded_term: int
+        self, ctx: JobContext, recorder: Recorder, saving: SnapshotPolicy, recorded_term: int
     ) -> None:
         """`recorded_term`: of the master whose record this one goes on from; 0 without one."""
         self._ctx = ctx

@@ -1,4 +1,4 @@
-"""Snapshots and checkpoints: what `core/snapshots` decides is carried out, and it is told what
+"""When the job asks its snapshots what, and how what they decide goes out; they are told what
 happens to nodes and rounds.
 
 It owns no rule but two. A round whose snapshot turns out to be unusable is reopened, and nobody is
@@ -21,7 +21,7 @@ from elasticrun.core.snapshots.types import Key, key_of, order_of
 from elasticrun.wire import messages as m
 
 
-class Saving:
+class SnapshotPolicy:
     """See the module's head."""
 
     def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
