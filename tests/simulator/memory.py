@@ -22,27 +22,8 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXIT_SAVED
 from elasticrun.core.snapshots.types import order_of
-from elasticrun.wire.messages import (
-    CommitCheckpoint,
-    Holder,
-    Holding,
-    Holdings,
-    LastRound,
-    Missed,
-    Order,
-    Persist,
-    Persisted,
-    PersistOver,
-    Replicate,
-    SaveAt,
-    ShardBad,
-    Start,
-    Watermark,
-    WentOn,
-    WhereIs,
-)
+from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.simulator.replicas import Replicas
 from tests.simulator.shelves import Kept, Key, Shelves as Shelves
 
 if TYPE_CHECKING:
@@ -56,6 +37,89 @@ MARKING = 0.01
 """Seconds in which the coordinator writes the marker."""
 BYTES = 1 << 20
 """Of one rank's part."""
+COPIES = 2
+"""Snapshots of one rank that are kept."""
+COPYING = 0.05
+"""Seconds in which a node copies what an order names."""
+
+
+class Replicas:
+    """What a node has copied of other nodes' ranks."""
+
+    def __init__(self, world: World, node: Node) -> None:
+        self._world = world
+        self._node = node
+        self._orders: list[m.Replicate] = []  # of one step
+        self.copies: list[Kept] = []  # one for each rank, the oldest first
+
+    def begin(self) -> None:
+        """Ranks of a new life start: orders of the last one are of no use."""
+        self._orders.clear()
+
+    def tidy(self) -> None:
+        """A step is whole: what no order names any more can go."""
+        wanted = {rank for one in self._orders for rank in one.ranks}
+        self.copies = [one for one in self.copies if one.first_rank in wanted or one.pinned]
+
+    def obey(self, order: m.Replicate) -> None:
+        """Copy what it names, in a moment."""
+        if any((one.round, one.step) != (order.round, order.step) for one in self._orders):
+            self._orders.clear()
+        self._orders.append(order)
+        for rank in order.ranks:
+            self._make_room(order, rank)
+
+        def copied() -> None:
+            if not any(one is order for one in self._orders) or not self._node.alive:
+                return
+            failed = [rank for rank in order.ranks if not self._copy(order, rank)]
+            if failed:
+                self._world.shelves.excused.add((order.round, order.step))
+                self._node.say(m.NotReplicated(order.round, order.step, "it cannot be had"))
+            self._node.memory.say()
+
+        self._world.clock.after(COPYING, copied)
+
+    def _copy(self, order: m.Replicate, rank: int) -> bool:
+        """One rank's shard; whether it is here then."""
+        key = (order.round, order.step)
+        source = self._world.nodes.get(order.saver.host)
+        if self._node.memory.gives(*key, rank):
+            return True
+        if source is None or not source.alive or not source.memory.gives(*key, rank):
+            return False
+        if any(one.bad for one in source.memory.of(key)):
+            return False
+        if len(self._of(rank)) == COPIES:
+            return False
+        made = Kept(*key, rank, order.world_size, 1, replica=True)
+        self.copies.append(made)
+        self.copies.sort(key=lambda one: order_of(one.key))
+        self._world.shelves.has(self._node.name, made)
+        return True
+
+    def _make_room(self, order: m.Replicate, rank: int) -> None:
+        """Withdraw what is written over: never the newest one, nor one that is needed."""
+        mine = self._of(rank)
+        if len(mine) == COPIES and not self._node.memory.gives(order.round, order.step, rank):
+            old = next((one for one in mine[:-1] if not one.pinned), None)
+            if old is not None:
+                self.copies.remove(old)
+
+    def _of(self, rank: int) -> list[Kept]:
+        return [one for one in self.copies if one.first_rank == rank]
+
+    def told(self) -> list[m.Holding]:
+        """Those of one step as one row."""
+        found = []
+        for key in dict.fromkeys(one.key for one in self.copies):
+            ranks = {one.first_rank: one for one in self.copies if one.key == key}
+            span = range(min(ranks), max(ranks) + 1)
+            content = self._world.shelves.content
+            row = tuple(content(rank) if rank in ranks else 0 for rank in span)
+            size = next(iter(ranks.values())).world_size
+            found.append(m.Holding(*key, span.start, size, row, False, replica=True))
+        return found
 
 
 class Memory:
@@ -68,7 +132,7 @@ class Memory:
         self._shelves = world.shelves
         self.kept: list[Kept] = []  # the oldest first
         self.replicas = Replicas(world, node)
-        self.last: LastRound | None = None
+        self.last: m.LastRound | None = None
         self.is_lost = False  # it went with its machine, or was given back
         if before is not None:
             self.kept, self.replicas.copies = before.kept, before.replicas.copies
@@ -76,23 +140,23 @@ class Memory:
             for one in self._all():
                 one.unpin()
         self.skipped = 0
-        self._said: dict[str, list[Persisted]] = {}  # of attempts under way
+        self._said: dict[str, list[m.Persisted]] = {}  # of attempts under way
         self.current = -1  # the step that ranks of this life are at
-        self._asked: SaveAt | None = None
+        self._asked: m.SaveAt | None = None
         self._watermark: Key | None = None
         self._then_whole: Key | None = None  # when the agent was first signalled
         self._given_up = -1
-        self._start: Start | None = None
+        self._start: m.Start | None = None
         self._saver = Endpoint(node.name, SAVER_PORT)
 
     # ------------------------------------------------------------ ranks
 
-    def started(self, start: Start) -> None:
+    def started(self, start: m.Start) -> None:
         """Ranks of a new life are about to start."""
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
-        self.last = LastRound(start.round, start.world_size, want, start.rewound_from)
+        self.last = m.LastRound(start.round, start.world_size, want, start.rewound_from)
         self.current, self._asked = -1, None
         shelves.sizes[start.round] = start.world_size
         if shelves.restores.setdefault(start.round, key) != key:
@@ -114,7 +178,7 @@ class Memory:
         for rank in range(start.first_rank, start.first_rank + self._node.setup.nproc):
             for old in range(rank, want.world_size, start.world_size) or [rank % want.world_size]:
                 if not self.gives(want.round, want.step, old):
-                    self._node.say(WhereIs(want.round, want.step, old))
+                    self._node.say(m.WhereIs(want.round, want.step, old))
 
     def commit(self, step: int, *, persist: bool) -> None:
         """All local ranks take a snapshot, if there is a slot for it."""
@@ -130,7 +194,7 @@ class Memory:
         if asked is not None and asked.step <= step:
             self._asked = None
             if not is_asked:
-                self._node.say(Missed(asked.round, asked.step, step))
+                self._node.say(m.Missed(asked.round, asked.step, step))
 
     def step(self, step: int) -> None:
         """All local ranks have done this step, and take no snapshot of it."""
@@ -142,16 +206,16 @@ class Memory:
         if self._went_on() is not None:
             self.say()
 
-    def _went_on(self) -> WentOn | None:
+    def _went_on(self) -> m.WentOn | None:
         start = self._start
         if start is None or any(rank.alive for rank in self._node.ranks.values()):
             return None
         if start.restore is None or self.current <= start.restore.step:
             return None
         self._shelves.trained.setdefault(start.round, set()).add(self.current)
-        return WentOn(start.round, self.current)
+        return m.WentOn(start.round, self.current)
 
-    def _take(self, start: Start, step: int, persist: bool) -> bool:
+    def _take(self, start: m.Start, step: int, persist: bool) -> bool:
         if len(self.kept) >= self._shelves.slots:
             old = self._free()
             if old is None:
@@ -205,28 +269,28 @@ class Memory:
         if self.kept or self._watermark or (self._start and self._shelves.replicas):
             held = [self._told(one) for one in self.kept] + self.replicas.told()
             replicas, went_on = self._shelves.replicas, self._went_on()
-            self._node.say(Holdings(self._saver, tuple(held), replicas, self.last, went_on))
+            self._node.say(m.Holdings(self._saver, tuple(held), replicas, self.last, went_on))
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: m.Order) -> None:
         """An order about snapshots."""
         match order:
-            case Watermark():
+            case m.Watermark():
                 self._mark(order)
-            case Persist():
+            case m.Persist():
                 self._persist(order)
-            case SaveAt():
+            case m.SaveAt():
                 if self._start is not None and order.round == self._start.round:
                     self._asked = order
-            case CommitCheckpoint():
+            case m.CommitCheckpoint():
                 self._world.clock.after(MARKING, lambda: self._commit_checkpoint(order.attempt))
-            case PersistOver():
+            case m.PersistOver():
                 self._over(order)
-            case Holder():
+            case m.Holder():
                 self._told_who(order)
-            case Replicate():
+            case m.Replicate():
                 self.replicas.obey(order)
 
-    def _mark(self, order: Watermark) -> None:
+    def _mark(self, order: m.Watermark) -> None:
         if self._start is None or order.round != self._start.round:
             return
         self._given_up = order.given_up
@@ -248,7 +312,7 @@ class Memory:
     def _all(self) -> list[Kept]:
         return self.kept + self.replicas.copies
 
-    def _persist(self, order: Persist) -> None:
+    def _persist(self, order: m.Persist) -> None:
         if order.attempt in self._said:
             self._say_again(order.attempt)
             return
@@ -270,7 +334,7 @@ class Memory:
                 contents = {self._shelves.content(rank) for rank in order.shared}
                 self._shelves.parts.setdefault(order.attempt, set()).update(contents)
             size = BYTES * len(order.ranks) if held else 0
-            self._tell(Persisted(order.attempt, bool(held), False, reason, size, WRITING))
+            self._tell(m.Persisted(order.attempt, bool(held), False, reason, size, WRITING))
 
         self._world.clock.after(WRITING, written)
         self._shelves.parts.setdefault(order.attempt, set())
@@ -289,9 +353,9 @@ class Memory:
                 self._fault(f"the checkpoint of {key} lacks parts")
             self._shelves.checkpoints.append(key)
         reason = "" if ok else "the snapshot is not here"
-        self._tell(Persisted(attempt, ok, True, reason, 0, MARKING))
+        self._tell(m.Persisted(attempt, ok, True, reason, 0, MARKING))
 
-    def _tell(self, report: Persisted) -> None:
+    def _tell(self, report: m.Persisted) -> None:
         if report.attempt in self._said:
             self._said[report.attempt].append(report)
         self._node.say(report)
@@ -306,7 +370,7 @@ class Memory:
         for one in self._all():
             one.attempts.pop(attempt, None)
 
-    def _over(self, order: PersistOver) -> None:
+    def _over(self, order: m.PersistOver) -> None:
         self._end(order.attempt)
         for one in self.of((order.round, order.step)):
             if order.ok or not order.attempt:
@@ -315,7 +379,7 @@ class Memory:
             self.last = replace(self.last, rewound_from=-1)
         self.say()
 
-    def _told_who(self, order: Holder) -> None:
+    def _told_who(self, order: m.Holder) -> None:
         """Fetch the shard, or say that it cannot be had."""
         reason = order.reason
         if order.saver is not None:
@@ -328,7 +392,7 @@ class Memory:
                 reason = "it does not have its hash"
             else:
                 reason = f"{order.saver.host} does not give it"
-        self._node.say(ShardBad(order.round, order.step, order.rank, reason))
+        self._node.say(m.ShardBad(order.round, order.step, order.rank, reason))
 
     # ------------------------------------------------------------ small change
 
@@ -342,10 +406,10 @@ class Memory:
         ranks = range(one.first_rank, one.first_rank + one.ranks)
         return {self._shelves.content(rank) for rank in ranks}
 
-    def _told(self, one: Kept) -> Holding:
+    def _told(self, one: Kept) -> m.Holding:
         ranks = range(one.first_rank, one.first_rank + one.ranks)
         contents = tuple(self._shelves.content(rank) for rank in ranks)
-        return Holding(one.round, one.step, one.first_rank, one.world_size, contents, one.wanted)
+        return m.Holding(one.round, one.step, one.first_rank, one.world_size, contents, one.wanted)
 
     def _fault(self, text: str) -> None:
         self._shelves.faults.append(f"{self._world.clock.now:.3f}: {text}")

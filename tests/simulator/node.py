@@ -10,50 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from elasticrun.core.events import (
-    AgentEffect,
-    AgentEvent,
-    CallOffProbe,
-    Exit,
-    LinkBack,
-    LinkLost,
-    Note,
-    Obey,
-    Ordered,
-    PrepareStore,
-    RankExited,
-    RankSpawned,
-    RanksSwept,
-    RunProbe,
-    Say,
-    Signalled,
-    SignalRanks,
-    SpawnerLost,
-    SpawnRanks,
-    StoreLost,
-    StoreReady,
-    SweepRanks,
-    Tick,
-)
+from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import classify
 from elasticrun.core.worker.group import WorkerGroup
-from elasticrun.wire.messages import (
-    PROTOCOL_VERSION,
-    Beat,
-    Failure,
-    Hello,
-    Leaving,
-    Order,
-    Report,
-    Wait,
-    Welcome,
-)
+from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 from tests.simulator.memory import Memory
 from tests.simulator.network import Stream
 from tests.simulator.probes import ProbeShell, report_steps
-from tests.simulator.ranks import Rank
-from tests.simulator.setup import NodeSetup as NodeSetup
+from tests.simulator.ranks import NodeSetup as NodeSetup, Rank
 from tests.simulator.words import in_short
 
 if TYPE_CHECKING:
@@ -77,7 +42,7 @@ class Node:
         self.alive = True
         self.frozen = False
         self.cut = False
-        self.exited: Exit | None = None
+        self.exited: fx.Exit | None = None
         self.stream: Stream | None = None
         self.ranks: dict[int, Rank] = {}
         self.stuck_pids: tuple[int, ...] = ()
@@ -105,7 +70,7 @@ class Node:
 
     # ------------------------------------------------------------ the loop
 
-    def feed(self, event: AgentEvent) -> None:
+    def feed(self, event: fx.AgentEvent) -> None:
         """Give the brain an event, unless the process is gone or stopped."""
         if self.frozen:
             self._held.append(lambda: self.feed(event))
@@ -125,31 +90,31 @@ class Node:
         def tick() -> None:
             if self._tick_at == when:
                 self._tick_at = None
-                self.feed(Tick())
+                self.feed(fx.Tick())
 
         self.world.clock.at(when, tick)
 
-    def _perform(self, effect: AgentEffect) -> None:
+    def _perform(self, effect: fx.AgentEffect) -> None:
         after = self.world.clock.after
-        if isinstance(effect, Say):
+        if isinstance(effect, fx.Say):
             self.say(effect.report)
-        elif isinstance(effect, Note):
+        elif isinstance(effect, fx.Note):
             if effect.text != self._last_wait:  # the trace has it already, as an order
                 self.world.trace(self.name, effect.text)
-        elif isinstance(effect, PrepareStore):
+        elif isinstance(effect, fx.PrepareStore):
             self._prepare_store()
-        elif isinstance(effect, SpawnRanks):
+        elif isinstance(effect, fx.SpawnRanks):
             self._spawn(effect)
-        elif isinstance(effect, SignalRanks):
+        elif isinstance(effect, fx.SignalRanks):
             for local_rank in effect.local_ranks:
                 self._signal(self.ranks[local_rank], effect.signum)
-        elif isinstance(effect, SweepRanks):
+        elif isinstance(effect, fx.SweepRanks):
             after(0.001, partial(self._swept, self._spawner))
-        elif isinstance(effect, RunProbe | CallOffProbe):
+        elif isinstance(effect, fx.RunProbe | fx.CallOffProbe):
             self._probe.perform(effect)
-        elif isinstance(effect, Obey):
+        elif isinstance(effect, fx.Obey):
             self.memory.obey(effect.order)
-        elif isinstance(effect, Exit):
+        elif isinstance(effect, fx.Exit):
             self._exit(effect)
 
     # ------------------------------------------------------------ the link
@@ -164,14 +129,14 @@ class Node:
             return
         master = self.world.master
         if master is None or self.cut:
-            self.feed(LinkLost("the master does not answer"))
+            self.feed(fx.LinkLost("the master does not answer"))
             self._dial_again()
             return
         self.stream = self.world.new_stream(self, master)
         self.stream.hello(self.hello())
         if not self.group.is_parked:
             self.memory.attached()
-        self.feed(LinkBack())
+        self.feed(fx.LinkBack())
         self._beat(self.stream)
 
     def _dial_again(self) -> None:
@@ -179,10 +144,10 @@ class Node:
             self._dialling = True
             self.world.clock.after(self.world.redial, self.dial)
 
-    def hello(self) -> Hello:
+    def hello(self) -> m.Hello:
         """The first message of a stream."""
-        return Hello(
-            protocol=PROTOCOL_VERSION,
+        return m.Hello(
+            protocol=m.PROTOCOL_VERSION,
             version="sim",
             node=self.name,
             incarnation=self.incarnation,
@@ -197,20 +162,20 @@ class Node:
             last_term=self.group.term,
         )
 
-    def ordered(self, stream: Stream, order: Order) -> None:
+    def ordered(self, stream: Stream, order: m.Order) -> None:
         """An order came in."""
         if self.frozen:
             self._held.append(lambda: self.ordered(stream, order))
             return
         if not self.alive or stream is not self.stream:
             return
-        if self.world.traced and not isinstance(order, Welcome):
+        if self.world.traced and not isinstance(order, m.Welcome):
             self.world.trace(self.name, f"< {in_short(order)}")
         if self.world.on_order is not None:
             self.world.on_order(self, order)
-        if isinstance(order, Wait):
+        if isinstance(order, m.Wait):
             self._last_wait = order.reason
-        self.feed(Ordered(order))
+        self.feed(fx.Ordered(order))
 
     def link_broke(self, stream: Stream, reason: str) -> None:
         """The stream is gone."""
@@ -219,7 +184,7 @@ class Node:
             return
         if self.alive and stream is self.stream:
             self.stream = None
-            self.feed(LinkLost(reason))
+            self.feed(fx.LinkLost(reason))
             self._dial_again()
 
     def _beat(self, stream: Stream) -> None:
@@ -227,12 +192,12 @@ class Node:
             return
         if not self.frozen:
             self.beats += 1
-            stream.report(Beat(self.beats))
+            stream.report(m.Beat(self.beats))
         self.world.clock.after(self.world.pace(), lambda: self._beat(stream))
 
-    def say(self, report: Report) -> None:
+    def say(self, report: m.Report) -> None:
         """Send a report, if there is a stream."""
-        if isinstance(report, Leaving):
+        if isinstance(report, m.Leaving):
             self.world.shelves.leaving.add(self.name)
         if self.stream is not None:
             if self.world.traced:
@@ -244,7 +209,7 @@ class Node:
     def repeat(self) -> None:
         """Say again how things stand here, as on a new stream."""
         if self.stream is not None:
-            self.feed(LinkBack())
+            self.feed(fx.LinkBack())
 
     # ------------------------------------------------------------ stores and ranks
 
@@ -256,7 +221,7 @@ class Node:
 
         def ready() -> None:
             if spawner == self._spawner:
-                self.feed(StoreReady(store))
+                self.feed(fx.StoreReady(store))
 
         self.world.clock.after(delay, ready)
 
@@ -264,9 +229,9 @@ class Node:
         """The store on offer ends by itself."""
         offered = self.group.status().offered_store
         if offered is not None:
-            self.feed(StoreLost(offered))
+            self.feed(fx.StoreLost(offered))
 
-    def _spawn(self, effect: SpawnRanks) -> None:
+    def _spawn(self, effect: fx.SpawnRanks) -> None:
         start, spawner = effect.start, self._spawner
         self.memory.started(start)
         self.ranks.clear()
@@ -286,7 +251,7 @@ class Node:
             )
             self.ranks[local_rank] = rank
             self.world.worlds.born(rank)
-            self.feed(RankSpawned(local_rank, rank.pid))
+            self.feed(fx.RankSpawned(local_rank, rank.pid))
 
         for local_rank in range(self.setup.nproc):
             delay = self.setup.spawn * (local_rank + 1)
@@ -310,7 +275,7 @@ class Node:
     def _rank_ended(self, rank: Rank, code: int, message: str) -> None:
         failure = None
         if code != 0:
-            failure = Failure(
+            failure = m.Failure(
                 host=self.name,
                 rank=rank.rank,
                 local_rank=rank.local_rank,
@@ -322,19 +287,19 @@ class Node:
                 traceback="",
                 error_file="",
             )
-        self.feed(RankExited(rank.local_rank, code, failure))
+        self.feed(fx.RankExited(rank.local_rank, code, failure))
 
     def _swept(self, spawner: int) -> None:
         if spawner == self._spawner:
             self.memory.reaped()
-            self.feed(RanksSwept(self.stuck_pids))
+            self.feed(fx.RanksSwept(self.stuck_pids))
 
     # ------------------------------------------------------------ what befalls it
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
         """The agent receives a signal."""
         held = self.memory.signalled()
-        self.feed(Signalled(signum, name, death, self.memory.current, held=held))
+        self.feed(fx.Signalled(signum, name, death, self.memory.current, held=held))
 
     def lose_spawner(self) -> None:
         """The fork server is killed: its ranks and stores go with it."""
@@ -342,7 +307,7 @@ class Node:
         self._stores = 0
         self._kill_ranks()
         self._probe.lose_spawner()
-        self.feed(SpawnerLost("killed by signal 9"))
+        self.feed(fx.SpawnerLost("killed by signal 9"))
 
     def _kill_ranks(self) -> None:
         for rank in self.ranks.values():
@@ -388,7 +353,7 @@ class Node:
         if self.stream is not None and not self.stream.master_open:
             self.stream.break_at_agent("the stream broke while this process was stopped")
 
-    def _exit(self, effect: Exit) -> None:
+    def _exit(self, effect: fx.Exit) -> None:
         self.exited = effect
         self.alive = False
         self.memory.leave(effect.code)
