@@ -84,13 +84,13 @@ class Place:
     """Where the master is to be.
 
     `dial`: what this agent dials, `address` the same in numbers (for the choice of our own
-    address). `bind`: where to start it, None if that is not our part. `door`: where the static
-    job's door listens, None without one."""
+    address). `bind`: where to start it, None if that is not our part. `proxy`: where the static
+    job's port proxy listens, None without one."""
 
     dial: Endpoint
     address: str
     bind: Endpoint | None = None
-    door: Endpoint | None = None
+    proxy: Endpoint | None = None
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -160,9 +160,9 @@ def settle(config: AgentConfig) -> Place:
         return Place(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
     addresses = resolve(where.host, where.port)
     if where.kind == "static" and config.node_rank <= 0:
-        door = Endpoint(_door_address(where.host, addresses), where.port)
+        proxy = Endpoint(_proxy_address(where.host, addresses), where.port)
         here = Endpoint(LOOPBACK, 0)
-        return Place(here, addresses[0], bind=here, door=door)
+        return Place(here, addresses[0], bind=here, proxy=proxy)
     if where.kind == "elastic" and where.is_host is not False:
         place = _elastic(config, addresses)
         if place is not None:
@@ -192,32 +192,37 @@ def _elastic(config: AgentConfig, addresses: list[str]) -> Place | None:
     return None
 
 
-def _door_address(host: str, addresses: list[str]) -> str:
+def _proxy_address(host: str, addresses: list[str]) -> str:
     """The address at which node rank 0 of a static job listens: the named one where it is ours,
     else all of them, as torchrun does."""
     if names_this_host_only(host):
         return addresses[0]
     local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
-    return local[0] if local else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    return local[0] if local else everywhere()
 
 
-def listen_door(where: Endpoint) -> socket.socket:
-    """The door's listening socket. HostError with a sentence when the port is taken."""
+def everywhere() -> str:
+    """The address at which one listens on all of this host's."""
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def listen_proxy(where: Endpoint) -> socket.socket:
+    """The port proxy's listening socket. HostError with a sentence when the port is taken."""
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-    door = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if where.host == "::":
-            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((where.host, where.port))
-        door.listen(1024)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((where.host, where.port))
+        listener.listen(1024)
     except OSError as error:
-        door.close()
+        listener.close()
         text = (
             "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         )
         raise HostError(f"cannot listen on the master port {where}: {text}") from None
-    return door
+    return listener
 
 
 def resolve_again(tries: int) -> float:
@@ -274,14 +279,14 @@ class C10dRendezvous:
             place.address,
         )
         self.dial = place.dial
-        if place.door is not None:
-            if place.door.host in ANYWHERE and self._config.spec.max_nodes > 1:
+        if place.proxy is not None:
+            if place.proxy.host in ANYWHERE and self._config.spec.max_nodes > 1:
                 logger.warning(
                     "this node has rank 0 and starts the job master, but %s is no address of this "
                     "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
                     where.host,
                 )
-            self._proxy = PortProxy(listen_door(place.door), self._context.reaper)
+            self._proxy = PortProxy(listen_proxy(place.proxy), self._context.reaper)
         if place.bind is None:
             self._context.met()
             # No master has answered us yet, so none that we know of has ended the job.

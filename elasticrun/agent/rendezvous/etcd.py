@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import socket
 from functools import partial
 from typing import Final
 
@@ -32,6 +31,7 @@ from elasticrun.agent.rendezvous.c10d import (
     HostError,
     NotYet,
     bind_test,
+    everywhere,
     resolve,
 )
 from elasticrun.agent.runtime import Tasks, in_thread
@@ -162,7 +162,7 @@ class EtcdRendezvous:
         address = offered_address(self._config.local_addr, server.host, numbers)
         ours = resolve(address, 0)[0]
         here = bind_test(ours, 0) is Bind.OURS
-        return address, ours if here else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        return address, ours if here else everywhere()
 
     async def _follow(self, client: etcd.Etcd) -> None:
         try:

@@ -14,7 +14,7 @@ from elasticrun.agent.rendezvous.c10d import (
     NotYet,
     bind_test,
     leads_here,
-    listen_door,
+    listen_proxy,
     resolve,
     resolve_again,
     settle,
@@ -134,16 +134,16 @@ def test_a_name_that_does_not_resolve_may_yet() -> None:
         resolve("no-such-host.invalid", 1)
 
 
-def test_static_rank_0_has_a_door_and_the_others_dial_it() -> None:
+def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:
     where = Rendezvous("static", "127.0.0.1", free_port())
     head = settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
-    assert head.door == Endpoint("127.0.0.1", where.port)
+    assert head.proxy == Endpoint("127.0.0.1", where.port)
     assert head.bind == Endpoint("127.0.0.1", 0)
     other = settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=1))
-    assert (other.door, other.bind) == (None, None)
+    assert (other.proxy, other.bind) == (None, None)
     assert other.dial == Endpoint("127.0.0.1", where.port)
 
 
-def test_a_taken_door_is_a_sentence(taken: int) -> None:
+def test_a_taken_proxy_port_is_a_sentence(taken: int) -> None:
     with pytest.raises(HostError, match=f"{taken}: another process listens there"):
-        listen_door(Endpoint("127.0.0.1", taken))
+        listen_proxy(Endpoint("127.0.0.1", taken))
