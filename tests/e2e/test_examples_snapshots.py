@@ -130,7 +130,7 @@ def committed(folder: Path) -> list[int]:
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "forkserver/test_saver::test_two_ranks_are_written_and_plain_torch_reads_them",
+    "saver/test_saver::test_two_ranks_are_written_and_plain_torch_reads_them",
 )
 def test_a_second_job_goes_on_from_storage_and_torch_reads_it(world: World, shm: str) -> None:
     """The whole job is killed; a new one starts from the newest checkpoint."""

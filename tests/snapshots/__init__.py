@@ -27,7 +27,7 @@ agent/snapshots/test_snapshots.py::\
 test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started |
 | ranks in mid-persist | test_ranks_are_killed_in_mid_persist |
 | at any call that writes a checkpoint | \
-forkserver/test_persist.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
+saver/test_parts.py::test_a_saver_killed_at_any_call_leaves_the_last_checkpoint_whole, \
 test_killed_at_random_moments |
 | between marker and retention | test_killed_between_the_marker_and_the_sweep |
 | the master is killed | test_the_master_dies_and_then_a_rank, \
@@ -53,7 +53,7 @@ checkpointing/test_ranks.py::test_sharded_state_from_memory_at_another_number_of
 | the disk is full | test_a_full_disk, \
 storage/test_writing.py::test_a_full_disk_is_said_and_nothing_is_left_on_it |
 | storage hangs | \
-forkserver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
+saver/test_saver.py::test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal |
 | a zombie of an old round | test_a_node_that_was_lost_comes_back_with_what_it_held, \
 agent/snapshots/test_snapshots.py::test_ranks_of_an_older_life_are_not_heard_any_more |
 | a byte has changed: slot, replica, file, manifest | test_a_flipped_bit_in_memory, \
@@ -89,15 +89,15 @@ checkpointing/test_ranks.py::test_a_death_at_any_moment_leaves_the_step_before_w
 | a restart frees what is still being written | test_ranks_are_killed_in_mid_persist, \
 agent/snapshots/test_snapshots.py::test_what_is_being_written_stays_pinned_over_a_new_life |
 | the marker stands before all parts do | \
-forkserver/test_persist.py::test_no_marker_without_all_parts, \
-forkserver/test_saver.py::test_parts_are_counted_before_a_commit |
+saver/test_parts.py::test_no_marker_without_all_parts, \
+saver/test_saver.py::test_parts_are_counted_before_a_commit |
 | a layout that is computed once | test_a_layout_that_changes, \
 checkpointing/test_checkpointer.py::test_the_plan_is_kept_until_something_is_replaced |
 | replicas that are never copied back, or rot | test_a_spare_takes_over_what_the_lost_node_had, \
 test_a_flipped_bit_in_a_replica |
 | told step and memory disagree | \
-forkserver/test_persist.py::test_what_the_slot_does_not_hold_is_not_written, \
-forkserver/test_persist.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
+saver/test_parts.py::test_what_the_slot_does_not_hold_is_not_written, \
+saver/test_parts.py::test_a_snapshot_that_is_taken_back_meanwhile_leaves_no_file |
 | mixed tiers and collectives in a load | test_a_node_with_the_only_copy_is_lost, \
 checkpointing/test_ranks.py::test_with_an_agent_the_newer_of_memory_and_storage_is_taken |
 | a user's class is imported outside of ranks | test_a_rank_dies (`Place` of train.py) |

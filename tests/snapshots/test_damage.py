@@ -32,7 +32,7 @@ from tests.snapshots.conftest import (
 pytestmark = pytest.mark.slow
 
 
-@further("forkserver/test_saver::test_a_flipped_byte_is_found")
+@further("saver/test_saver::test_a_flipped_byte_is_found")
 def test_a_flipped_bit_in_memory(training: Training) -> None:
     """What does not have its hash counts as absent: the older slot is taken, and it is said."""
     job = training.start(gated=True, max_restarts=1)

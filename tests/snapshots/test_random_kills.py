@@ -140,7 +140,7 @@ def test_killed_two_hundred_times(training: Training) -> None:
 
 @further(
     "snapshots/test_random_kills::test_killed_at_random_moments",
-    "forkserver/test_saver::test_one_killed_in_mid_persist_leaves_no_checkpoint",
+    "saver/test_saver::test_one_killed_in_mid_persist_leaves_no_checkpoint",
 )
 def test_each_process_is_killed_in_mid_persist(training: Training) -> None:
     """One after the other, while the saver stands in the middle of a file: the snapshot outlives
@@ -207,9 +207,7 @@ def test_ranks_are_killed_in_mid_persist(training: Training) -> None:
     jobs.end()
 
 
-@further(
-    "forkserver/test_timelines::test_a_checkpoint_counts_though_the_old_files_cannot_be_removed"
-)
+@further("saver/test_timelines::test_a_checkpoint_counts_though_the_old_files_cannot_be_removed")
 def test_killed_between_the_marker_and_the_sweep(training: Training) -> None:
     """The checkpoint counts; what it makes superfluous lies there until the next one is written."""
     jobs = Steadily(training, keep=1)
