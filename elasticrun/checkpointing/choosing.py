@@ -19,7 +19,7 @@ import _thread
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -317,31 +317,21 @@ def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
     return found, len(ranks)
 
 
+@dataclass(slots=True)
 class Choice:
-    """One restore. `memory`: the step that can be had from memory, -1: none. Checkpoints of step
-    `rewound_from` and later ones come last, -1: none does; and so does memory if it is `suspect`.
-    `restore_step`: that a person asks for; -1: nobody does. `tell`: a sentence to the operator."""
+    """One restore. Checkpoints of step `rewound_from` and later ones come last, and so does memory
+    if it is `suspect`."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        board: Board,
-        tell: Callable[[str], None],
-        memory: int = -1,
-        rewound_from: int = -1,
-        *,
-        suspect: bool = False,
-        restore_step: int = -1,
-    ) -> None:
-        self._setting = setting
-        self._board = board
-        self._tell = tell
-        self._memory = memory
-        self._rewound = rewound_from
-        self._suspect = suspect
-        self._restore_step = restore_step
-        self._spoiled = -1  # what was found so last: none from there on
-        self._round = 0  # of choosing
+    setting: Setting
+    board: Board
+    tell: Callable[[str], None]  # a sentence to the operator
+    memory: int = -1  # the step that can be had from memory, -1: none
+    rewound_from: int = -1  # -1: none comes last
+    _: KW_ONLY
+    suspect: bool = False
+    restore_step: int = -1  # that a person asks for; -1: nobody does
+    _spoiled: int = field(default=-1, init=False)  # what was found so last: none from there on
+    _round: int = field(default=0, init=False)  # of choosing
 
     def restore(self, state: State) -> tuple[str, int]:
         """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
@@ -354,33 +344,33 @@ class Choice:
             if not wrong:
                 stored.load(state)
                 return source, step
-            if self._setting.rank == 0:
-                self._tell(stored.condemn(wrong))
+            if self.setting.rank == 0:
+                self.tell(stored.condemn(wrong))
             self._spoiled = step
         raise SpoiledError(
-            f"{MOST_SPOILED} checkpoints in {self._setting.folder.url} were found spoiled, one "
+            f"{MOST_SPOILED} checkpoints in {self.setting.folder.url} were found spoiled, one "
             "after the other: see to the storage; the next start looks at those before them"
         )
 
     def _choose(self) -> tuple[str, int]:
         """The same on all ranks: rank 0 finds it."""
         key = f"from/{self._round}"
-        if self._setting.rank != 0:
-            source, _, what = self._board.hear(key).partition(" ")
+        if self.setting.rank != 0:
+            source, _, what = self.board.hear(key).partition(" ")
             if source == "away":
                 raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
             return source, int(what)
         try:
-            chosen = self._asked_for() if self._restore_step >= 0 else self._best()
+            chosen = self._asked_for() if self.restore_step >= 0 else self._best()
         except Exception as error:  # the others must not wait for what is not to come
-            self._board.say(key, f"away {error!s:.500}")
+            self.board.say(key, f"away {error!s:.500}")
             raise
-        self._board.say(key, f"{chosen[0]} {chosen[1]}")
+        self.board.say(key, f"{chosen[0]} {chosen[1]}")
         return chosen
 
     def _asked_for(self) -> tuple[str, int]:
-        step, folder = self._restore_step, self._setting.folder
-        if self._memory == step:
+        step, folder = self.restore_step, self.setting.folder
+        if self.memory == step:
             return "memory", step
         whole = sorted(one.step for one in folder.survey() if one.committed)
         if step in whole:
@@ -393,14 +383,14 @@ class Choice:
 
     def _best(self) -> tuple[str, int]:
         """The larger step wins, and memory where they are equal; what is suspect comes last."""
-        memory = -1 if self._suspect else self._memory
-        below = [step for step in (self._rewound, self._spoiled) if step >= 0]
+        memory = -1 if self.suspect else self.memory
+        below = [step for step in (self.rewound_from, self._spoiled) if step >= 0]
         stored = self._newest(memory, min(below, default=-1))
-        if max(memory, stored) < 0 and (self._suspect or self._rewound >= 0):
-            memory, stored = self._memory, self._newest(self._memory, self._spoiled)
+        if max(memory, stored) < 0 and (self.suspect or self.rewound_from >= 0):
+            memory, stored = self.memory, self._newest(self.memory, self._spoiled)
             if max(memory, stored) >= 0:
                 again = f"step {max(memory, stored)} is tried again"
-                self._tell(
+                self.tell(
                     f"{again}, although ranks have failed soon after it: nothing else is left"
                 )
         if memory >= 0 and memory >= stored:
@@ -409,7 +399,7 @@ class Choice:
 
     def _newest(self, memory: int, below: int) -> int:
         """In storage; a step in memory does not wait for a storage that is away."""
-        folder = self._setting.folder
+        folder = self.setting.folder
         if memory < 0:
             return folder.newest(below)
         answer: SimpleQueue[int | Exception] = SimpleQueue()
@@ -431,20 +421,20 @@ class Choice:
             found = StorageError(f"{folder.url} has not answered for {LOOK_LIMIT:.0f} s")
         if isinstance(found, int):
             return found
-        self._tell(f"step {memory} is taken from memory, storage was not looked at: {found}")
+        self.tell(f"step {memory} is taken from memory, storage was not looked at: {found}")
         return -1
 
     def _look(self, step: int) -> tuple[Stored, str]:
         """The checkpoint, and "" if no rank finds a fault in it; then it may be loaded. Else what
         the first one found, the same for all."""
-        setting, key = self._setting, f"whole/{self._round}"
+        setting, key = self.setting, f"whole/{self._round}"
         try:
             stored = Stored(setting, step)
             wrong = stored.fault()
         except Exception as error:  # the others must not wait for this rank
-            self._board.object(key, f"away rank {setting.rank}: {error!s:.500}")
+            self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
-        heard = self._board.object(key, f"spoiled {wrong}") if wrong else self._board.agreed(key)
+        heard = self.board.object(key, f"spoiled {wrong}") if wrong else self.board.agreed(key)
         why, _, wrong = heard.partition(" ")
         if why == "away":
             raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {wrong}")

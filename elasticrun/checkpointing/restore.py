@@ -92,7 +92,12 @@ def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) 
     shares: list[Pairs] = [[]]
     left = each
     for target, source, nbytes in sized:
-        while nbytes > left and _in_a_row(target, source):
+        while (
+            nbytes > left
+            and target.is_contiguous()
+            and source.is_contiguous()
+            and target.shape == source.shape
+        ):
             cut = max(1, left // target.element_size())
             if cut >= target.numel():
                 break
@@ -108,10 +113,6 @@ def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) 
             shares.append([])
             left = each
     return [share for share in shares if share]
-
-
-def _in_a_row(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.is_contiguous() and source.is_contiguous() and target.shape == source.shape
 
 
 class Unusable(Exception):
@@ -182,13 +183,10 @@ class Recall:
                 self.kept = own.mapped
                 self._state.known = Known(own.layout, self._filled)
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        for shard in self._shards.values():
-            if shard.mapped is not self.kept:
-                shard.mapped.close()
-        self._shards.clear()
+            for shard in self._shards.values():
+                if shard.mapped is not self.kept:
+                    shard.mapped.close()
+            self._shards.clear()
 
     def _fetch(self, rank: int) -> Shard | str:
         """A shard, or why there is none."""

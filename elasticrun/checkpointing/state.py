@@ -516,9 +516,10 @@ class State:
             below = self._items_below(saved, prefix)
             names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
             if not below:
+                now = part.loose()
                 if prefix[-1] == NAME:
                     self.not_had(NAME, f"those of rank {self.rank} were not saved")
-                elif self._has_state(part):
+                elif part.steady() is not None or (now is not None and now != {}):
                     self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue
             for path, tensor in part.targets(below).items():
@@ -541,11 +542,6 @@ class State:
         if own:
             listed += [((own_key(self.rank), name), one.part) for name, one in self.own.items()]
         return listed
-
-    @staticmethod
-    def _has_state(part: Part) -> bool:
-        now = part.loose()
-        return part.steady() is not None or (now is not None and now != {})
 
     def wanted_values(self, saved: Mapping[str, Item], own: bool) -> list[str]:
         """Names of the opaque values that belong to these parts."""

@@ -19,6 +19,14 @@ from elasticrun.testing.node import free_port
 
 LIMIT = 240.0
 
+USUAL: Any = {
+    "every_steps": 1,
+    "persist_every_seconds": None,
+    "strict_save": True,
+    "on_busy": "wait",
+}
+"""Options of a Checkpointer: a snapshot at every step, and no checkpoint."""
+
 Body = Callable[..., Any]
 
 

@@ -28,8 +28,7 @@ from elasticrun.wire.snapshots import (
     Restored,
 )
 from tests.checkpointing.played import PlayedAgent
-
-USUAL = {"every_steps": 1, "persist_every_seconds": None, "strict_save": True, "on_busy": "wait"}
+from tests.checkpointing.ranks import USUAL
 
 
 class Training:

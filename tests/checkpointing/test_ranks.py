@@ -25,7 +25,7 @@ from elasticrun.storage.folder import Folder
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.checkpointing.played import PlayedAgent, playing
-from tests.checkpointing.ranks import Ranks, fork_server
+from tests.checkpointing.ranks import USUAL, Ranks, fork_server
 from tests.checkpointing.test_stored import add_manifest
 from tests.torches import DTensor, Replicate, Shard, distribute_tensor, fully_shard
 
@@ -79,15 +79,7 @@ def two_steps(folder: str) -> int:
     state, notes = sharded(0), {"step": 0}
     rank = int(os.environ["RANK"])
     own = {"rank": rank, "random": torch.zeros(3)}
-    ckpt = Checkpointer(
-        folder,
-        state=state,
-        notes=notes,
-        every_steps=1,
-        persist_every_steps=2,
-        strict_save=True,
-        on_busy="wait",
-    )
+    ckpt = Checkpointer(folder, state=state, notes=notes, persist_every_steps=2, **USUAL)
     ckpt.per_rank("own", own)
     start = ckpt.restore()
     for step in (start + 1, start + 2):
@@ -184,13 +176,8 @@ def three_steps(folder: str, source: str, first: int) -> None:
     rows = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)
     model = torch.nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
-    options: Any = {
-        "every_steps": 1,
-        "persist_every_steps": 2,
-        "on_busy": "wait",
-        "strict_save": True,
-    }
-    ckpt = Checkpointer(folder, model=model, optim=optim, state={"rows": rows}, **options)
+    state, options = {"rows": rows}, {**USUAL, "persist_every_steps": 2}
+    ckpt = Checkpointer(folder, model=model, optim=optim, state=state, **options)
     ckpt.per_rank("own", {"rank": dist.get_rank()})
     assert ckpt.restore() == first
     assert ckpt.stats.source == source
@@ -226,14 +213,7 @@ def two_steps_of_hsdp(folder: str, seed: int) -> tuple[int, list[list[float]], l
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    ckpt = Checkpointer(
-        folder,
-        model=model,
-        optim=optimizer,
-        every_steps=1,
-        persist_every_seconds=None,
-        on_busy="wait",
-    )
+    ckpt = Checkpointer(folder, model=model, optim=optimizer, **USUAL)
 
     def parts() -> list[list[float]]:
         moments = [of["exp_avg"] for of in optimizer.state.values()]
@@ -493,13 +473,7 @@ def train_until_killed(folder: str) -> None:
     """Every element of the state is the step; nothing but snapshots is done."""
     torch.set_num_threads(1)
     state = {f"t{i}": torch.zeros(1 << 18) for i in range(16)}
-    options: Any = {
-        "every_steps": 1,
-        "persist_every_seconds": None,
-        "on_busy": "wait",
-        "strict_save": True,
-    }
-    ckpt = Checkpointer(folder, state=state, rng=False, **options)
+    ckpt = Checkpointer(folder, state=state, rng=False, **USUAL)
     step = ckpt.restore()
     for tensor in state.values():
         assert torch.all(tensor == step), "a torn state was restored"

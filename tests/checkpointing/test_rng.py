@@ -21,7 +21,7 @@ from elasticrun.checkpointing.parts import StateError
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import NeedSegment, Remark
 from tests.checkpointing.played import PlayedAgent, playing
-from tests.checkpointing.ranks import Ranks, fork_server
+from tests.checkpointing.ranks import USUAL, Ranks, fork_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -49,8 +49,7 @@ def draw() -> list[float]:
 
 
 def new(folder: Path, **options: Any) -> Checkpointer:
-    usual: dict[str, Any] = {"every_steps": 1, "persist_every_seconds": None, "strict_save": True}
-    return Checkpointer(folder, n={"x": 1}, **{**usual, "on_busy": "wait", **options})
+    return Checkpointer(folder, n={"x": 1}, **{**USUAL, **options})
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
@@ -202,14 +201,7 @@ def train(folder: str, kind: str, dies: bool) -> tuple[int, list[float]]:
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    ckpt = Checkpointer(
-        folder,
-        model=model,
-        optim=optimizer,
-        every_steps=1,
-        persist_every_seconds=None,
-        on_busy="wait",
-    )
+    ckpt = Checkpointer(folder, model=model, optim=optimizer, **USUAL)
     start = ckpt.restore()
     for step in range(start, STEPS):
         model(torch.randn(8, 4)).square().mean().backward()
@@ -259,9 +251,7 @@ def steps_of_two(folder: str) -> tuple[int, bool]:
         warnings.simplefilter("ignore")
         torch.manual_seed(5)
         fresh = torch.get_rng_state()
-        ckpt = Checkpointer(
-            folder, n={"x": 1}, every_steps=1, persist_every_seconds=None, on_busy="wait"
-        )
+        ckpt = new(Path(folder))
         start = ckpt.restore()
         same = torch.equal(torch.get_rng_state(), fresh)
         torch.rand(int(os.environ["RANK"]) + 1)
