@@ -22,8 +22,8 @@ from elasticrun.core.job.views import nothing_yet, picture
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.attribution import Cause
-from elasticrun.core.rounds.budget import Judgement
-from elasticrun.core.rounds.failures import Bill, Ending, code_of
+from elasticrun.core.rounds.budget import Bill, Judgement
+from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round, begin
 from elasticrun.core.snapshots.policy import SnapshotPolicy

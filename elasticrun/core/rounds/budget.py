@@ -11,26 +11,164 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
 from elasticrun.core.rounds.attribution import Blame, Cause
 from elasticrun.core.rounds.failures import (
-    Bill,
+    ECHOES,
     Ending,
-    Verdict,
-    Window,
+    cause_first,
     code_of,
+    in_words,
+    is_of_its_own,
     is_the_scripts,
     root_cause,
 )
-from elasticrun.wire.messages import JobSpec
+from elasticrun.wire.messages import Failure, FailureKind, JobSpec
 
 LEAST_DOUBT = 1.0
 """Seconds for which failures that all look like peer loss wait for news of a death, at least."""
 
+MAX_RANKS_REMEMBERED = 1024
+"""Failures of one round that are kept apart; an echo beyond this tells nobody anything new."""
+
 MAX_AGES = 1024
 """Charges that are recorded one by one: a job that may restart more often than this in one window
 is forgiven the older ones when its master dies."""
+
+
+class Bill(StrEnum):
+    """What the failures of a round cost."""
+
+    NOTHING = "nothing"
+    CHARGE = "charge"  # one restart
+    DOUBT = "doubt"  # they all look like the loss of a peer whose death is not known yet
+    HOPELESS = "hopeless"  # a cause, and no restart left
+    FINAL = "final"  # the script has said that trying again cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The bill of a round as it stands; `until` is when a DOUBT turns into HOPELESS."""
+
+    bill: Bill
+    reason: str
+    until: float | None = None
+
+
+class Window:
+    """The failures of one round from the first report until the next round forms.
+
+    Survivors are stopped when it opens; what it costs is settled when the next round forms,
+    because only then is it known whether a node had gone.
+    """
+
+    def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:
+        """`doubt`: seconds for which failures that all look like peer loss wait for the news
+        that a node has died, where no restart is left. `adopted`: another master formed the round;
+        why a peer went is a thing that it may have known and this one cannot. `alone`: the round
+        has one node, which sentences need not name."""
+        self._alone = alone
+        self._doubt = doubt
+        self._adopted = adopted
+        self.excused = ""
+        """Why what fails from here on costs nothing; empty if it may cost."""
+        self._failures: dict[int, Failure] = {}
+        self._cause: Failure | None = None
+        self._final: tuple[str, Failure] | None = None
+        self._reporters: set[str] = set()
+        self._by_themselves: set[str] = set()  # nodes on which a rank died that nobody had stopped
+        self._cause_node = ""
+        self.opened_at: float | None = None
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """All that failed, root cause first."""
+        return cause_first(tuple(self._failures.values()))
+
+    def excuse(self, reason: str) -> None:
+        """The round is being closed for another reason: what fails from here on is an echo.
+        Without effect once a failure was reported."""
+        if not self._failures and not self.excused:
+            self.excused = reason
+
+    def overslept(self, by: float) -> None:
+        """The master did not listen for `by` seconds: news of a death may be late by that."""
+        if self.opened_at is not None:
+            self._doubt += by
+
+    @property
+    def story(self) -> str:
+        """The cause as things stand, in words; empty if there is none."""
+        return "" if self._cause is None else self._say(self._cause_node, self._cause)
+
+    @property
+    def cause(self) -> tuple[str, Failure] | None:
+        """The root cause as things stand, and its node; None if it is a mere echo."""
+        if self._cause is None or self._cause.kind in ECHOES:
+            return None
+        return self._cause_node, self._cause
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether the round is over because of what a rank did, and nothing came from outside."""
+        told = [one for one in self._failures.values() if one.kind not in ECHOES]
+        return bool(told) and not self.excused and all(map(is_of_its_own, told))
+
+    def others_failed(self, node: str) -> bool:
+        """Whether ranks of a node other than `node` died by themselves."""
+        return len(self._by_themselves) > (1 if node in self._by_themselves else 0)
+
+    def add(
+        self, node: str, failures: Iterable[Failure], now: float, *, stopped: bool = False
+    ) -> bool:
+        """Note what `node` reported; whether any of it was new. `stopped`: its ranks were being
+        stopped, so that whatever they died of proves nothing."""
+        before = len(self._failures)
+        for failure in failures:
+            if failure.kind is FailureKind.FINAL:
+                self._final = self._final or (node, failure)
+            cause = root_cause([one for one in (self._cause, failure) if one])
+            full = len(self._failures) >= MAX_RANKS_REMEMBERED and cause is not failure
+            if not full and failure.rank not in self._failures:
+                self._failures[failure.rank] = failure
+                if cause is failure:
+                    self._cause_node = node
+                self._cause = cause
+                if not stopped and failure.kind not in ECHOES:
+                    self._by_themselves.add(node)
+        if len(self._failures) > before:
+            self._reporters.add(node)
+            if self.opened_at is None:
+                self.opened_at = now
+        return len(self._failures) > before
+
+    def reported_by_another(self, node: str) -> bool:
+        """Whether a node other than `node` has lost ranks in this round."""
+        return len(self._reporters) > (1 if node in self._reporters else 0)
+
+    def verdict(self, *, membership: str, restarts_left: int) -> Verdict:
+        """The bill. `membership` says which member has gone or is suspect, empty if none."""
+        cause = self._cause
+        if self._final is not None:
+            told = "the script says that trying again cannot help"
+            return Verdict(Bill.FINAL, f"{self._say(*self._final)}: {told}")
+        if cause is None or self.excused or membership:
+            return Verdict(Bill.NOTHING, membership or self.excused)
+        story = self._say(self._cause_node, cause)
+        if cause.kind is FailureKind.STOPPED:
+            return Verdict(Bill.NOTHING, story)
+        if cause.kind is FailureKind.PEER_LOST and self._adopted:
+            return Verdict(Bill.NOTHING, f"{story} while another master served")
+        if restarts_left > 0:
+            return Verdict(Bill.CHARGE, story)
+        if cause.kind is FailureKind.PEER_LOST and self.opened_at is not None:
+            return Verdict(Bill.DOUBT, story, self.opened_at + self._doubt)
+        return Verdict(Bill.HOPELESS, story)
+
+    def _say(self, node: str, failure: Failure) -> str:
+        return in_words(failure, "" if self._alone else node)
 
 
 class Budget:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.rounds.budget import Budget
+from elasticrun.core.rounds.budget import Bill, Budget, Window
 from elasticrun.core.rounds.failures import (
     CONTRACT,
-    Bill,
     Ending,
-    Window,
     cause_first,
     classify,
     code_for,
