@@ -30,6 +30,9 @@ from elasticrun.wire.spawning import Configure, start_server
 if TYPE_CHECKING:
     import asyncio
 
+RESCAN: Final = 0.05
+"""Seconds between looks at /proc while a sweep waits: a process may fork between look and kill."""
+
 
 @dataclass
 class SpawnerProcess:
@@ -109,10 +112,6 @@ def planted_in(node: str) -> dict[str, str]:
     for fault in here:
         logger.warning("planted in this node (%s): %s", node, fault.words)
     return {env.NODE_FAULT: env.own_words(here)} if here else {}
-
-
-RESCAN: Final = 0.05
-"""Seconds between looks at /proc while a sweep waits: a process may fork between look and kill."""
 
 
 def _children_now() -> frozenset[int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.agent.link.trust import trust_of
-from elasticrun.agent.runtime import in_thread, tell_failure
+from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.config import AgentConfig
 from elasticrun.doctor.verdict import failures, in_a_line
 from elasticrun.operator_log import logger
@@ -54,11 +54,11 @@ class Checkup:
         self._config = config
         self._findings: asyncio.Task[list[Finding]] | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._tasks = Tasks(logger.error)
 
     def begin(self) -> None:
         """Look at this machine in threads, and tell what is wrong with it."""
-        self._findings = asyncio.create_task(self._look())
-        tell_failure(self._findings, logger.error, "looking at this machine")
+        self._findings = self._tasks.start(self._look(), "looking at this machine")
 
     async def unfit(self) -> str:
         """Why no rank may be started here, "" if one may or nobody asked; waits for the findings
@@ -76,14 +76,13 @@ class Checkup:
         most = self._config.spec.max_nodes
         if most > 1 and self._config.rendezvous.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKERS)
-            self._asking = asyncio.create_task(self._ask(master, delay))
-            tell_failure(self._asking, logger.error, "asking the master about this node's ports")
+            asking = self._ask(master, delay)
+            what = "asking the master about this node's ports"
+            self._asking = self._tasks.start(asking, what)
 
     def close(self) -> None:
         """Look no further; threads that hang are left to themselves."""
-        for task in (self._findings, self._asking):
-            if task is not None:
-                task.cancel()
+        self._tasks.close()
 
     async def _look(self) -> list[Finding]:
         try:

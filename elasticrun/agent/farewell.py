@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.runtime import in_thread
+from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
@@ -40,6 +40,35 @@ HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedE
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"
 MAX_WIDTH: Final = 60
 """Borders are as wide as the longest line, and no wider than this."""
+
+FILE_LIMIT: Final = 2.0
+"""Seconds for our own error file; the disk may hang."""
+
+TELL_LIMIT: Final = 20.0
+"""Seconds that a frozen terminal may hold up the end; everything else is done by then."""
+
+EVENTS_LIMIT: Final = 2.0
+"""Seconds for the last events, which quote error files."""
+
+BOUND: Final = 20.0
+"""Seconds for all steps together, but for those that others need: finished ranks' own processes get
+their grace, and output is shown as long as somebody reads it. After a death signal there are no
+such steps: whoever has sent it kills us some time later, Kubernetes after 30 s in all."""
+
+KILLED_AFTER: Final = 29.0
+"""Seconds after a death signal by which it should all be over..."""
+
+SIGNALLED_BOUND: Final = 4.0
+"""... but this much is taken in any case: who lets ranks take longer has to give us that on top."""
+
+LEAST: Final = 1.0
+"""Seconds that a step has in any case, when those before it have taken all."""
+
+SHOW_PATIENCE: Final = 5.0
+"""Seconds without a reader, or without an answer of the disk, until output is given up."""
+
+SHOW_LIMIT: Final = 10.0
+"""Seconds for showing output once somebody wants us gone."""
 
 
 def child_failed(name: str, failures: Sequence[Failure], root: Failure) -> str:
@@ -104,17 +133,6 @@ def _block(index: int, failure: Failure) -> str:
     )
 
 
-FILE_LIMIT: Final = 2.0
-"""Seconds for our own error file; the disk may hang."""
-
-TELL_LIMIT: Final = 20.0
-"""Seconds that a frozen terminal may hold up the end; everything else is done by then."""
-
-
-EVENTS_LIMIT: Final = 2.0
-"""Seconds for the last events, which quote error files."""
-
-
 async def events(
     log: EventLog, start: Start | None, pids: Mapping[int, int], outcome: Exit, seconds: float
 ) -> None:
@@ -173,40 +191,26 @@ def _error_file(outcome: Exit) -> None:
         write_own_words(kind, sentence(outcome), time.time_ns() // 1000, os.environ)
 
 
-BOUND: Final = 20.0
-"""Seconds for all steps together, but for those that others need: finished ranks' own processes get
-their grace, and output is shown as long as somebody reads it. After a death signal there are no
-such steps: whoever has sent it kills us some time later, Kubernetes after 30 s in all."""
-
-KILLED_AFTER: Final = 29.0
-"""Seconds after a death signal by which it should all be over..."""
-
-SIGNALLED_BOUND: Final = 4.0
-"""... but this much is taken in any case: who lets ranks take longer has to give us that on top."""
-
-LEAST: Final = 1.0
-"""Seconds that a step has in any case, when those before it have taken all."""
-
-SHOW_PATIENCE: Final = 5.0
-"""Seconds without a reader, or without an answer of the disk, until output is given up."""
-
-SHOW_LIMIT: Final = 10.0
-"""Seconds for showing output once somebody wants us gone."""
-
-
 class Clearing:
     """The steps of the end. One that fails or is late is told, and the next one is done."""
 
     def __init__(self) -> None:
         self._until = math.inf
         self._signalled: float | None = None
-        self.hurry = asyncio.Event()
-        """A death signal has come since: waits for others' sake are over."""
+        self._hurried = False
+        self._patience: asyncio.Timeout | None = None  # of a wait for others' sake
+        self._tasks = Tasks(logger.error)
 
     def signalled(self) -> None:
         """A death signal has come; the first one counts."""
         if self._signalled is None:
             self._signalled = time.monotonic()
+
+    def hurry(self) -> None:
+        """A death signal has come since the end began: waits for others' sake are over."""
+        self._hurried = True
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(0.0)
 
     def begin(self) -> None:
         """The bound counts from now on."""
@@ -241,14 +245,15 @@ class Clearing:
     async def descendants(self, ranks: Ranks, grace: float) -> None:
         """What finished ranks have left in sessions of their own gets SIGTERM, and `grace` seconds
         until it is killed; `hurry` ends the wait for it."""
-        await self._first_of(ranks.clear(grace), grace + 1.0)
+        await self._until_hurried(ranks.clear(grace), grace + 1.0)
 
     async def output(self, output: RankOutput, *, hurried: bool) -> None:
         """Show what the ranks have printed, as long as somebody reads it; from a death signal on,
         or from now on if that is past (`hurried`), for SHOW_LIMIT seconds."""
-        showing = asyncio.ensure_future(in_thread(lambda: output.close(SHOW_PATIENCE), name="show"))
+        work = in_thread(lambda: output.close(SHOW_PATIENCE), name="show")
+        showing = self._tasks.start(work, "showing output", tell=logger.debug)
         if not hurried:
-            await self._first_of(asyncio.shield(showing), None)
+            await self._until_hurried(asyncio.shield(showing), None)
         if not showing.done():
             limit = self.left(SHOW_LIMIT) if hurried else SHOW_LIMIT
             output.hurry(limit)
@@ -259,19 +264,15 @@ class Clearing:
             return
         showing.result()
 
-    async def _first_of(self, work: Awaitable[object], limit: float | None) -> None:
+    async def _until_hurried(self, work: Awaitable[object], limit: float | None) -> None:
         """Wait for the work, for a death signal, or for `limit` seconds."""
-        working = asyncio.ensure_future(work)
-        hurried = asyncio.ensure_future(self.hurry.wait())
         try:
-            done, _ = await asyncio.wait(
-                {working, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
-            )
+            async with asyncio.timeout(0.0 if self._hurried else limit) as self._patience:
+                await work
+        except TimeoutError:
+            pass
         finally:
-            working.cancel()
-            hurried.cancel()
-        if working in done:
-            working.result()
+            self._patience = None
 
 
 async def end_callers_ranks(config: AgentConfig, pids: Iterable[int], limit: float) -> None:

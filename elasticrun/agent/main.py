@@ -1,14 +1,12 @@
-"""Signals to the agent: caught from the first moment, told to the loop when there is one.
-
-torchrun installs its handlers with the first ranks, so a SIGTERM that comes earlier ends it without
-any clean-up, and SIGUSR1 kills it while its ranks live on. Here the handlers stand before anything
-can be waited for, and USR1 and USR2 are passed on to the ranks.
-
-The agent as a process: what happens before there is a loop, and its exit code.
+"""The agent as a process: what happens before there is a loop, and its exit code.
 
 The order matters. Signals are caught before anything can be waited for; the spawner is started
 next, so that torch is imported while everything else goes on; then the master, where it is plain
 that it is ours; only then asyncio and grpc are imported.
+
+torchrun installs its handlers with the first ranks, so a SIGTERM that comes earlier ends it without
+any clean-up, and SIGUSR1 kills it while its ranks live on. Here the handlers stand before anything
+can be waited for, and USR1 and USR2 are passed on to the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
     from elasticrun.agent.rendezvous.finding import Found
     from elasticrun.core.events import Exit
-
 
 FORWARDED = ("SIGUSR1", "SIGUSR2")
 """Passed on to the ranks' process groups without further meaning, unless they are death signals."""

@@ -78,13 +78,23 @@ from elasticrun.wire.types import mint_incarnation
 if TYPE_CHECKING:
     from elasticrun.agent.rendezvous.finding import Found
 
-
 NAME_LIMIT: Final = 2.0
 """Seconds that a name server may take to say how this host is called."""
 
-
 SLOT_LIMIT: Final = 15.0
 """Seconds for the lock on this node's place in the job; the user's folder may be on a network."""
+
+GOODBYE: Final = 2.0
+"""Seconds for the last reports to reach the master."""
+
+QUIT_LIMIT: Final = 5.0
+"""Seconds for a spawner to kill and reap all it has; then the agent does."""
+
+REMOVE_LIMIT: Final = 12.0
+"""Seconds for giving back the memory of the snapshots; more than `segments` takes by itself."""
+
+LEAVE_LIMIT: Final = 10.0
+"""Seconds for leaving the rendezvous; more than a meeting takes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +155,6 @@ async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
         entry_point=config.entry.target,
     )
     return Introduction(found, host, events)
-
-
-GOODBYE: Final = 2.0
-"""Seconds for the last reports to reach the master."""
-
-QUIT_LIMIT: Final = 5.0
-"""Seconds for a spawner to kill and reap all it has; then the agent does."""
-
-REMOVE_LIMIT: Final = 12.0
-"""Seconds for giving back the memory of the snapshots; more than `segments` takes by itself."""
-
-LEAVE_LIMIT: Final = 10.0
-"""Seconds for leaving the rendezvous; more than a meeting takes by itself."""
 
 
 class Node:
@@ -371,7 +368,7 @@ class Node:
             self._clearing.signalled()
         if self._ending:
             if death:
-                self._clearing.hurry.set()
+                self._clearing.hurry()
             return
         self._loop.deliver(self._snapshots.drain.signalled(signum, death=death))
 
@@ -492,7 +489,7 @@ class Node:
             await end.step("the end of ranks' processes", end.descendants(self._ranks, grace), None)
             if not signalled:
                 end.begin()
-        goodbye = asyncio.create_task(self._link.close(GOODBYE))
+        goodbye = self._tasks.start(self._link.close(GOODBYE), "goodbye", tell=logger.debug)
         await self._end_processes()
         await end.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled

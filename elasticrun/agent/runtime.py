@@ -1,12 +1,9 @@
-"""Work that may block on a disk or a terminal, kept out of the loop; and tasks with an owner.
+"""The agent's loop: one queue of events, one brain, and the carrying out of its effects. And what
+may not be in it: work that may block, in threads; and tasks, each with an owner.
 
-The threads are daemons and nobody joins them: a file system that hangs for an hour must neither
-stop the agent's beats nor keep the agent from ending, which the executor of asyncio would do.
-
-The agent's loop: one queue of events, one brain, and the carrying out of its effects.
-
-It sleeps until an event comes or the brain's next deadline; there is no other timer. Nothing that
-it calls may block: disks, terminals and name servers have threads (`threads.py`).
+The loop sleeps until an event comes or the brain's next deadline; there is no other timer. The
+threads are daemons and nobody joins them: a file system that hangs for an hour must neither stop
+the agent's beats nor keep the agent from ending, which the executor of asyncio would do.
 """
 
 from __future__ import annotations
@@ -51,8 +48,13 @@ container (pids.max, RLIMIT_NPROC) may be about to end, as ranks that are stoppe
 FIRST_TRY: Final = 0.05
 """Seconds until the second try; twice as long until the third, and so on."""
 
-
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+MAX_FAULTS: Final = 3
+"""So many effects that could not be carried out end the agent."""
+
+AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
+"""Effects whose outcome the brain waits for: one that is not carried out would never come."""
 
 
 class NoThread(TimeoutError):
@@ -209,13 +211,6 @@ class NodeContext:
     """This host's name for people."""
     address: str = ""
     """What other nodes dial."""
-
-
-MAX_FAULTS: Final = 3
-"""So many effects that could not be carried out end the agent."""
-
-AWAITED: Final = (PrepareStore, RunProbe, SignalRanks, SpawnRanks, SweepRanks)
-"""Effects whose outcome the brain waits for: one that is not carried out would never come."""
 
 
 class Brain(Protocol):

@@ -19,6 +19,30 @@ from elasticrun.wire.messages import Start
 _NO_MASTER: Final = ("no master answer", "no job master answer", "does not answer this node")
 _NO_NODE: Final = "nothing was heard for"
 
+NOTHING: Final = "nothing"
+"""What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
+
+LEAVING: Final = 1.0
+"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
+Ctrl-C whose step is saved sooner is one line, that of the end."""
+
+SOON: Final = 3.0
+"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
+
+LATE: Final = 10.0
+"""The same for every other wait."""
+
+AGAIN: Final = 60.0
+"""Seconds after which it is told again, if it lasts."""
+
+FOR_NODES: Final = "waiting for nodes: "
+
+LAST_CALL: Final = "last call: "
+
+_ENDS: Final = (State.STOPPING, State.ENDING)
+
+_WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
+
 
 def directed(sentence: str, dial: object = "") -> str:
     """The sentence, with what looks for the cause at its end if it is about somebody who cannot be
@@ -29,10 +53,6 @@ def directed(sentence: str, dial: object = "") -> str:
     if _NO_NODE in sentence:
         return f"{sentence}; to find out why, run on that node: elasticrun doctor"
     return sentence
-
-
-NOTHING: Final = "nothing"
-"""What a rank says that goes on from no step at all (wire.snapshots.Restored)."""
 
 
 class Story:
@@ -114,26 +134,6 @@ class Story:
         if words:
             self._told = True
             self._say(words)
-
-
-LEAVING: Final = 1.0
-"""Seconds after which it is told that a node that is to leave waits for its ranks to save a step: a
-Ctrl-C whose step is saved sooner is one line, that of the end."""
-
-SOON: Final = 3.0
-"""Seconds after which a wait for other nodes, or for ranks to end, is told."""
-
-LATE: Final = 10.0
-"""The same for every other wait."""
-
-AGAIN: Final = 60.0
-"""Seconds after which it is told again, if it lasts."""
-
-FOR_NODES: Final = "waiting for nodes: "
-LAST_CALL: Final = "last call: "
-
-_ENDS: Final = (State.STOPPING, State.ENDING)
-_WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
 class LongWaits:

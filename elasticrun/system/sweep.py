@@ -1,16 +1,15 @@
-"""Removes what ranks have left behind, where the ranks were children of a program of the user's.
+"""Removes what ranks have left behind.
 
-Used by that program (a caller of `elastic_launch`) and, when it has been killed, by its agent.
-Such a program is no subreaper (it may have children of its own whose orphans are none of our
-business), so leftovers are known by what they inherited: the rank's session, its process group,
-or, for those that made a session of their own, the rank's mark in the environment they were
-executed with. What has none of the three (forked, not executed, in a session of its own) is missed.
+`Sweeper` is the fork server's: a child subreaper, so every orphan below it becomes its child and
+none can hide. Groups and sessions of the ranks themselves are killed at once; a descendant that
+made a session of its own (wandb's uploader, say) gets SIGTERM and a time to finish first.
 
-Removing what ranks leave behind.
-
-The server is a child subreaper, so every orphan below it becomes its child and none can hide.
-Groups and sessions of the ranks themselves are killed at once; a descendant that made a session of
-its own (wandb's uploader, say) gets SIGTERM and a time to finish first.
+`Sweep` is for ranks that were children of a program of the user's (a caller of `elastic_launch`,
+or, when it has been killed, its agent). Such a program is no subreaper (it may have children of its
+own whose orphans are none of our business), so leftovers are known by what they inherited: the
+rank's session, its process group, or, for those that made a session of their own, the rank's mark
+in the environment they were executed with. What has none of the three (forked, not executed, in a
+session of its own) is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +24,13 @@ from enum import Enum
 from pathlib import Path
 
 from elasticrun.system import processes as linux
+
+STUCK_AFTER = 30.0
+"""Seconds after SIGKILL until a process is reported as one that the kernel keeps (D-state)."""
+
+LOOK_AGAIN = 0.05
+"""Seconds until the next look at the end of the server, when a killed process' parent, dying
+itself, may have been the one that was told."""
 
 
 class Tie(Enum):
@@ -150,14 +156,6 @@ def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int,
         if not ended and (stuck := sweep.overdue()):
             return stuck
     return ()
-
-
-STUCK_AFTER = 30.0
-"""Seconds after SIGKILL until a process is reported as one that the kernel keeps (D-state)."""
-
-LOOK_AGAIN = 0.05
-"""Seconds until the next look at the end of the server, when a killed process' parent, dying
-itself, may have been the one that was told."""
 
 
 @dataclass

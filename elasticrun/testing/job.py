@@ -47,6 +47,13 @@ LEFTOVER_LIMIT: Final = 30.0
 
 Where = int | Literal["master"]
 
+ASK_AGAIN: Final = 1.0
+"""The status is asked for when an agent or a master has said something, and at the latest after so
+many seconds, since not every change has a line."""
+
+ASK_SPACING: Final = 0.05
+"""Seconds between two looks at what grows all the time, however much ranks print."""
+
 
 class JobError(AssertionError):
     """The job did not do what a test waited for."""
@@ -61,14 +68,6 @@ __tracebackhide__ = mistake  # pytest shows the line of the test
 def variables(env: Mapping[str, object] | None) -> dict[str, str]:
     """Variables as a process wants them."""
     return {name: str(value) for name, value in (env or {}).items()}
-
-
-ASK_AGAIN: Final = 1.0
-"""The status is asked for when an agent or a master has said something, and at the latest after so
-many seconds, since not every change has a line."""
-
-ASK_SPACING: Final = 0.05
-"""Seconds between two looks at what grows all the time, however much ranks print."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

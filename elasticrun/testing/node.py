@@ -35,6 +35,22 @@ FOREIGN_PREFIXES: Final = ("PET_", "TORCHELASTIC_", "ELASTICRUN_", "DLROVER_", "
 FOREIGN: Final = RANK_VARIABLES | {"NODE_RANK", "NODE_NUM", "LOGLEVEL"}
 """Variables of this process that a launcher would take for settings of its own."""
 
+ELASTICRUN: Final = (sys.executable, "-m", "elasticrun")
+"""The command under test, with the interpreter of the tests."""
+
+PORT: Final = 29400
+"""The master's port where a host has its own network, so that it is free."""
+
+LOOPBACK: Final = "127.0.0.1"
+
+LOWEST_PORT: Final = 10_000
+"""Below are the services that have a port of their own."""
+
+PORT_TRIES: Final = 100
+"""Ports that are looked at before the kernel is asked for any."""
+
+_OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
+
 
 def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, str]:
     """What a launcher under test is started with; `scratch` stands for the host's own folders."""
@@ -162,25 +178,8 @@ class Node:
         return f"died of signal {-code}" if code < 0 else f"failed with exit code {code}"
 
 
-ELASTICRUN: Final = (sys.executable, "-m", "elasticrun")
-"""The command under test, with the interpreter of the tests."""
-
-
-PORT: Final = 29400
-"""The master's port where a host has its own network, so that it is free."""
-
-LOOPBACK: Final = "127.0.0.1"
-
-LOWEST_PORT: Final = 10_000
-"""Below are the services that have a port of their own."""
-
-PORT_TRIES: Final = 100
-"""Ports that are looked at before the kernel is asked for any."""
-
 _used: Final[set[int]] = set()
 """Ports that were given once; when all have been, the kernel is asked for any."""
-
-_OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
 
 @dataclass

@@ -33,6 +33,17 @@ WARM_FOLDER = "ELASTICRUN_TEST_WARM"
 WARM = pytest.StashKey[str]()
 LIMIT = "elasticrun_timeout"
 
+IDLE: Final = 900.0
+"""Seconds without a job after which it ends by itself, where the run was killed."""
+
+MAX_STARTS: Final = 16
+"""It ends by itself when a test installs a package, and is started again; not for ever."""
+
+OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
+"""Variables that belong to one test, by which its processes are found or kept apart."""
+
+_SOCKET: Final = "warm.sock"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One limit for all waits of a project, which knows how busy its machines are."""
@@ -116,18 +127,6 @@ def elastic_job(
     complaints = [complaint for job in jobs if (complaint := job.close())]
     if complaints and not request.node.stash.get(FAILED, False):
         pytest.fail("; ".join(complaints), pytrace=False)
-
-
-IDLE: Final = 900.0
-"""Seconds without a job after which it ends by itself, where the run was killed."""
-
-MAX_STARTS: Final = 16
-"""It ends by itself when a test installs a package, and is started again; not for ever."""
-
-OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR")
-"""Variables that belong to one test, by which its processes are found or kept apart."""
-
-_SOCKET: Final = "warm.sock"
 
 
 def end(folder: str) -> None:

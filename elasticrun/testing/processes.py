@@ -23,6 +23,10 @@ MARK: Final = "ELASTICRUN_TEST_NODE"
 ROUNDS: Final = 100
 """How often processes are looked for again while new ones appear; a fork bomb ends somewhere."""
 
+IN_MOVED: Final = 0x0000_00C0  # from and to
+
+IN_CREATE_DELETE: Final = 0x0000_0300
+
 
 def living() -> list[Process]:
     """Every process of this machine that runs, zombies aside; never ourselves."""
@@ -141,10 +145,6 @@ def await_end(pids: Iterable[int], limit: float) -> set[int]:
     finally:
         for fd in fds:
             os.close(fd)
-
-
-IN_MOVED: Final = 0x0000_00C0  # from and to
-IN_CREATE_DELETE: Final = 0x0000_0300
 
 
 class Watch:

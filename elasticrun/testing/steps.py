@@ -35,6 +35,9 @@ STEP_NODE: Final = "ELASTICRUN_STEP_NODE"
 MAX_LINE: Final = 4096
 """Bytes of one line; a longer one is none of ours."""
 
+MOST_SHOWN: Final = 10
+"""Numbers of steps that a sentence names."""
+
 
 def step(number: int) -> None:
     """Say that this rank has just completed step `number`. Does nothing outside a test."""
@@ -198,10 +201,6 @@ def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
 def _steps_world(record: Step) -> tuple[str, int]:
     """Two worlds may have one name, at different times."""
     return record.world, record.round
-
-
-MOST_SHOWN: Final = 10
-"""Numbers of steps that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def test_output_is_shown_until_a_death_signal_bounds_it(
         done, _ = await asyncio.wait({showing}, timeout=0.5)
         assert not done  # the bound of the other steps is over, and does not count here
         hurried_at = time.monotonic()
-        end.hurry.set()
+        end.hurry()
         await showing
         return time.monotonic() - hurried_at
 

@@ -15,10 +15,10 @@ import random
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from elasticrun.agent.link.answering import Answer, probe
 from elasticrun.agent.link.session import Session
 from elasticrun.agent.link.trust import NO_TRUST, Trust
 from elasticrun.agent.runtime import in_thread, tell_failure
-from elasticrun.agent.workers.probes import Answer, probe
 from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.core.rounds.failures import Ending, code_of

@@ -1,14 +1,12 @@
-"""The folder under $TMPDIR for the logs of a run that named none, and what runs before this one
-have left there. All of it blocks.
-
-Its owner holds the lock of a file in it for as long as it lives. What is there without the file is
-torchrun's, or was kept on purpose, and is nobody's to remove.
-
-Where the output of ranks goes: torchrun's tree of files, and the copy of tee'd streams.
+"""Where the output of ranks goes: torchrun's tree of files, and the copy of tee'd streams.
 
 `<log_dir>/<run_id>_<8 random>/attempt_<N>/<local_rank>/{stdout.log,stderr.log,error.json}`. Ranks
 write their files themselves (the spawner opens them), so nothing here is on their way. Earlier
 attempts are never removed: what a world printed before it ended is what one wants to read.
+
+A run that named no folder has one under $TMPDIR. Its owner holds the lock of a file in it for as
+long as it lives; what is there without the file is torchrun's, or was kept on purpose, and is
+nobody's to remove.
 """
 
 from __future__ import annotations
@@ -44,6 +42,15 @@ logs of a run that has ended so, and a scheduler starts the next run at once."""
 
 MOST: Final = 4096
 """Entries of the folder for temporary files that are looked at."""
+
+STDOUT = 1
+
+STDERR = 2
+
+DEV_NULL = os.devnull
+
+MOST_NAMED = 3
+"""Files named in one sentence."""
 
 
 class LogFolder:
@@ -105,15 +112,6 @@ def _last_written(path: str) -> Iterator[float]:
             about = os.lstat(os.path.join(folder, file))
             if about.st_size:
                 yield about.st_mtime
-
-
-STDOUT = 1
-STDERR = 2
-DEV_NULL = os.devnull
-
-
-MOST_NAMED = 3
-"""Files named in one sentence."""
 
 
 class LogsUnusable(Exception):

@@ -1,13 +1,11 @@
-"""The kernel's word that a file has grown, so that nobody has to look.
-
-The standard library has no inotify, and the usual small package asks `ldconfig` and a compiler for
-the name of libc, that is, it starts processes inside the agent. Two calls are all we need.
-
-Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
+"""Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
 
 The files are the truth and ranks write them themselves; what is done here is the copy for people
 (console, filtered files). Lines come complete and in file order. As under torchrun a carriage
 return ends a line as well, or a progress bar would show only when it is done.
+
+The standard library has no inotify, and the usual small package asks `ldconfig` and a compiler for
+the name of libc, that is, it starts processes inside the agent. Two calls are all we need.
 """
 
 from __future__ import annotations
@@ -33,6 +31,21 @@ IN_MODIFY: Final = 0x0000_0002
 _IN_Q_OVERFLOW: Final = 0x0000_4000
 _HEADER: Final = struct.Struct("iIII")
 _READ_BYTES: Final = 64 * 1024
+
+MAX_LINE_BYTES: Final = 64 * 1024
+"""No more of a line that has not ended is held; what is there is passed on as a line of its own."""
+
+READ_BYTES: Final = 256 * 1024
+"""One read; a chatty rank gets this much before the next file has its turn."""
+
+BATCH_SECONDS: Final = 0.01
+"""After a look at the files the next one waits this long: a rank that prints a thousand short lines
+costs some wake-ups, not a thousand. Raise it to save CPU; the copy comes later by as much."""
+
+TIMER_SECONDS: Final = 0.1
+"""How often files are looked at where the kernel gives no inotify (torchrun's interval)."""
+
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class Inotify:
@@ -95,22 +108,7 @@ def _last_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-MAX_LINE_BYTES: Final = 64 * 1024
-"""No more of a line that has not ended is held; what is there is passed on as a line of its own."""
-
-READ_BYTES: Final = 256 * 1024
-"""One read; a chatty rank gets this much before the next file has its turn."""
-
-BATCH_SECONDS: Final = 0.01
-"""After a look at the files the next one waits this long: a rank that prints a thousand short lines
-costs some wake-ups, not a thousand. Raise it to save CPU; the copy comes later by as much."""
-
-TIMER_SECONDS: Final = 0.1
-"""How often files are looked at where the kernel gives no inotify (torchrun's interval)."""
-
 logger = logging.getLogger("elasticrun")
-
-_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class LineFilter:

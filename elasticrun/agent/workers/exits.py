@@ -1,12 +1,9 @@
-"""By whom a rank was killed, as far as the kernel's log tells where no count of its own does.
-
-The kernel's own count of what its out-of-memory killer took, for ranks that died of SIGKILL.
-
-What a rank died of, read from what it left behind: error.json, its exit code, the kernel's word.
+"""What a rank died of, read from what it left behind: error.json, its exit code, the kernel's word.
 
 The error file is written by the rank (torch's `@record`, or the fork server for scripts without
 it), so whatever stands in it is the user's: it is read with a bound, and rubbish is described, not
-raised. Everything here touches the disk; call it in a thread.
+raised. For ranks that died of SIGKILL there is the kernel's count of what its out-of-memory killer
+took, and its log. All but `Killers` touches the disk; call it in a thread.
 """
 
 from __future__ import annotations
@@ -32,6 +29,16 @@ from elasticrun.wire.messages import Failure
 LOOK_LIMIT: Final = 5.0
 """Seconds for reading the log; nothing waits for it."""
 
+NEAR_US: Final = 10_000_000
+"""A count that rose this long ago at most explains a death now; ranks of one job die together, and
+reading the count for the first must not hide it from the second."""
+
+MAX_ERROR_FILE_BYTES: Final = 1024 * 1024
+"""A longer error file is not parsed; a traceback of a thousand frames is a tenth of this."""
+
+MAX_MESSAGE_CHARS: Final = 1024
+"""One line; what is longer is cut, the traceback has the rest."""
+
 
 class Killers:
     """Of the ranks here; it says one thing once. `root`: where the kernel's files are."""
@@ -55,11 +62,6 @@ class Killers:
         if word.text not in self._told:
             self._told.add(word.text)
             logger.log(level, "rank %d: %s", failure.rank, word.text)
-
-
-NEAR_US: Final = 10_000_000
-"""A count that rose this long ago at most explains a death now; ranks of one job die together, and
-reading the count for the first must not hide it from the second."""
 
 
 class OomKills:
@@ -121,13 +123,6 @@ def count_files(groups: str) -> list[Path]:
             files.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))
     files.append(Path("/proc/vmstat"))
     return files
-
-
-MAX_ERROR_FILE_BYTES: Final = 1024 * 1024
-"""A longer error file is not parsed; a traceback of a thousand frames is a tenth of this."""
-
-MAX_MESSAGE_CHARS: Final = 1024
-"""One line; what is longer is cut, the traceback has the rest."""
 
 
 @cache

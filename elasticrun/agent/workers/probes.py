@@ -1,7 +1,4 @@
-"""Who holds a port: nobody, something that speaks HTTP/2 as gRPC does, a stranger, or somebody with
-whom no trust can be had (and why not: gRPC itself only says that a handshake failed).
-
-The probes of this node: one process a local rank, a limit, and what they come to together.
+"""The probes of this node: one process a local rank, a limit, and what they come to together.
 
 The master's order names a small group of nodes and the store where they meet; what is measured here
 is one `Probed`, the worst of the local ranks. Every process of a probe has been reaped before it is
@@ -14,11 +11,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import ssl
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from elasticrun import accelerators
@@ -31,7 +26,7 @@ from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
 from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration
 from elasticrun.operator_log import logger
-from elasticrun.wire import auth as tls, env
+from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 from elasticrun.wire.spawning import (
     Exited,
@@ -41,118 +36,6 @@ from elasticrun.wire.spawning import (
     SpawnFailed,
     SpawnProbe,
 )
-from elasticrun.wire.types import Endpoint
-
-GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The client's preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
-
-HEAD: Final = 9
-"""Bytes of the header of an HTTP/2 frame."""
-
-SETTINGS: Final = 4
-"""Frame type of the server's first frame."""
-
-THEY_WANT_TLS: Final = (
-    "the master there speaks TLS and this node does not: give --tls-ca (and --tls-cert, --tls-key) "
-    "on all nodes"
-)
-THEY_HAVE_NO_TLS: Final = (
-    "the master there speaks no TLS and this node does: give --tls-cert, --tls-key and --tls-ca on "
-    "all nodes, or on none"
-)
-
-THEY_REFUSE_US: Final = (
-    "the master hangs up after the TLS handshake, as for a node without a certificate or with one "
-    "that its --tls-ca has not signed: check --tls-cert and --tls-key of this node"
-)
-
-
-class Answer(Enum):
-    """What came back from a port."""
-
-    NOBODY = "nobody"  # no connection: refused, unreachable, no such name yet
-    HTTP2 = "http2"
-    FOREIGN = "foreign"  # bytes that are not HTTP/2
-    SILENT = "silent"  # a connection, but nothing on it
-    CLOSED = "closed"  # a connection that is closed at once
-    INSECURE = "insecure"  # certificates do not fit, or one side has no TLS
-
-
-Found = tuple[Answer, str]
-"""What was found and, for INSECURE, the sentence why."""
-
-
-async def probe(
-    endpoint: Endpoint, limit: float, files: tls.Files | None = None, name: str = ""
-) -> Found:
-    """Connect, greet (in TLS, where there are `files`), and look at the first frame; `limit`
-    seconds for each. `name`: what the certificate must bear, "" for the endpoint's host."""
-    if files is None:
-        answer = await _look(endpoint, limit)
-        if answer is Answer.CLOSED and await _speaks_tls(endpoint, limit):
-            return Answer.INSECURE, THEY_WANT_TLS
-        return answer, ""
-    try:
-        context = await in_thread(lambda: tls.client_context(files), limit=limit, name="tls")
-        answer = await _look(endpoint, limit, context, name or endpoint.host)
-        # A server that does not like the client's certificate closes without a word.
-        refused = answer is Answer.CLOSED
-        return (Answer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
-    except ssl.SSLCertVerificationError as wrong:
-        why = wrong.verify_message.rstrip(".")
-        return Answer.INSECURE, f"the master's certificate is refused: {why}"
-    except ssl.SSLError as wrong:
-        answer = await _look(endpoint, limit)
-        if answer is Answer.HTTP2:
-            return Answer.INSECURE, THEY_HAVE_NO_TLS
-        if answer is not Answer.CLOSED:
-            return answer, ""
-        reason = (wrong.reason or "it was broken off").lower().replace("_", " ")
-        return Answer.INSECURE, f"the TLS handshake with the master failed: {reason}"
-    except (tls.TlsError, OSError, TimeoutError):
-        return Answer.NOBODY, ""
-
-
-async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
-    """Whether a TLS handshake comes to its end there, whoever it is."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to it: only whether it speaks
-    context.set_alpn_protocols(["h2"])
-    try:
-        return await _look(endpoint, limit, context) is not Answer.NOBODY
-    except ssl.SSLError:
-        return False
-
-
-async def _look(
-    endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
-) -> Answer:
-    """One connection. SSLError where TLS fails, with what is known of the reason."""
-    try:
-        opening = asyncio.open_connection(
-            endpoint.host, endpoint.port, ssl=context, server_hostname=name if context else None
-        )
-        reader, writer = await asyncio.wait_for(opening, limit)
-    except ssl.SSLError:
-        raise
-    except (OSError, TimeoutError):
-        return Answer.NOBODY
-    try:
-        writer.write(GREETING)
-        head = await asyncio.wait_for(reader.readexactly(HEAD), limit)
-        return Answer.HTTP2 if head[3] == SETTINGS else Answer.FOREIGN
-    except asyncio.IncompleteReadError as short:
-        return Answer.FOREIGN if short.partial else Answer.CLOSED
-    except ssl.SSLError:
-        raise
-    except TimeoutError:
-        return Answer.SILENT
-    except OSError:
-        return Answer.CLOSED
-    finally:
-        writer.transport.abort()
-
 
 OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
 """Whoever fails here has failed with no part of any other node in it."""

@@ -44,6 +44,12 @@ from elasticrun.wire.spawning import (
 )
 from elasticrun.wire.types import Endpoint, Entry, EntryKind
 
+DESCRIBE_LIMIT: Final = 0.5
+"""Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
+
+STOP_MEMORY: Final = 5.0
+"""A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
+
 
 class BadEnvironment(Exception):
     """What the user set cannot be given to a rank; the text is one sentence."""
@@ -131,13 +137,6 @@ def rank_entry(entry: Entry, local_rank: int) -> Entry:
 
     target = entry.target if entry.kind is EntryKind.COMMAND else fill(entry.target)
     return dataclasses.replace(entry, target=target, args=tuple(fill(word) for word in entry.args))
-
-
-DESCRIBE_LIMIT: Final = 0.5
-"""Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
-
-STOP_MEMORY: Final = 5.0
-"""A rank that dies within this many seconds of a signal that we sent it was stopped by it."""
 
 
 @dataclass

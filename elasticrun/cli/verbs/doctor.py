@@ -199,7 +199,7 @@ async def _asked(master: Question) -> list[Finding]:
 
 async def _no_answer(master: Question, wrong: LinkError) -> Finding:
     """The finding about a master that does not answer; one side without TLS is told apart."""
-    from elasticrun.agent.workers.probes import Answer, probe
+    from elasticrun.agent.link.answering import Answer, probe
 
     where = master.endpoint
     if wrong.rejected:

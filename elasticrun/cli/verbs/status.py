@@ -233,7 +233,7 @@ def _ask(
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[str]]:
     """The pages of those who answer, with their addresses; a sentence for each who is silent."""
     # Late: grpc takes longer to import than everything else here together.
-    from elasticrun.agent.workers.probes import Answer, probe
+    from elasticrun.agent.link.answering import Answer, probe
     from elasticrun.wire import auth as tls
     from elasticrun.wire.rpc.channel import LinkError, get_status
 

@@ -15,9 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.agent.link import session
+from elasticrun.agent.link.answering import Answer, probe
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
-from elasticrun.agent.workers.probes import Answer, probe
 from elasticrun.core import events as effects
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from elasticrun.agent.link import answering as p
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
-from elasticrun.agent.workers import probes as p
 from elasticrun.config import EXIT_FAILED, AgentConfig, Rendezvous, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
