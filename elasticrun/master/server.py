@@ -133,10 +133,6 @@ class Servicer:
         *,
         token: str = "",
         term: int = 0,
-        most: int = MAX_SESSIONS,
-        prove_limit: float = PROVE_LIMIT,
-        most_unproved: int = MAX_UNPROVED,
-        flood_limit: float = FLOOD_LIMIT,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`token`: what a peer must prove, "" for nothing; `term`: this master's, a part of what
@@ -145,10 +141,8 @@ class Servicer:
         self._job_id = job_id
         self._token = token
         self._term = term
-        self._most = most
-        self._flood_limit = flood_limit
         self._on_count = on_count
-        self._pending = PendingHandshakes(prove_limit, most_unproved)
+        self._pending = PendingHandshakes()
         self._refusals = Refusals()
         self._listening = Listening()
         self._sessions = itertools.count(1)
@@ -247,9 +241,9 @@ class Servicer:
     async def _serve(self, context: Any, keeper: Doorkeeper) -> None:
         hello = keeper.hello
         assert hello is not None
-        if self.attached >= self._most:
+        if self.attached >= MAX_SESSIONS:
             # Not a Refused: room may come, and whoever dials again is no stranger.
-            reason = f"this master serves {self._most} nodes already"
+            reason = f"this master serves {MAX_SESSIONS} nodes already"
             raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
         box = Mailbox()
@@ -313,7 +307,7 @@ class Servicer:
             self._loop.put(Heard(session, report))
             self._listening.heard()
             if pause := allowance.take():
-                if allowance.empty_for > self._flood_limit:
+                if allowance.empty_for > FLOOD_LIMIT:
                     reason = f"more than {RATE:.0f} reports a second"
                     raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
                 # Unread, they fill the stream's window and then the sender's own memory.
@@ -357,9 +351,9 @@ class PendingHandshakes:
     was not.
     """
 
-    def __init__(self, limit: float = PROVE_LIMIT, most: int = MAX_UNPROVED) -> None:
-        self._limit = limit
-        self._most = most
+    def __init__(self) -> None:
+        self._limit = PROVE_LIMIT
+        self._most = MAX_UNPROVED
         self._waiting: dict[asyncio.Timeout, None] = {}  # in the order of arrival
         self._pushed: set[asyncio.Timeout] = set()
 

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from msgspec import structs
@@ -206,24 +208,26 @@ async def serving(
     port: int = 0,
     tls: Pem | None = None,
     transport: Mapping[str, int] = UNHURRIED,
-    prove_limit: float = LIMIT,
+    bounds: Mapping[str, float] = MappingProxyType({}),
     **options: Any,
 ) -> AsyncIterator[Served]:
-    """A master's loop and server around `brain` (a Recorder)."""
-    brain = brain or Recorder()
-    over: list[JobOver] = []
-    loop = Loop(brain, on_over=over.append, store=store)
-    servicer = Servicer(loop, "job", prove_limit=prove_limit, **options)
-    made = make_server(
-        servicer.attend, servicer.status, servicer.reach, most=MAX_CALLS, options=transport
-    )
-    port = listen(made, "127.0.0.1", port, tls)
-    await made.start()
-    turning = asyncio.ensure_future(loop.run())
-    try:
-        yield Served(brain, loop, servicer, Endpoint("127.0.0.1", port), over)
-        assert not turning.done(), turning
-    finally:
-        turning.cancel()
-        await asyncio.gather(turning, return_exceptions=True)
-        await made.stop(0)
+    """A master's loop and server around `brain` (a Recorder); `bounds`: of those in server.py, the
+    ones that are other than there."""
+    with patch.multiple(server, **{"PROVE_LIMIT": LIMIT, **bounds}):
+        brain = brain or Recorder()
+        over: list[JobOver] = []
+        loop = Loop(brain, on_over=over.append, store=store)
+        servicer = Servicer(loop, "job", **options)
+        made = make_server(
+            servicer.attend, servicer.status, servicer.reach, most=MAX_CALLS, options=transport
+        )
+        port = listen(made, "127.0.0.1", port, tls)
+        await made.start()
+        turning = asyncio.ensure_future(loop.run())
+        try:
+            yield Served(brain, loop, servicer, Endpoint("127.0.0.1", port), over)
+            assert not turning.done(), turning
+        finally:
+            turning.cancel()
+            await asyncio.gather(turning, return_exceptions=True)
+            await made.stop(0)

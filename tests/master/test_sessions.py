@@ -252,7 +252,10 @@ async def test_a_huge_message_is_refused() -> None:
 
 @pytest.mark.slow
 async def test_a_flood_is_dropped_and_others_are_served() -> None:
-    async with serving(flood_limit=0.5) as served, served.agent("bystander") as bystander:
+    async with (
+        serving(bounds={"FLOOD_LIMIT": 0.5}) as served,
+        served.agent("bystander") as bystander,
+    ):
         began = asyncio.get_running_loop().time()
         async with served.agent("flood") as flood:
             with pytest.raises(LinkError, match=r"reports a second|broke"):
@@ -277,7 +280,7 @@ async def _drain(stream: Any) -> None:
 
 
 async def test_sessions_are_bounded_and_room_comes_back() -> None:
-    async with serving(most=2) as served:
+    async with serving(bounds={"MAX_SESSIONS": 2}) as served:
         async with served.agent("a"), served.agent("b"):
             ended = await _raw(served, *IN)
             assert ended.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -145,7 +145,10 @@ async def _silent(channel: Any, said: tuple[bytes, ...] = ()) -> Any:
 
 async def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
     most = 5
-    async with serving(most_unproved=most) as served, contextlib.AsyncExitStack() as held:
+    async with (
+        serving(bounds={"MAX_UNPROVED": most}) as served,
+        contextlib.AsyncExitStack() as held,
+    ):
         calls = []
         for _ in range(most + 3):
             channel = await held.enter_async_context(open_channel(served.endpoint))
@@ -161,7 +164,7 @@ async def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
 
 
 async def test_who_is_in_is_never_pushed_off() -> None:
-    async with serving(most_unproved=2) as served, contextlib.AsyncExitStack() as on:
+    async with serving(bounds={"MAX_UNPROVED": 2}) as served, contextlib.AsyncExitStack() as on:
         agent = await on.enter_async_context(served.agent())
         channels = [await on.enter_async_context(open_channel(served.endpoint)) for _ in range(6)]
         calls = [await _silent(channel, (KNOCK,)) for channel in channels]
