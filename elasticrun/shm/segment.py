@@ -97,6 +97,19 @@ def block_of(tensor_bytes: int) -> int:
     return block
 
 
+class _Word:
+    """A word of eight bytes in the control page."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, segment: Segment, _: object = None) -> int:
+        return segment._words[self._index]
+
+    def __set__(self, segment: Segment, step: int) -> None:
+        segment._words[self._index] = step
+
+
 class Segment:
     """A view of one segment. `memory` is the whole of it, mapped shared; writers need it writable.
 
@@ -155,42 +168,18 @@ class Segment:
 
     # ------------------------------------------------------------ the control page
 
-    @property
-    def watermark(self) -> int:
-        """The newest step of the present round that is whole over the whole job, or NONE."""
-        return self._words[_WATERMARK]
+    watermark = _Word(_WATERMARK)
+    """The newest step of the present round that is whole over the whole job, or NONE."""
 
-    @watermark.setter
-    def watermark(self, step: int) -> None:
-        self._words[_WATERMARK] = step
+    given_up = _Word(_GIVEN_UP)
+    """Steps above the watermark up to this one can never be whole, since some ranks have them and
+    others went on without; NONE: no step."""
 
-    @property
-    def given_up(self) -> int:
-        """Steps above the watermark up to this one can never be whole, since some ranks have them
-        and others went on without; NONE: no step."""
-        return self._words[_GIVEN_UP]
+    save_at = _Word(_SAVE_AT)
+    """The step that everybody is asked to save, or NONE."""
 
-    @given_up.setter
-    def given_up(self, step: int) -> None:
-        self._words[_GIVEN_UP] = step
-
-    @property
-    def save_at(self) -> int:
-        """The step that everybody is asked to save, or NONE."""
-        return self._words[_SAVE_AT]
-
-    @save_at.setter
-    def save_at(self, step: int) -> None:
-        self._words[_SAVE_AT] = step
-
-    @property
-    def current(self) -> int:
-        """The step the rank is at, or NONE."""
-        return self._words[_CURRENT]
-
-    @current.setter
-    def current(self, step: int) -> None:
-        self._words[_CURRENT] = step
+    current = _Word(_CURRENT)
+    """The step the rank is at, or NONE."""
 
     def pinned(self, slot: int) -> bool:
         """Whether somebody needs this snapshot still."""

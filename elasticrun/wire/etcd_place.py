@@ -14,12 +14,12 @@ Agents watch `lead/` alone, which is small; the record grows with the number of 
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
+from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.types import Endpoint
 
 ROOT: Final = "/elasticrun/v1"
@@ -124,7 +124,7 @@ class Leader:
         return Endpoint(self.host, self.port)
 
     def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return dumps(self).encode()
 
 
 def leader_from_bytes(data: bytes) -> Leader | None:
@@ -133,10 +133,9 @@ def leader_from_bytes(data: bytes) -> Leader | None:
     if len(data) > MAX_VALUE:
         return None
     try:
-        fields = json.loads(data)
-        leader = Leader(**fields)
-    except (ValueError, TypeError, RecursionError):
+        leader = loads(data, Leader)
+    except ValueError:
         return None
     words = (leader.host, leader.holder, leader.nonce)
-    right = all(type(w) is str and w.isprintable() for w in words) and bool(leader.host)
-    return leader if right and type(leader.port) is int and 0 < leader.port < 65536 else None
+    right = all(word.isprintable() for word in words) and bool(leader.host)
+    return leader if right and 0 < leader.port < 65536 else None

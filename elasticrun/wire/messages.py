@@ -498,23 +498,9 @@ class Missed(Struct, frozen=True):
 SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
 """About snapshots."""
 
-Report = (
-    Knock
-    | Proof
-    | Hello
-    | Join
-    | Running
-    | RanksFailed
-    | Stopping
-    | Stopped
-    | Finished
-    | Leaving
-    | Beat
-    | Probed
-    | Steps
-    | ReachMe
-    | SaveReport
-)
+RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
+HealthReport = Probed | Steps | ReachMe
+Report = Knock | Proof | Hello | Beat | RankReport | HealthReport | SaveReport
 
 
 # ---------------------------------------------------------------- orders: master to agent

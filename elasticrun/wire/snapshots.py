@@ -189,20 +189,11 @@ class Remark:
     text: str
 
 
-FromRank = (
-    RankHere
-    | NeedSegment
-    | Committed
-    | AwaitRoom
-    | WantShard
-    | IsWhole
-    | Restored
-    | CannotRestore
-    | PutsOff
-    | Missed
-    | Skipped
-    | Remark
-)
+RankAsks = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
+"""These are answered."""
+
+RankTells = Committed | Restored | CannotRestore | PutsOff | Missed | Skipped | Remark
+FromRank = RankAsks | RankTells
 
 # ---------------------------------------------------------------- an agent to its saver
 
@@ -329,18 +320,8 @@ class Serve:
     rank: int
 
 
-ToSaver = (
-    SegmentOpen
-    | SegmentClosed
-    | HashSnapshot
-    | CheckSnapshot
-    | PersistParts
-    | CommitNow
-    | GiveUp
-    | Fetch
-    | FetchInto
-    | Serve
-)
+AboutSegments = SegmentOpen | SegmentClosed | HashSnapshot | CheckSnapshot | Serve
+ToSaver = AboutSegments | PersistParts | CommitNow | GiveUp | Fetch | FetchInto
 
 # ---------------------------------------------------------------- a saver to its agent
 

@@ -160,19 +160,10 @@ class Ping:
     number: int
 
 
-ToSpawner = (
-    Configure
-    | SpawnRank
-    | SpawnStore
-    | SpawnProbe
-    | SpawnSaver
-    | SendSignal
-    | Sweep
-    | CloseStore
-    | Quit
-    | Pet
-    | Ping
-)
+Spawn = SpawnRank | SpawnStore | SpawnProbe | SpawnSaver
+"""Orders that make a process."""
+
+ToSpawner = Configure | Spawn | SendSignal | Sweep | CloseStore | Quit | Pet | Ping
 
 
 # ---------------------------------------------------------------- from the spawner
@@ -282,19 +273,10 @@ class Pong:
     number: int
 
 
-FromSpawner = (
-    SpawnerReady
-    | Spawned
-    | SpawnFailed
-    | Exited
-    | StoreListening
-    | ProbeSaid
-    | Swept
-    | Learned
-    | Notice
-    | Stale
-    | Pong
-)
+FromChild = Spawned | SpawnFailed | Exited | StoreListening | ProbeSaid
+"""About one process, named by its key."""
+
+FromSpawner = FromChild | SpawnerReady | Swept | Learned | Notice | Stale | Pong
 
 
 SERVER_FILE = Path(__file__).resolve().parent.parent / "forkserver" / "server.py"
