@@ -214,8 +214,7 @@ class WorkerGroup:
             self.stores.hosted = None
             self.note(f"the store at {event.store} ended while its round runs", "warning")
         elif event.store == self.stores.offer:
-            self.stores.lost_offer()
-            if self.stores.hopeless:
+            if self.stores.lost_offer():
                 outcome = fx.Exit(EXIT_FAILED, "the store host ends again and again", (), 0)
                 self.conclude(outcome, now)
                 return

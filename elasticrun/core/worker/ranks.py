@@ -120,11 +120,6 @@ class StoreSlot:
         self._preparing = False
         self._losses = 0
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether stores end again and again before they are used."""
-        return self._losses >= MAX_LOSSES
-
     def prepare(self) -> list[AgentEffect]:
         """Ask for a store, unless there is one or it was asked for."""
         if self._preparing or self.offer is not None:
@@ -140,10 +135,11 @@ class StoreSlot:
         self.offer = store
         return []
 
-    def lost_offer(self) -> None:
-        """The store on offer ended by itself."""
+    def lost_offer(self) -> bool:
+        """The store on offer ended by itself. Whether that happens again and again."""
         self.offer = None
         self._losses += 1
+        return self._losses >= MAX_LOSSES
 
     def release(self) -> list[AgentEffect]:
         """The round that used our store is over."""
