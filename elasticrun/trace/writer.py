@@ -90,9 +90,9 @@ class TraceWriter:
         *,
         ring: int = RING_BYTES,
         mint: Callable[[], str] = mint_nonce,
-        clock: Callable[[], float] = time.monotonic,
+        now: float | None = None,
     ) -> None:
-        """`clock`: the loop's, by which the brain is told the time."""
+        """`now`: by the loop's clock, if that is another one than this host's."""
         self._life = life
         self._mint = mint
         self._minted: list[str] = []
@@ -100,7 +100,7 @@ class TraceWriter:
         self._dropped = 0
         self._queue: queue.SimpleQueue[_Step | _Beats | int | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._ring = _Ring(folder, life, ring, clock())
+        self._ring = _Ring(folder, life, ring, time.monotonic() if now is None else now)
         threading.Thread(target=self._run, name="elasticrun-trace", daemon=True).start()
 
     # ------------------------------------------------------------ the loop's side

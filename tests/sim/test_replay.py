@@ -53,7 +53,7 @@ class Traced(Job):
             Life("job", term, spec, facts),
             ring=self.ring,
             mint=mint,
-            clock=lambda: Traced.now,
+            now=Traced.now,
         )
         if self.writers:
             self.writers[-1].close(LIMIT)
