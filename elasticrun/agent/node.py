@@ -106,28 +106,6 @@ class Introduction:
     events: EventLog
 
 
-def hello(
-    config: AgentConfig, node: str, incarnation: str, host: str, address: str, brain: WorkerGroup
-) -> Hello:
-    """What this node says to a master first. `host`: its name for people; `address`: what other
-    nodes dial."""
-    return Hello(
-        protocol=PROTOCOL_VERSION,
-        version=__version__,
-        node=node,
-        incarnation=incarnation,
-        host=host,
-        address=address,
-        pid=os.getpid(),
-        node_rank=config.node_rank,
-        local_world_size=config.nproc_per_node,
-        role=config.role,
-        spec=config.spec,
-        attached=brain.attached(),
-        last_term=brain.term,
-    )
-
-
 async def introduce(config: AgentConfig, writer: StderrWriter) -> Introduction:
     """This node's id, its host's name, and the event log, which bears both."""
     try:
@@ -402,8 +380,23 @@ class Node:
         return f"{where.host}:{where.port}" if where.host else str(self._meeting.dial)
 
     def _hello(self) -> Hello:
-        where = (self._shared.host, self._meeting.address)
-        return hello(self._config, self._identity.node, self._incarnation, *where, self._brain)
+        """What this node says to a master first."""
+        config = self._config
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            node=self._identity.node,
+            incarnation=self._incarnation,
+            host=self._shared.host,
+            address=self._meeting.address,
+            pid=os.getpid(),
+            node_rank=config.node_rank,
+            local_world_size=config.nproc_per_node,
+            role=config.role,
+            spec=config.spec,
+            attached=self._brain.attached(),
+            last_term=self._brain.term,
+        )
 
     # ------------------------------------------------------------ what goes out
 

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-from elasticrun.system.processes import start_time
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Impossible, LabError
 
@@ -35,23 +30,11 @@ ENTER: Final = (
 )
 """Arguments: a number, so many cgroup.procs files, then a command."""
 
-_NAME: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
-_COUNT = itertools.count()
-
-KEEPER: Final = (
-    "import sys; from elasticrun.testing.cgroups import keep; keep(sys.argv[1], sys.stdin.buffer)"
-)
-
 
 def require() -> None:
     """Impossible where no limits can be set here."""
     if why := _why_none():
         raise Impossible(f"CPU time and memory cannot be limited here: {why}")
-
-
-def new_name(what: str) -> str:
-    """A name that no other group has, and by which it is known whose it is. `what`: letters."""
-    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
 
 
 def folders(name: str) -> list[Path]:
@@ -66,8 +49,8 @@ class Group:
     def __init__(self, what: str) -> None:
         require()
         sweep()
-        self.name = new_name(what)
-        self._keeper = start_keeper(self.name)
+        self.name = processes.new_name(what)
+        self._keeper = processes.start_keeper(__name__, self.name)
         try:
             for place in {_hierarchy("cpu"), _hierarchy("memory")}:
                 (place / self.name).mkdir()
@@ -121,18 +104,8 @@ class Group:
         self._keeper.communicate()
 
 
-def start_keeper(prefix: str) -> subprocess.Popen[bytes]:
-    """A process that removes the groups with such names when ours has ended."""
-    return subprocess.Popen(
-        [sys.executable, "-c", KEEPER, prefix],
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for us
-    )
-
-
-def keep(prefix: str, owner: BinaryIO) -> None:
-    """Wait for the end of `owner` and remove all groups whose names begin with `prefix`."""
-    owner.read()
+def keep(prefix: str) -> None:
+    """Remove all groups whose names begin with `prefix`."""
     for name in _names():
         if name.startswith(prefix):
             with contextlib.suppress(OSError):  # a sweeper was faster
@@ -142,8 +115,7 @@ def keep(prefix: str, owner: BinaryIO) -> None:
 def sweep() -> None:
     """Remove the groups of processes that are no more."""
     for name in _names():
-        found = _NAME.fullmatch(name)
-        if found and start_time(int(found[1])) != int(found[2]):
+        if processes.is_orphaned(name):
             with contextlib.suppress(OSError):
                 remove(name)
 
@@ -171,7 +143,7 @@ def _names() -> Iterator[str]:
     seen: set[str] = set()
     for place in [ROOT, *ROOT.iterdir()] if ROOT.is_dir() else []:
         if place.is_dir():
-            seen.update(name for name in os.listdir(place) if _NAME.fullmatch(name))
+            seen.update(name for name in os.listdir(place) if processes.is_owned(name))
     yield from sorted(seen)
 
 

@@ -22,15 +22,13 @@ import functools
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-from elasticrun.system.processes import start_time
 from elasticrun.testing import processes
 
 NETNS: Final = Path("/run/netns")
@@ -41,13 +39,6 @@ COMMAND_LIMIT: Final = 120.0
 
 KILL_LIMIT: Final = 60.0
 """Seconds for the processes of a host to be gone after SIGKILL."""
-
-_LAB: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
-_COUNT = itertools.count()
-
-KEEPER: Final = (
-    "import sys; from elasticrun.testing.hosts import keep; keep(sys.argv[1], sys.stdin.buffer)"
-)
 
 ENTER: Final = (
     'mount --bind "$1" /etc/hosts && echo "$2" >/proc/sys/kernel/hostname && shift 2 && exec "$@"'
@@ -77,7 +68,7 @@ def _why_no_hosts() -> str:
     missing = [name for name in ("ip", "nsenter", "unshare") if not _program(name)]
     if missing:
         return f"there is no {' and no '.join(missing)} (Debian: iproute2, util-linux)"
-    name = _name("probe")
+    name = processes.new_name("probe")
     try:
         _ip("netns", "add", name)
     except LabError as error:
@@ -137,16 +128,12 @@ class Lab:
         """`scratch`: an existing folder, for the hosts' /etc/hosts."""
         require()
         sweep()
-        self._prefix = _name("")
+        self._prefix = processes.new_name("")
         self._switch = f"{self._prefix}switch"
         self._scratch = scratch
         self._seed = seed
         self._relay: subprocess.Popen[bytes] | None = None
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, self._prefix],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for us
-        )
+        self._keeper = processes.start_keeper(__name__, self._prefix)
         self._table = scratch / "hosts"
         self._numbers = itertools.count(1)
         self.hosts: dict[str, Host] = {}
@@ -302,9 +289,8 @@ class Lab:
         self._keeper.communicate()
 
 
-def keep(prefix: str, owner: BinaryIO) -> None:
-    """Wait for the end of `owner` and remove all namespaces whose names begin with `prefix`."""
-    owner.read()
+def keep(prefix: str) -> None:
+    """Remove all namespaces whose names begin with `prefix`."""
     for name in sorted(os.listdir(NETNS)):
         if name.startswith(prefix):
             with contextlib.suppress(LabError, OSError):  # a sweeper was faster
@@ -316,8 +302,7 @@ def sweep() -> None:
     if not NETNS.is_dir():
         return
     for name in sorted(os.listdir(NETNS)):
-        found = _LAB.fullmatch(name)
-        if found and start_time(int(found[1])) != int(found[2]):
+        if processes.is_orphaned(name):
             with contextlib.suppress(LabError, OSError):  # another sweeper was faster
                 _remove([name])
 
@@ -328,10 +313,6 @@ def _remove(namespaces: Iterable[str]) -> None:
         if path.exists():
             processes.kill_all(functools.partial(processes.in_network, str(path)), KILL_LIMIT)
             _ip("netns", "del", name)
-
-
-def _name(what: str) -> str:
-    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
 
 
 def _program(name: str) -> str | None:

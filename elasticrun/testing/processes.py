@@ -5,16 +5,20 @@ their parent has become; signalled together; waited for by the kernel's word, li
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.logs.tail import IN_MODIFY, Inotify
-from elasticrun.system.processes import Process, everybody
+from elasticrun.system.processes import Process, everybody, start_time
 from elasticrun.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
@@ -26,6 +30,37 @@ ROUNDS: Final = 100
 IN_MOVED: Final = 0x0000_00C0  # from and to
 
 IN_CREATE_DELETE: Final = 0x0000_0300
+
+
+_OWNED: Final = re.compile(r"elasticrun-(\d+)-(\d+)-\d+-\w+")
+_COUNT: Final = itertools.count()
+
+
+def new_name(what: str) -> str:
+    """A name for something of the kernel's that no other has, and by which it is known which
+    process made it. `what`: letters."""
+    return f"elasticrun-{os.getpid()}-{start_time(os.getpid())}-{next(_COUNT)}-{what}"
+
+
+def is_owned(name: str) -> bool:
+    """Whether `new_name` has made this name."""
+    return _OWNED.fullmatch(name) is not None
+
+
+def is_orphaned(name: str) -> bool:
+    """Whether the process that made this name is no more."""
+    found = _OWNED.fullmatch(name)
+    return found is not None and start_time(int(found[1])) != int(found[2])
+
+
+def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:
+    """A process that calls `keep(prefix)` of this module when ours has ended."""
+    code = f"import sys; from {module} import keep; sys.stdin.buffer.read(); keep(sys.argv[1])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, prefix],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C is for us
+    )
 
 
 def living() -> list[Process]:

@@ -67,9 +67,9 @@ class Container:
     def __init__(self, world: World, wanted: Wanted) -> None:
         self._world = world
         self._wanted = wanted
-        self.name = cgroups.new_name("container")
+        self.name = processes.new_name("container")
         self.bundle = world.scratch / self.name
-        self._keeper = cgroups.start_keeper(self.name)
+        self._keeper = processes.start_keeper(cgroups.__name__, self.name)
         self.launched: Launched
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
