@@ -239,7 +239,6 @@ class HealthPolicy:
     # ------------------------------------------------------------ a check goes on
 
     def answered(self, node: str, answer: m.Probed) -> None:
-        """A node's answer."""
         if self._netcheck is not None:
             self._netcheck.answered(node, answer, self._time())
             self._stirred = True

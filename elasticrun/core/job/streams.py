@@ -42,7 +42,6 @@ class Streams:
     # ------------------------------------------------------------ attached
 
     def attached(self, session: int, hello: m.Hello) -> None:
-        """A stream stands."""
         ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
         if self._refuse_excluded(session, hello):
             return
@@ -183,7 +182,6 @@ class Streams:
     # ------------------------------------------------------------ detached, dead
 
     def detached(self, event: fx.Detached) -> None:
-        """A stream is gone."""
         ctx, now = self._ctx, self._ctx.now
         node = self._membership.node_of(event.session)
         if node is None:

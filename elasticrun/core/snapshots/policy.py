@@ -43,7 +43,6 @@ class SnapshotPolicy:
         node: str,
         report: m.Holdings | m.WhereIs | m.ShardBad | m.Persisted | m.NotReplicated,
     ) -> None:
-        """A report about snapshots."""
         now, saves = self._ctx.now, self._saves
         if isinstance(report, m.Holdings):
             saves.heard(node, report, now)
@@ -81,7 +80,6 @@ class SnapshotPolicy:
         self._send()
 
     def step_told(self, step: int) -> None:
-        """Ranks of the present round are at it."""
         self._newest_step = max(self._newest_step, step)
 
     def lost_contact(self, node: str) -> None:

@@ -420,7 +420,6 @@ class WorkerGroup:
         self._say_failures()
 
     def finish(self, now: float) -> None:
-        """Every rank has ended with 0."""
         self.state = State.FINISHED
         self.reason = "all ranks of this node are done; waiting for the other nodes"
         self.report(m.Finished)
@@ -581,7 +580,6 @@ class WorkerGroup:
         return tuple(self.ranks.failures.values())
 
     def say(self, report: m.Report) -> None:
-        """To the master."""
         self.out.append(fx.Say(report))
 
     def report(self, kind: Callable[..., m.Report], *values: object) -> None:
@@ -606,7 +604,6 @@ class WorkerGroup:
         self.out.append(fx.Note(text, level))
 
     def signal(self, signum: int) -> None:
-        """To every rank that runs."""
         if targets := self.ranks.targets(signum):
             self.out.append(fx.SignalRanks(targets, signum))
 

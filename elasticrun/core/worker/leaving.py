@@ -76,7 +76,6 @@ class Draining:
         """This node is excluded, and is to stay until then, or is parked already."""
 
     def new_round(self) -> None:
-        """Other ranks begin, with other steps."""
         self._cut_short = False
         self._asked = self._written = -1
 
@@ -221,7 +220,6 @@ class Draining:
         self._leave(event, now)
 
     def save_at(self, order: m.SaveAt, now: float) -> None:
-        """The master has named the step."""
         if self._group.is_present(order.round):
             self._asked = order.step
             self.obey(order, now)

@@ -47,17 +47,14 @@ class LocalRanks:
 
     @property
     def all_spawned(self) -> bool:
-        """Whether every rank of the round was started."""
         return len(self.pids) == self._nproc
 
     def spawned(self, local_rank: int, pid: int) -> None:
-        """It runs."""
         self.pids[local_rank] = pid
         if local_rank in self.live:
             self.live[local_rank] = pid
 
     def signalled(self, signum: int, now: float) -> None:
-        """The agent received this signal."""
         self._received[signum] = now
 
     def targets(self, signum: int) -> tuple[int, ...]:
@@ -128,7 +125,6 @@ class StoreSlot:
         return [PrepareStore()]
 
     def ready(self, store: Endpoint) -> list[AgentEffect]:
-        """A store host listens."""
         self._preparing = False
         if self.offer is not None:
             return [ReleaseStore(store)]
