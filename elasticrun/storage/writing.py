@@ -39,6 +39,16 @@ class Calls:
     """The system calls, in one object: a test can refuse some. Each raises OSError as the call
     itself does."""
 
+    pwrite = staticmethod(os.pwrite)
+    write = staticmethod(os.write)
+    fsync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.rename)
+    mkdir = staticmethod(os.mkdir)
+    unlink = staticmethod(os.unlink)
+    remove = staticmethod(shutil.rmtree)
+    """A folder with all that is in it; links in it are not followed."""
+
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
@@ -51,38 +61,13 @@ class Calls:
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def write(self, fd: int, data: memoryview) -> int:
-        return os.write(fd, data)
-
     def cached(self, fd: int) -> None:
         """No longer O_DIRECT from here on."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
     def drop(self, fd: int) -> None:
         """What was written need not stay in the page cache."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
-
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def remove(self, path: str) -> None:
-        """A folder with all that is in it; links in it are not followed."""
-        shutil.rmtree(path)
 
     def mounts(self) -> str:
         return Path("/proc/self/mounts").read_text(errors="surrogateescape")
