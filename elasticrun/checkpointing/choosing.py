@@ -116,11 +116,8 @@ class Board:
         except Exception as error:  # torch raises many kinds
             raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
 
-    def hear(self, key: str, limit: float = LIMIT) -> str:
+    def hear(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
         """What rank 0 said; waits for it, for so many seconds at most."""
-        return self._heard(key, limit, "rank 0 has")
-
-    def _heard(self, key: str, limit: float, who: str) -> str:
         try:
             store, name = self._reach(), f"{self._prefix}/{key}"
             store.wait([name], timedelta(seconds=limit))
@@ -147,7 +144,7 @@ class Board:
                 _first(store, name, "yes")
 
         self._tell(key, agree)
-        return self._heard(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
+        return self.hear(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
 
     def _reach(self) -> Any:
         c10d: Any = dist  # its names have no types

@@ -43,6 +43,12 @@ def save(folder: Path, *steps: int, ours: bool = False, **more: Any) -> None:
     ckpt.close()
 
 
+def file_of(folder: Path, step: int) -> Path:
+    """The one file of this step's tensors."""
+    (file,) = Path(Folder(str(folder)).path(step)).glob("*.distcp")
+    return file
+
+
 def add_manifest(folder: Folder, step: int) -> None:
     entries = []
     for number, path in enumerate(sorted(Path(folder.path(step)).glob("*.distcp"))):
@@ -101,10 +107,8 @@ def test_a_short_file_is_spoiled_and_the_one_before_is_taken(
     tmp_path: Path, ours: bool, verify: bool
 ) -> None:
     save(tmp_path, 1, 2, 3, ours=ours)
-    (file,) = Path(Folder(str(tmp_path)).path(3)).glob("*.distcp")
-    os.truncate(file, 1000)
-    (file,) = Path(Folder(str(tmp_path)).path(2)).glob("*.distcp")
-    file.unlink()
+    os.truncate(file_of(tmp_path, 3), 1000)
+    file_of(tmp_path, 2).unlink()
     assert restored(tmp_path, verify=verify) == 1
     assert Folder(str(tmp_path)).condemned() == [2, 3]
 
@@ -137,8 +141,7 @@ def test_what_cannot_be_condemned_is_passed_over_all_the_same(
         raise StorageError("it is read-only")
 
     save(tmp_path, 1, 2, ours=True)
-    (file,) = Path(Folder(str(tmp_path)).path(2)).glob("*.distcp")
-    os.truncate(file, 10)
+    os.truncate(file_of(tmp_path, 2), 10)
     monkeypatch.setattr(Folder, "condemn", refuse)
     with pytest.warns(UserWarning, match=r"could not be noted there \(it is read-only\)"):
         assert restored(tmp_path) == 1
@@ -167,8 +170,7 @@ def elsewhere() -> Iterator[type[Elsewhere]]:
 def test_a_restore_by_url(tmp_path: Path, elsewhere: type[Elsewhere], ours: bool) -> None:
     save(tmp_path, 1, 2, ours=ours)
     assert restored(f"elsewhere://{tmp_path}") == 2
-    (file,) = Path(Folder(str(tmp_path)).path(2)).glob("*.distcp")
-    os.truncate(file, 10)
+    os.truncate(file_of(tmp_path, 2), 10)
     assert restored(f"elsewhere://{tmp_path}") == 1
     assert Folder(str(tmp_path)).condemned() == [2]
 
