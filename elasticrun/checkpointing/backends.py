@@ -26,8 +26,8 @@ from elasticrun.checkpointing.restore import Recall, Unusable
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.torches import save_alone
 from elasticrun.shm.segment import NONE, VERSION
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.timeline import chain
+from elasticrun.storage.writing import StorageError
 from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume, Skipped
 from elasticrun.wire.types import RoundName
 

@@ -36,8 +36,8 @@ from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
 from elasticrun.dcp.torches import load_alone
 from elasticrun.shm.layout import Item, ItemKind
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import MARKER, Folder
+from elasticrun.storage.writing import StorageError
 from elasticrun.wire import env
 
 LIMIT: Final = 300.0

@@ -35,7 +35,6 @@ from elasticrun.shm.layout import (
 )
 from elasticrun.shm.segment import Segment, Snapshot, block_of
 from elasticrun.storage import manifest as manifests
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError, file_of, plain_file
 from elasticrun.storage.timeline import (
@@ -47,7 +46,7 @@ from elasticrun.storage.timeline import (
     not_kept,
     timeline_of,
 )
-from elasticrun.storage.writing import PIECE, Sink
+from elasticrun.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.bounds import MAX_ATTEMPT
 from elasticrun.wire.snapshots import Named
 

@@ -16,11 +16,10 @@ from typing import Final
 import xxhash
 
 from elasticrun.storage import manifest as manifests
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.places import Entry, LocalPlace, Place, UrlPlace
 from elasticrun.storage.timeline import Found, Timeline, chain, timeline_of
-from elasticrun.storage.writing import PIECE, Calls, Sink
+from elasticrun.storage.writing import PIECE, Calls, Sink, StorageError
 
 MARKER: Final = manifests.MARKER
 CONDEMNED: Final = "elasticrun.bad"

@@ -17,12 +17,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from elasticrun.storage.errors import StorageError, sentence
 from elasticrun.storage.writing import (
     PIECE,
     Calls,
     FileSink,
     Sink,
+    StorageError,
+    sentence,
     sync_folder,
     ways_of,
     write_first,

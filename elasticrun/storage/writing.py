@@ -1,4 +1,4 @@
-"""How one file gets onto a disk for certain.
+"""How one file gets onto a disk for certain, and what is said where it cannot.
 
 The best way first: room is taken at once (`fallocate`: a full disk is told before hours of work),
 the bulk goes past the page cache (O_DIRECT from page-aligned memory), then fsync. What a file
@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from elasticrun.storage.errors import REFUSED, StorageError, sentence
-
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 GCSFUSE: Final = "fuse.gcsfuse"
@@ -33,6 +31,26 @@ PIECE: Final = 8 * 1024 * 1024
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 """A file of one attempt that is begun again (its saver died) takes the place of what stands."""
+
+REFUSED: Final = frozenset(
+    {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.EPERM}
+)
+"""How a file system says that it does not have a feature, rather than that it has failed."""
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class StorageError(Exception):
+    """Storage did not do what it was asked to; one sentence, with the file and the way out."""
+
+
+def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> str:
+    """`doing`: written, read, removed, listed. `free`: bytes that are left where `path` lies."""
+    if error.errno in _FULL:
+        left = "" if free is None else f" ({free / 2**30:.2f} GiB are left)"
+        what = "the quota is used up" if error.errno == errno.EDQUOT else "there is no room"
+        return f"{path} was not {doing}: {what}{left}; make room, or choose another folder"
+    return f"{path} was not {doing}: {error.strerror or error}"
 
 
 class Calls:

@@ -17,7 +17,7 @@ from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.parts import StateError
 from elasticrun.checkpointing.state import State
 from elasticrun.dcp.items import pieces
-from elasticrun.storage.errors import StorageError
+from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
 from elasticrun.wire.snapshots import (
     CannotRestore,

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.choosing import Board, NotAgreed
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
+from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.checkpointing.played import PlayedAgent, playing

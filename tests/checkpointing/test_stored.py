@@ -21,9 +21,9 @@ from fsspec.implementations.local import LocalFileSystem
 from elasticrun.checkpointing import choosing
 from elasticrun.checkpointing.choosing import SpoiledError, UnreadableError
 from elasticrun.storage import manifest as manifests
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.manifest import FileEntry, Manifest
+from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import Named, Remark
 from tests.checkpointing.played import PlayedAgent

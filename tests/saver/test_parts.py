@@ -16,9 +16,8 @@ import torch
 from elasticrun.saver import parts as persist
 from elasticrun.saver.parts import PartError, PartWritten, PersistError
 from elasticrun.shm.segment import Segment
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls
+from elasticrun.storage.writing import Calls, StorageError
 from elasticrun.wire.snapshots import Named
 from tests.dcp.checkpoints import commit, load, save
 from tests.dcp.slots import NAMED, HandMade

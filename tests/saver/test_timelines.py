@@ -11,9 +11,8 @@ import pytest
 
 from elasticrun.saver import parts as persist
 from elasticrun.saver.parts import PersistError
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls
+from elasticrun.storage.writing import Calls, StorageError
 from tests.dcp.checkpoints import commit, save
 from tests.dcp.slots import HandMade
 from tests.saver.test_parts import loaded, rank, write

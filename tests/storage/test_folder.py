@@ -13,9 +13,9 @@ import pytest
 import xxhash
 
 from elasticrun.storage import manifest as manifests
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.manifest import FileEntry, Manifest
+from elasticrun.storage.writing import StorageError
 from elasticrun.wire.snapshots import Named
 
 BLOCK = 4096

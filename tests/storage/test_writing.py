@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import PIECE, Calls, Sink, is_gcsfuse
+from elasticrun.storage.writing import PIECE, Calls, Sink, StorageError, is_gcsfuse
 from tests import needs
 from tests.storage.stand_ins import Bucket, LateDirect, Poor, refusal
 

@@ -4,9 +4,8 @@ import errno
 import os
 import sys
 
-from elasticrun.storage.errors import StorageError
 from elasticrun.storage.folder import Folder
-from elasticrun.storage.writing import Calls
+from elasticrun.storage.writing import Calls, StorageError
 
 
 class Blind(Calls):
