@@ -35,7 +35,7 @@ from elasticrun.agent.runtime import (
 )
 from elasticrun.agent.snapshots.snapshots import Snapshots
 from elasticrun.agent.spawner import Spawners
-from elasticrun.agent.story import LongWaits, Story, directed
+from elasticrun.agent.story import LongWaits, Story, directed, in_words
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
@@ -61,7 +61,7 @@ from elasticrun.core.events import (
 )
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
-from elasticrun.core.worker.states import State
+from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.operator_log import LEVELS, NOTICE, StderrWriter, logger, name_speaker
 from elasticrun.wire import env
 from elasticrun.wire.messages import (
@@ -167,11 +167,7 @@ class Node:
         self._ending = False
         self._clearing = Clearing()
         self._events: EventLog | None = None
-        self._long_waits = LongWaits(
-            self._meeting_place,
-            lambda wait: _notice(directed(wait, self._meeting.dial)),
-            time.monotonic,
-        )
+        self._long_waits = LongWaits(self._waits_long)
         self._story = Story(
             most=config.spec.max_restarts,
             several=config.spec.max_nodes > 1,
@@ -202,7 +198,7 @@ class Node:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
         for note in self._config.notes:
             self._writer.write(note.rstrip("\n") + "\n")
-        self._spawners.pet(self._brain.master_lost_timeout)
+        self._spawners.keep_alive(self._brain.master_lost_timeout)
         loop.set_exception_handler(self._uncaught)
         self._tasks.start(self._set_out(), "setting out")
         try:
@@ -374,10 +370,10 @@ class Node:
     def _fatal(self, sentence: str) -> None:
         self._loop.end(Exit(EXIT_FAILED, sentence, (), 0))
 
-    def _meeting_place(self) -> str:
-        """Where nodes meet, as the user wrote it where he did."""
-        where = self._config.rendezvous
-        return f"{where.host}:{where.port}" if where.host else str(self._meeting.dial)
+    def _waits_long(self, status: GroupStatus) -> None:
+        where, dial = self._config.rendezvous, self._meeting.dial
+        place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
+        _notice(directed(in_words(status, place, time.monotonic()), dial))
 
     def _hello(self) -> Hello:
         """What this node says to a master first."""
@@ -433,7 +429,9 @@ class Node:
         now = time.monotonic()
         start = effect.start
         self._story.starts(start)
-        self._spawners.pet(self._brain.master_lost_timeout)  # which the master may have told anew
+        self._spawners.keep_alive(
+            self._brain.master_lost_timeout
+        )  # which the master may have told anew
         self._meeting.store(start.store)
         self._progress.begin(start)
         self._snapshots.begin(start)

@@ -47,11 +47,11 @@ from elasticrun.wire.spawning import (
     ToSpawner,
 )
 
-PET_LIMIT: Final = 90.0
+KEEPALIVE_LIMIT: Final = 90.0
 """A spawner that hears nothing from the agent's loop for so long ends its ranks: a stopped agent
 must not leave ranks of an old round at work, since a next one may write the same checkpoints."""
 
-PETS: Final = 3
+KEEPALIVES: Final = 3
 """How often within that time it is told that the loop lives."""
 
 ANSWER_LIMIT: Final = 20.0
@@ -269,7 +269,7 @@ class Spawners:
         self._told: set[str] = set()
         self._aside: asyncio.TimerHandle | None = None
         self._closing = False
-        self._petting: asyncio.TimerHandle | None = None
+        self._keepalive: asyncio.TimerHandle | None = None
         self._tasks = Tasks(fatal)
         self.lives_by_call = first.process is None
         """The caller of elastic_launch is the spawner: it can be neither replaced nor reaped."""
@@ -314,8 +314,8 @@ class Spawners:
         self._forget_aside()
         if not self._config.warm:  # else see `agent.main`: it is started when all is swept
             warm.teach(self._learned)
-        if self._petting is not None:
-            self._petting.cancel()
+        if self._keepalive is not None:
+            self._keepalive.cancel()
         self._tasks.close()
         for spawner in self._all:
             spawner.quit()
@@ -521,16 +521,16 @@ class Spawners:
         self._current = self._adopt(process)
         return True
 
-    def pet(self, master_lost_timeout: float) -> None:
+    def keep_alive(self, master_lost_timeout: float) -> None:
         """Tell every spawner, from now on again and again, that this loop lives.
 
-        Without it they end their ranks after PET_LIMIT, and no later than the master may take it
-        for granted that ranks which nobody hears of have been stopped (`core.rendezvous`, the
+        Without it they end their ranks after KEEPALIVE_LIMIT, and no later than the master may take
+        it for granted that ranks which nobody hears of have been stopped (`core/rounds`, the
         fence): after `master_lost_timeout`, where that is shorter."""
-        if self._petting is not None:
-            self._petting.cancel()
-        limit = max(1.0, min(PET_LIMIT, master_lost_timeout))
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+        limit = max(1.0, min(KEEPALIVE_LIMIT, master_lost_timeout))
         for spawner in self._all:
             spawner.send(Pet(limit))
         loop = asyncio.get_running_loop()
-        self._petting = loop.call_later(limit / PETS, self.pet, master_lost_timeout)
+        self._keepalive = loop.call_later(limit / KEEPALIVES, self.keep_alive, master_lost_timeout)

@@ -137,15 +137,11 @@ class Story:
 
 
 class LongWaits:
-    """One line per reason that has stood for a while, and one a minute from then on. `place` is
-    where the nodes meet, in words; `say` gets each line; `clock` is the brain's."""
+    """One line per reason that has stood for a while, and one a minute from then on: `say` gets
+    the newest picture then, for `in_words`."""
 
-    def __init__(
-        self, place: Callable[[], str], say: Callable[[str], None], clock: Callable[[], float]
-    ) -> None:
-        self._place = place
+    def __init__(self, say: Callable[[GroupStatus], None]) -> None:
         self._say = say
-        self._clock = clock
         self._seen: tuple[State, str] | None = None
         self._status: GroupStatus | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -168,7 +164,7 @@ class LongWaits:
 
     def _tell(self) -> None:
         if self._status is not None:
-            self._say(in_words(self._status, self._place(), self._clock()))
+            self._say(self._status)
         self._after(AGAIN)
 
     def close(self) -> None:

@@ -175,12 +175,12 @@ def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPa
         said: list[str] = []
         twice = asyncio.Event()
 
-        def say(line: str) -> None:
-            said.append(line)
+        def say(status: GroupStatus) -> None:
+            said.append(waiting.in_words(status, "host:1", 0.0))
             if len(said) == 2:
                 twice.set()
 
-        waits = waiting.LongWaits(lambda: "host:1", say, lambda: 0.0)
+        waits = waiting.LongWaits(say)
         waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
         waits.look(ALONE)
         waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
@@ -200,10 +200,10 @@ def test_a_node_that_has_left_within_a_second_says_nothing_before(
 ) -> None:
     monkeypatch.setattr(waiting, "AGAIN", 3600.0)
 
-    async def told(seconds: float) -> list[str]:
+    async def told(seconds: float) -> list[GroupStatus]:
         monkeypatch.setattr(waiting, "LEAVING", seconds)
-        said: list[str] = []
-        waits = waiting.LongWaits(lambda: "host:1", said.append, lambda: 107.0)
+        said: list[GroupStatus] = []
+        waits = waiting.LongWaits(said.append)
         waits.look(LEAVES)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -212,7 +212,7 @@ def test_a_node_that_has_left_within_a_second_says_nothing_before(
         return said
 
     assert asyncio.run(told(1.0)) == []
-    assert asyncio.run(told(0.0)) == [waiting.in_words(LEAVES, "host:1", 107.0)]
+    assert asyncio.run(told(0.0)) == [LEAVES]
 
 
 def test_a_master_that_does_not_answer() -> None:

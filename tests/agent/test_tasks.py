@@ -157,16 +157,15 @@ def test_a_task_that_fails_ends_the_node_or_is_told(caplog: pytest.LogCaptureFix
 
 
 OWNED_ELSEWHERE = {
-    ("ranks.py", "_queue_exit"): "the task that reports exits awaits it",
-    ("shards.py", "_check"): "whoever asks awaits it",
-    ("shards.py", "_pass_over"): "whoever asks awaits it",
+    ("fetching.py", "_check"): "whoever asks awaits it",
+    ("fetching.py", "_pass_over"): "whoever asks awaits it",
 }
 
 
 def test_every_task_has_an_owner() -> None:
     """In the agent a task is awaited where it is made, or its failure is told."""
     makers = {"create_task", "ensure_future"}
-    for file in sorted(AGENT.glob("*.py")):
+    for file in sorted(AGENT.rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue

@@ -88,7 +88,7 @@ class EventLog:
                 state = "SUCCEEDED" if succeeded else "FAILED" if failure else "TERMINATED"
                 self._worker(state, start, local_rank, pid, now_ms, failure, run_seconds)
         state = "FAILED" if agent_failed else "SUCCEEDED"
-        self._say(state, "AGENT", start, now_ms, run_seconds=run_seconds)
+        self._say(state, "AGENT", start, now_ms, total_run_time=int(run_seconds))
 
     def _worker(
         self,
@@ -112,8 +112,9 @@ class EventLog:
             data = read_error_file(failure.error_file).data
             raw_error = json.dumps(data if data is not None else {"message": "<NONE>"})
         self._say(
-            state, "WORKER", start, now_ms, more=more, raw_error=raw_error,
-            global_rank=start.first_rank + local_rank, worker_id=str(pid), run_seconds=run_seconds,
+            state, "WORKER", start, now_ms, more, raw_error=raw_error,
+            global_rank=start.first_rank + local_rank, worker_id=str(pid),
+            total_run_time=int(run_seconds),
         )  # fmt: skip
 
     def _say(
@@ -122,14 +123,10 @@ class EventLog:
         source: str,
         start: Start | None,
         now_ms: int,
-        *,
         more: Mapping[str, Any] | None = None,
-        raw_error: str | None = None,
-        global_rank: int | None = None,
-        worker_id: str | None = None,
-        duration_ms: float | None = None,
-        run_seconds: float = 0.0,
+        **fields: Any,
     ) -> None:
+        """`fields` of the metadata differ from what they are by themselves; `more` is nested."""
         if not self.enabled:
             return
         inner = {
@@ -139,18 +136,19 @@ class EventLog:
         }
         metadata = {
             "run_id": self._constant["run_id"],
-            "global_rank": global_rank,
+            "global_rank": None,
             "group_rank": start.group_rank if start else None,
-            "worker_id": worker_id,
+            "worker_id": None,
             "role": self._constant["role"],
             "hostname": self._constant["hostname"],
             "state": state,
-            "total_run_time": int(run_seconds),
+            "total_run_time": 0,
             "rdzv_backend": self._constant["rdzv_backend"],
-            "raw_error": raw_error,
+            "raw_error": None,
             "metadata": json.dumps(inner),
             "agent_restarts": start.restart_count if start else 0,
-            "duration_ms": duration_ms,
+            "duration_ms": None,
+            **fields,
         }
         event = {
             "name": f"torchelastic.worker.status.{state}",
