@@ -11,6 +11,7 @@ import array
 import contextlib
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
@@ -21,6 +22,16 @@ READ_BYTES: Final = 256 * 1024
 
 MAX_UNSENT: Final = 16 * 1024 * 1024
 """Bytes that may wait for a peer that does not read."""
+
+
+_PEER: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user id of who is at the other end, which the kernel says; process 0: of another
+    pid namespace."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
 
 
 class HungUp(ConnectionError):

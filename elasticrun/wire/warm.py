@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from elasticrun.wire.connection import peer_of
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.run_folder import run_folder
 
@@ -156,7 +156,7 @@ def connect(path: Path, limit: float) -> socket.socket:
     try:
         conn.settimeout(limit)
         conn.connect(f"/proc/self/fd/{folder}/{path.name}")  # a socket's path has 107 bytes at most
-        if peer(conn)[1] != os.geteuid():
+        if peer_of(conn)[1] != os.geteuid():
             raise PermissionError(f"the process behind {path} is of another user")
     except BaseException:
         conn.close()
@@ -164,10 +164,3 @@ def connect(path: Path, limit: float) -> socket.socket:
     finally:
         os.close(folder)
     return conn
-
-
-def peer(conn: socket.socket) -> tuple[int, int]:
-    """Process and user id of who is at the other end; process 0: of another pid namespace."""
-    data = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", data)
-    return pid, uid

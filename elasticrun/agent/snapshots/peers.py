@@ -12,11 +12,10 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 from typing import Final, Protocol
 
 from elasticrun.operator_log import logger
-from elasticrun.wire.connection import Connection, NotRead
+from elasticrun.wire.connection import Connection, NotRead, peer_of
 from elasticrun.wire.frames import FrameError
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
@@ -32,8 +31,6 @@ FIRST_WORD: Final = 30.0
 
 REST: Final = 1.0
 """Seconds until connections are taken again after one could not be."""
-
-_PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 TEXT_MOST: Final = 500
@@ -213,10 +210,9 @@ class PeerServer:
 
     def _trusted(self, channel: socket.socket) -> int | None:
         """The pid at the other end, None for another user's."""
-        data = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        pid, uid, _ = _PEER.unpack(data)
+        pid, uid = peer_of(channel)
         if uid == os.geteuid():
-            return int(pid)
+            return pid
         if uid not in self._strangers and len(self._strangers) < 100:
             self._strangers.add(uid)
             logger.warning(

@@ -18,9 +18,10 @@ from typing import Final, NoReturn
 
 from elasticrun.system import processes as linux, sweep
 from elasticrun.system.title import set_command_line
+from elasticrun.wire.connection import peer_of
 from elasticrun.wire.frames import encode
 from elasticrun.wire.spawning import SHIELDED
-from elasticrun.wire.warm import Forked, Over, peer
+from elasticrun.wire.warm import Forked, Over
 
 OWN_END: Final = 5.0
 """Seconds that a fork server has to sweep for itself after its agent's end."""
@@ -44,7 +45,7 @@ def become_guard(
         signal.signal(number, signal.SIG_IGN)
     linux.set_name(b"elasticrun-guar")
     linux.become_subreaper()
-    words = [b"elasticrun:", b"guard", b"of", b"agent", str(peer(conn)[0]).encode()]
+    words = [b"elasticrun:", b"guard", b"of", b"agent", str(peer_of(conn)[0]).encode()]
     set_command_line(words, shown)
     guard = os.getpid()
     pid = os.fork()

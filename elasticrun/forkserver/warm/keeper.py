@@ -30,6 +30,7 @@ from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.system import processes as linux
 from elasticrun.system.title import set_command_line
+from elasticrun.wire.connection import peer_of
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.spawning import SHIELDED, server_words
 from elasticrun.wire.warm import (
@@ -43,7 +44,6 @@ from elasticrun.wire.warm import (
     Refused,
     Teach,
     ToWarm,
-    peer,
 )
 
 REQUEST_LIMIT: Final = 10.0
@@ -298,7 +298,7 @@ class Keeper:
             conn, _ = self.listener.accept()
         except OSError:
             return
-        if len(self._visitors) >= BACKLOG or peer(conn)[1] != os.geteuid():
+        if len(self._visitors) >= BACKLOG or peer_of(conn)[1] != os.geteuid():
             conn.close()
             return
         conn.setblocking(False)
@@ -384,7 +384,7 @@ class Keeper:
     def _against(self, conn: socket.socket, ask: Ask) -> str:
         """Why a fork of ours would not be what this launcher would have exec'd; or empty."""
         try:
-            mine, theirs = surroundings.look("self"), surroundings.look(peer(conn)[0])
+            mine, theirs = surroundings.look("self"), surroundings.look(peer_of(conn)[0])
         except OSError as error:
             return f"its process cannot be looked at ({error.strerror})"
         return surroundings.difference(mine, theirs) or surroundings.variable_that_differs(
