@@ -23,8 +23,7 @@ from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
 from elasticrun.system.processes import state
-from elasticrun.wire.connection import Connection, HungUp
-from elasticrun.wire.frames import FrameError
+from elasticrun.wire.frames import Connection, FrameError, HungUp
 from elasticrun.wire.spawning import (
     Exited,
     FromSpawner,

@@ -28,8 +28,7 @@ from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.helpers.helper import Probe, Saver
 from elasticrun.system.sweep import Sweep, end_at_once, kill_group
 from elasticrun.wire import env, spawning as spawner
-from elasticrun.wire.connection import Connection, NotRead
-from elasticrun.wire.frames import FrameError
+from elasticrun.wire.frames import Connection, FrameError, NotRead
 
 MAX_UNSENT: Final = 1024 * 1024
 """Bytes of reports that wait for the agent to read them. A report has some hundred bytes, so an

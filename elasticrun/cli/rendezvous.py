@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from elasticrun.cli.settings import Asked
 from elasticrun.core.words import some
-from elasticrun.wire.etcd_place import PlaceError, parse_place
+from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
 FILE: Final = "file:"
 """How an endpoint begins that is a file."""

@@ -25,8 +25,7 @@ from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
 from elasticrun.system import processes as linux, sweep
 from elasticrun.system.title import FORK_SERVER, set_title
-from elasticrun.wire.connection import Connection, NotRead
-from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode
 from elasticrun.wire.spawning import (
     SHIELDED,
     CloseStore,

@@ -27,8 +27,7 @@ from elasticrun.saver.transfer import Answer, Served
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk as wire_bulk
-from elasticrun.wire.connection import Connection, DescriptorsLost, HungUp, NotRead
-from elasticrun.wire.frames import FrameError
+from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,

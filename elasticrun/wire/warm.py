@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticrun.wire.connection import peer_of
 from elasticrun.wire.env import WARM_SERVER
+from elasticrun.wire.frames import peer_of
 from elasticrun.wire.run_folder import run_folder
 
 OFF: Final = "off"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire.etcd_place import EtcdPlace, parse_place
 from elasticrun.wire.rpc import etcd
+from elasticrun.wire.rpc.etcd_place import EtcdPlace, parse_place
 from elasticrun.wire.types import Endpoint
 from tests import needs
 from tests.etcd.server import EtcdServer, Relay

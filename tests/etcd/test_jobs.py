@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING
 from elasticrun.testing.processes import is_master, kill_all
-from elasticrun.wire.etcd_place import Keys, Leader, leader_from_bytes
+from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes
 from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
 from tests.further import further

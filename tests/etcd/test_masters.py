@@ -13,9 +13,9 @@ from msgspec import structs
 
 from elasticrun.config import EXIT_NOT_LEADING
 from elasticrun.wire import messages as m
-from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.rpc import etcd
 from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
+from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint
 from tests.certificates import Authority
 from tests.etcd.server import EtcdServer, patient_masters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.wire.etcd_place import (
+from elasticrun.wire.rpc.etcd_place import (
     EtcdPlace,
     Keys,
     Leader,

@@ -14,9 +14,9 @@ from elasticrun.master import etcd_store
 from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes, facts_to_bytes
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import MAX_CRASHES
-from elasticrun.wire.etcd_place import Keys, parse_place
 from elasticrun.wire.messages import End, Failure, FailureKind
 from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.rpc.etcd_place import Keys, parse_place
 from tests import aio
 from tests.etcd.server import EtcdServer
 from tests.harness import LIMIT

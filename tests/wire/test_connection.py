@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.wire.connection import Connection, DescriptorsLost, HungUp, NotRead
-from elasticrun.wire.frames import FrameError, encode
+from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead, encode
 from elasticrun.wire.snapshots import SegmentClosed, SegmentOpen, ToSaver
 
 CLOSED = SegmentClosed(7)

@@ -18,9 +18,9 @@ import pytest
 
 from elasticrun.core.persisted import Facts
 from elasticrun.wire import bulk, frames, messages as m, progress, snapshots, spawning, warm
-from elasticrun.wire.etcd_place import Leader, leader_from_bytes
 from elasticrun.wire.records import dumps, fields_of, is_record, loads
 from elasticrun.wire.rpc import protobuf
+from elasticrun.wire.rpc.etcd_place import Leader, leader_from_bytes
 
 GOLDEN: Final = Path(__file__).with_name("golden.json")
 

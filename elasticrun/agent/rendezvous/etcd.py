@@ -39,9 +39,9 @@ from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.wire.bounds import WireError
-from elasticrun.wire.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.messages import End
 from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, mint_incarnation
 
 STAND_AFTER: Final = (0.05, 0.2)

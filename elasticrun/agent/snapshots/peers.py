@@ -15,8 +15,7 @@ import socket
 from typing import Final, Protocol
 
 from elasticrun.operator_log import logger
-from elasticrun.wire.connection import Connection, NotRead, peer_of
-from elasticrun.wire.frames import FrameError
+from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
 

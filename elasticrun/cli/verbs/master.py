@@ -17,7 +17,7 @@ from elasticrun.cli.table import FLAGS
 from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
 from elasticrun.wire import env, run_folder as record_folder
 from elasticrun.wire.bounds import WireError
-from elasticrun.wire.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
+from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint
 
 

@@ -18,8 +18,7 @@ from typing import Final, NoReturn
 
 from elasticrun.system import processes as linux, sweep
 from elasticrun.system.title import set_command_line
-from elasticrun.wire.connection import peer_of
-from elasticrun.wire.frames import encode
+from elasticrun.wire.frames import encode, peer_of
 from elasticrun.wire.spawning import SHIELDED
 from elasticrun.wire.warm import Forked, Over
 

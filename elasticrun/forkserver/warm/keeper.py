@@ -30,8 +30,7 @@ from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.system import processes as linux
 from elasticrun.system.title import set_command_line
-from elasticrun.wire.connection import peer_of
-from elasticrun.wire.frames import FrameBuffer, FrameError, encode
+from elasticrun.wire.frames import FrameBuffer, FrameError, encode, peer_of
 from elasticrun.wire.spawning import SHIELDED, server_words
 from elasticrun.wire.warm import (
     DESCRIPTORS,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.wire.etcd_place import EtcdPlace
 from elasticrun.wire.pb import etcd_pb2 as pb
 from elasticrun.wire.rpc.channel import grpc, in_words
+from elasticrun.wire.rpc.etcd_place import EtcdPlace
 from elasticrun.wire.types import Endpoint
 
 CALL_LIMIT: Final = 2.0
