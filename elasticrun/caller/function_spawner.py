@@ -23,9 +23,9 @@ from typing import Any, Final, NoReturn
 
 from elasticrun.caller.agent_process import AgentProcess
 from elasticrun.caller.helpers import Helpers
-from elasticrun.caller.rank_process import Life, RankPlan, Sparing, run_rank
+from elasticrun.caller.rank_process import FunctionRank, RankPlan, Sparing, run_rank
 from elasticrun.config import STUCK_AFTER
-from elasticrun.forkserver.helpers.helper import Probe, Saver
+from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
 from elasticrun.system.sweep import Sweep, end_at_once, kill_group
 from elasticrun.wire import env, spawning as spawner
 from elasticrun.wire.frames import Connection, FrameError, NotRead
@@ -57,14 +57,14 @@ class FunctionSpawner:
         ours, self.agents_end = socket.socketpair()
         self._line = Connection(ours, spawner.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[int, Life] = {}
+        self._ranks: dict[int, FunctionRank] = {}
         fork = self._fork if start_method == "fork" else None
         self._helpers = Helpers(self._selector, self._say, fork)
-        self._last_lives: dict[int, Life] = {}
+        self._last_lives: dict[int, FunctionRank] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
         self._waiting_sweeps: list[spawner.Sweep] = []
-        self._petted_until: float | None = None
+        self._keepalive_until: float | None = None
         self._talking = True
 
     # ---------------------------------------------------------------- for the launcher
@@ -103,7 +103,7 @@ class FunctionSpawner:
 
     def _turn(self) -> None:
         timeout = None
-        deadlines = [self._petted_until] if self._petted_until is not None else []
+        deadlines = [self._keepalive_until] if self._keepalive_until is not None else []
         if self._sweep is not None:
             deadlines.append(self._sweep[1].deadline)
         if deadlines:
@@ -115,8 +115,8 @@ class FunctionSpawner:
 
     def _overdue(self) -> None:
         now = time.monotonic()
-        if self._petted_until is not None and now >= self._petted_until:
-            self._petted_until = None
+        if self._keepalive_until is not None and now >= self._keepalive_until:
+            self._keepalive_until = None
             logger.error("the agent does not answer: its ranks are ended")
             self._kill_all()
         if self._sweep is not None and now >= self._sweep[1].deadline:
@@ -149,12 +149,12 @@ class FunctionSpawner:
             self._selector.unregister(self._line)
             self._line.close()
             self._kill_all()
-            self._helpers.kill(Saver)
+            self._helpers.kill(SaverHelper)
 
     def _kill_all(self) -> None:
         for key in self._ranks:
             kill_group(self._pids[key], signal.SIGKILL)
-        self._helpers.kill(Probe)
+        self._helpers.kill(ProbeHelper)
 
     def _say(self, message: spawner.FromSpawner) -> None:
         if not self._talking:
@@ -193,7 +193,7 @@ class FunctionSpawner:
             case spawner.CloseStore(key):
                 self._helpers.send_signal(key, signal.SIGKILL)
             case spawner.Pet(limit):
-                self._petted_until = time.monotonic() + limit
+                self._keepalive_until = time.monotonic() + limit
             case spawner.Quit():
                 self._hang_up()
 
@@ -237,7 +237,7 @@ class FunctionSpawner:
         os.set_blocking(reader.fileno(), False)
         rank = int(order.env.get(env.RANK, order.local_rank))
         of = int(order.env.get(env.LOCAL_WORLD_SIZE, 1))
-        life = Life(order.key, order.local_rank, rank, of, process, reader)
+        life = FunctionRank(order.key, order.local_rank, rank, of, process, reader)
         self._ranks[order.key] = life
         self._pids[order.key] = process.pid
         if order.local_rank in self._last_lives:  # the first of the next life
@@ -249,7 +249,7 @@ class FunctionSpawner:
         )
         self._say(spawner.Spawned(order.key, process.pid, forked))
 
-    def _read_result(self, life: Life) -> None:
+    def _read_result(self, life: FunctionRank) -> None:
         if not life.read():
             self._selector.unregister(life.results)
         self._maybe_let_end()
@@ -262,7 +262,7 @@ class FunctionSpawner:
             for life in lives:
                 life.let_end()
 
-    def _rank_ended(self, life: Life) -> None:
+    def _rank_ended(self, life: FunctionRank) -> None:
         self._selector.unregister(life.process.sentinel)
         life.process.join()
         code = life.process.exitcode

@@ -23,8 +23,8 @@ from elasticrun.forkserver.helpers.helper import (
     KINDS,
     Helper,
     Order,
-    Saver,
-    Store,
+    SaverHelper,
+    StoreHelper,
     environment,
 )
 from elasticrun.system.sweep import kill_group
@@ -71,18 +71,18 @@ class Helpers:
 
     def start_spare_store(self) -> None:
         """A store host that waits for its order. OSError."""
-        self._spare = self._start(Store())
+        self._spare = self._start(StoreHelper())
 
     def start(self, order: Order) -> None:
         """Start one: Spawned or SpawnFailed, what it says, its end. A saver that is there is killed
         before."""
         kind = KINDS[type(order)]
-        if kind is Saver:
-            self.kill(Saver)
-        child, self._spare = (self._spare, None) if kind is Store else (None, self._spare)
+        if kind is SaverHelper:
+            self.kill(SaverHelper)
+        child, self._spare = (self._spare, None) if kind is StoreHelper else (None, self._spare)
         try:
             if child is None:
-                child = self._start(Store() if kind is Store else kind(order), order)
+                child = self._start(StoreHelper() if kind is StoreHelper else kind(order), order)
         except OSError as error:
             reason = f"no {kind.kind} could be started: {error.strerror}"
             self._say(SpawnFailed(order.key, reason))
@@ -139,7 +139,11 @@ class Helpers:
         parent = os.getpid()
         executed = None
         try:
-            if isinstance(helper, Store) and self._fork is not None and "torch" in sys.modules:
+            if (
+                isinstance(helper, StoreHelper)
+                and self._fork is not None
+                and "torch" in sys.modules
+            ):
                 pid = self._fork(functools.partial(_become, helper, parent))
             else:
                 executed = _execute(helper, order, parent)
@@ -154,7 +158,7 @@ class Helpers:
             helper.close()
             raise
         finally:
-            helper.born()
+            helper.started()
 
     def _read(self, helper: Helper, descriptor: int) -> None:
         said = helper.read(descriptor)
@@ -170,7 +174,7 @@ class Helpers:
             self._selector.unregister(descriptor)
         for message in child.helper.last_words(child.pid, child.reap()):
             self._say(message)
-        if isinstance(child.helper, Store) and not child.helper.listens:
+        if isinstance(child.helper, StoreHelper) and not child.helper.listens:
             self._fork = None  # something that the caller holds does not bear a fork
 
 

@@ -188,7 +188,7 @@ def _send(results: Connection, payload: bytes) -> None:
 
 
 @dataclass(eq=False)
-class Life:
+class FunctionRank:
     """One process that runs the function, and as much of its result as has come."""
 
     key: int

@@ -13,7 +13,14 @@ from functools import partial
 from typing import NoReturn
 
 from elasticrun.forkserver import child, trust
-from elasticrun.forkserver.helpers.helper import KINDS, Helper, Order, Probe, Saver, environment
+from elasticrun.forkserver.helpers.helper import (
+    KINDS,
+    Helper,
+    Order,
+    ProbeHelper,
+    SaverHelper,
+    environment,
+)
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
@@ -115,8 +122,8 @@ class Children:
         """Fork or exec it: Spawned or SpawnFailed, what it says, its end. A saver that is there
         already is killed: whoever orders another has given it up."""
         kind = KINDS[type(order)]
-        if kind is Saver:
-            self._kill(Saver)
+        if kind is SaverHelper:
+            self._kill(SaverHelper)
         helper = None
         try:
             helper = kind(order)
@@ -130,7 +137,7 @@ class Children:
             return
         finally:
             if helper is not None:
-                helper.born()
+                helper.started()
         self._helpers[pid] = helper
         self._groups[order.key] = pid
         self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
@@ -204,7 +211,7 @@ class Children:
         """Ranks, and probes: their partners are not to wait for a node that nobody hears of."""
         for rank in self._ranks.values():
             self.send_signal(rank.key, signal.SIGKILL)
-        self._kill(Probe)
+        self._kill(ProbeHelper)
 
     def _kill(self, kind: type[Helper]) -> None:
         for helper in self._helpers.values():

@@ -1,8 +1,6 @@
-"""The server's end of the socketpair: orders in, reports out, nothing that can block.
+"""The fork server's own life: its command line, getting ready, one loop until its agent is gone.
 
-The server's loop: one thread, one queue of orders, deaths by SIGCHLD, deadlines by name.
-
-The server's own life: its command line, its first message, getting ready, serving.
+One thread, one queue of orders, deaths by SIGCHLD, deadlines by name; nothing in it blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.children import Children
@@ -51,16 +49,27 @@ if TYPE_CHECKING:
     from elasticrun.forkserver.warm.keeper import Stock
 
 
-class Lost(Exception):
-    """The agent is gone, or what it says cannot be understood; the sentence says which."""
+EXIT_CONFUSED: Final = 2
+"""Exit code where the agent said something that cannot be understood."""
+EXIT_DEFECT: Final = 70
+"""Exit code after an exception of our own that nobody expected (sysexits' EX_SOFTWARE)."""
+EXIT_STUCK: Final = 75
+"""Exit code where the kernel would not let a process die (`config.EXIT_BAD_NODE`)."""
 
-    def __init__(self, reason: str, *, clean: bool = False) -> None:
-        super().__init__(reason)
-        self.clean = clean
+END_LIMIT: Final = 30.0
+"""Seconds until processes that survive SIGKILL are left to the kernel."""
+
+MAX_BEGINNINGS: Final = 8
+"""How often the server begins anew without a module that spoiled it; after that it stops at the
+last such module."""
+
+
+class AgentLost(Exception):
+    """What the agent says cannot be understood, a sentence; or it is gone, which needs none."""
 
 
 class Conversation:
-    """With the agent, over our end of the socketpair; Lost wherever it ends."""
+    """With the agent, over our end of the socketpair; AgentLost wherever it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._connection = Connection(sock, ToSpawner)
@@ -87,28 +96,18 @@ class Conversation:
         try:
             yield from receive() or ()
         except FrameError as error:
-            raise Lost(str(error)) from None
+            raise AgentLost(str(error)) from None
         except ConnectionError:
-            cut = self._connection.cut
-            raise Lost("the agent's last frame is cut" if cut else "", clean=not cut) from None
+            raise AgentLost(
+                "the agent's last frame is cut" if self._connection.cut else ""
+            ) from None
 
     def send(self, report: FromSpawner) -> None:
         """Queue a report and write what the socket takes."""
         try:
             self._connection.send(report)
         except NotRead:
-            raise Lost("the agent does not read its reports") from None
-
-
-EXIT_CONFUSED = 2
-"""Exit code where the agent said something that cannot be understood."""
-EXIT_DEFECT = 70
-"""Exit code after an exception of our own that nobody expected (sysexits' EX_SOFTWARE)."""
-EXIT_STUCK = 75
-"""Exit code where the kernel would not let a process die (`config.EXIT_BAD_NODE`)."""
-
-END_LIMIT = 30.0
-"""Seconds until processes that survive SIGKILL are left to the kernel."""
+            raise AgentLost("the agent does not read its reports") from None
 
 
 class Server:
@@ -121,8 +120,8 @@ class Server:
         self._sweeper = sweep.Sweeper()
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._children = Children(prepared, talk.send, self._in_child)
-        self._pet_until: float | None = None
-        self._pet_limit = 0.0
+        self._keepalive_until: float | None = None
+        self._keepalive_limit = 0.0
         self._selector = selectors.PollSelector()  # has no descriptor that a fork would share
 
     def run(self, early: list[ToSpawner]) -> NoReturn:
@@ -138,8 +137,8 @@ class Server:
             self._reap()
             while True:
                 self._turn()
-        except Lost as lost:
-            self._end(str(lost), 1 if lost.clean else EXIT_CONFUSED)
+        except AgentLost as lost:
+            self._end(str(lost), EXIT_CONFUSED if str(lost) else 1)
         except Exception as defect:  # ours; ranks must not outlive it
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
             self._end("this is a defect of elasticrun; please report it", EXIT_DEFECT)
@@ -163,7 +162,7 @@ class Server:
         self._children.read_helpers(ready)
         self._reap()
         self._children.tick(time.monotonic())
-        self._check_pet(bool(ready))
+        self._check_keepalive(bool(ready))
 
     @contextlib.contextmanager
     def _watched(self, descriptors: list[int]) -> Iterator[None]:
@@ -174,25 +173,19 @@ class Server:
             self._selector.unregister(descriptor)
 
     def _patience(self) -> float | None:
-        times = [
-            self._sweeper.next_deadline(),
-            self._children.next_deadline(),
-            self._pet_until,
-        ]
+        parts = (self._sweeper, self._children)
+        times = [*(part.next_deadline() for part in parts), self._keepalive_until]
         due = min((t for t in times if t is not None), default=None)
         return None if due is None else max(0.0, due - time.monotonic())
 
-    def _check_pet(self, heard: bool) -> None:
+    def _check_keepalive(self, heard: bool) -> None:
         """Silence counts only after a turn in which the socket was looked at and was empty."""
-        if self._pet_until is None or heard or time.monotonic() < self._pet_until:
+        if self._keepalive_until is None or heard or time.monotonic() < self._keepalive_until:
             return
-        self._pet_until = None
+        self._keepalive_until = None
         self._children.kill_ranks()
-        self._talk.send(
-            Notice(
-                f"nothing was heard of the agent for {self._pet_limit:g} s; its ranks were ended"
-            )
-        )
+        silence = f"nothing was heard of the agent for {self._keepalive_limit:g} s"
+        self._talk.send(Notice(f"{silence}; its ranks were ended"))
 
     def _reap(self) -> None:
         self._children.read_pages()
@@ -220,14 +213,14 @@ class Server:
                 self._sweeper.start(order.keys, groups, order.grace, time.monotonic())
                 self._reap()
             case Pet():
-                self._pet_limit = order.limit
-                self._pet_until = time.monotonic() + order.limit if order.limit > 0 else None
+                self._keepalive_limit = order.limit
+                self._keepalive_until = time.monotonic() + order.limit if order.limit > 0 else None
             case Ping():
                 self._talk.send(Pong(order.number))
             case Quit():
                 self._end("", 0)
             case _:
-                raise Lost(f"a {type(order).__name__} message came in mid-conversation")
+                raise AgentLost(f"a {type(order).__name__} message came in mid-conversation")
 
     def _in_child(self) -> None:
         """Let go, in a fresh fork, of everything that is the server's."""
@@ -249,11 +242,6 @@ def complain(reason: str) -> None:
     """One sentence on stderr, if there still is one."""
     with contextlib.suppress(OSError):
         print(f"elasticrun fork server: {reason}", file=sys.stderr)
-
-
-MAX_BEGINNINGS = 8
-"""How often the server begins anew without a module that spoiled it; after that it stops at the
-last such module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +310,11 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         configure, early = _first_message(talk, arguments.configure_fd)
         prepared = _prepare(configure, birth, arguments, sock, stock)
         _say_ready(talk, prepared)
-    except Lost as lost:
-        if str(lost):
-            complain(str(lost))
-        sys.exit(1 if lost.clean else EXIT_CONFUSED)
+    except AgentLost as lost:
+        if not str(lost):
+            sys.exit(1)
+        complain(str(lost))
+        sys.exit(EXIT_CONFUSED)
     if prepared.mode == "fork":
         prepared.stash.hide()
     gc.freeze()  # keeps the collector from touching, and so copying, what all ranks share
@@ -340,7 +329,7 @@ def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[To
     else:
         first, early = talk.read_first()
     if not isinstance(first, Configure):
-        raise Lost(f"the first message is a {type(first).__name__} and not a Configure")
+        raise AgentLost(f"the first message is a {type(first).__name__} and not a Configure")
     return first, early
 
 

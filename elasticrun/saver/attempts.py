@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 from elasticrun.saver import transfer as bulk, work
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.lanes import Lane, Piece
 from elasticrun.saver.parts import PartWritten
+from elasticrun.saver.pool import Piece, WorkerPool
 from elasticrun.saver.transfer import Broken, Refused
 from elasticrun.saver.work import Outcome
 from elasticrun.system.reasons import reason_of
@@ -113,8 +113,8 @@ class Attempts:
         secret: str,
         segments: Mapping[int, OpenSegment],
         say: Callable[[FromSaver], None],
-        disk: Lane,
-        puts: Lane,
+        disk: WorkerPool,
+        puts: WorkerPool,
     ) -> None:
         self._secret = secret
         self._segments = segments

@@ -48,7 +48,7 @@ from elasticrun.storage.timeline import (
 )
 from elasticrun.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.bounds import MAX_ATTEMPT
-from elasticrun.wire.snapshots import Named
+from elasticrun.wire.snapshots import Named, PartOf, PersistParts
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -174,52 +174,47 @@ def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
 
 def write_part(
     segment: Segment,
-    slot: int,
-    sequence: int,
+    part: PartOf,
+    order: PersistParts,
     folder: Folder,
     *,
-    rank: int,
-    shared: bool,
-    round: Named,
-    step: int,
-    attempt: str,
     stop: Callable[[], bool] = bool,
     distrusted: str | None = None,
 ) -> PartWritten:
-    """Write one rank's share of the checkpoint of (`round`, `step`): `shared` with its shared
-    items, else its own alone. On stable storage when it returns. PersistError, StorageError.
+    """Write one rank's share of the checkpoint that is ordered, from its segment. On stable storage
+    when it returns. PersistError, StorageError.
 
     `stop` is asked now and then whether the attempt was given up. `distrusted`: why the slot cannot
     be written as it is, "" for no reason; None: dcp.image is asked once."""
+    step, rank, attempt = order.step, part.rank, order.attempt
     if not _ATTEMPT.match(attempt):
         raise PersistError(f"{attempt[:80]!r} is no name of an attempt")
-    snapshot = segment.read(slot) if 0 <= slot < segment.slots else None
-    if snapshot is None or (snapshot.sequence, snapshot.step) != (sequence, step):
-        raise PersistError(f"rank {rank}'s slot {slot} does not hold its snapshot of step {step}")
-    name = file_name(rank, round.number, sequence, attempt)
-    slot_view = _Slot(segment, snapshot, shared, rank)
+    snapshot = segment.read(part.slot) if 0 <= part.slot < segment.slots else None
+    if snapshot is None or (snapshot.sequence, snapshot.step) != (part.sequence, step):
+        about = f"rank {rank}'s slot {part.slot}"
+        raise PersistError(f"{about} does not hold its snapshot of step {step}")
+    name = file_name(rank, order.round.number, part.sequence, attempt)
+    slot = _Slot(segment, snapshot, part.shared, rank)
     why = _untrusted() if distrusted is None else distrusted
-    if not why and any(not item.head for item in slot_view.layout.tensors):
+    if not why and any(not item.head for item in slot.layout.tensors):
         why = "this torch has no envelope for some tensors"
     if why:
         folder.remark(f"checkpoints are written item by item, which is slower: {why}")
     folder.begin(step)
-    size = 0 if why else slot_view.size
-    sink = folder.create(step, name, size)
+    sink = folder.create(step, name, 0 if why else slot.size)
     try:
         way = _item_by_item if why else _as_it_lies
-        entry, places = way(slot_view, name, sink, stop)
-        if segment.committed(slot) != sequence:
+        entry, places = way(slot, name, sink, stop)
+        if segment.committed(part.slot) != part.sequence:
             raise PersistError(f"rank {rank}'s snapshot of step {step} was taken back meanwhile")
         sink.close()
         folder.settle(step)
     except BaseException:
         sink.abort()
         raise
-    lengths = tuple(len(value) for value in slot_view.values)
-    return PartWritten(
-        entry, step, round, attempt, slot_view.layout.torch, lengths, places, slot_view.layout
-    )
+    lengths = tuple(len(value) for value in slot.values)
+    layout = slot.layout
+    return PartWritten(entry, step, order.round, attempt, layout.torch, lengths, places, layout)
 
 
 class _Slot:
@@ -337,21 +332,16 @@ def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:
 
 def commit(
     folder: Folder,
-    *,
-    round: Named,
-    step: int,
+    order: PersistParts,
     parts: Sequence[PartWritten],
-    world_size: int,
-    attempt: str,
-    reason: str,
-    rewound_from: int = -1,
     stop: Callable[[], bool] = bool,
 ) -> Manifest:
     """Make the parts a checkpoint: the manifest, then the marker. What the checkpoint replaces, an
-    earlier one of the same step, is gone then. `rewound_from`: see storage.timeline. PersistError,
-    StorageError; the checkpoint is not committed then."""
+    earlier one of the same step, is gone then. PersistError, StorageError; the checkpoint is not
+    committed then."""
+    step, attempt = order.step, order.attempt
     for part in parts:
-        if (part.step, part.round, part.attempt) != (step, round, attempt):
+        if (part.step, part.round, part.attempt) != (step, order.round, attempt):
             raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
     try:
         marker = build([_told(part) for part in parts], folder.path(step), attempt)
@@ -359,10 +349,10 @@ def commit(
         raise PersistError(f"step {step} was not committed: {error}") from None
     made = Manifest(
         step=step,
-        round=round,
-        world_size=world_size,
+        round=order.round,
+        world_size=order.world_size,
         attempt=attempt,
-        reason=reason,
+        reason=order.reason,
         torch=torch.__version__,
         marker_size=len(marker),
         marker_hash=xxhash.xxh3_64_intdigest(marker),
@@ -370,7 +360,7 @@ def commit(
     )
     _all_there(folder, made)
     found = folder.survey()
-    line = join(found, step, rewound_from)
+    line = join(found, step, order.rewound_from)
     _tell_later(folder, found, line, step)
     if stop():
         raise PersistError("the attempt was given up before its marker was written")

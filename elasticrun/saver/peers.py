@@ -18,8 +18,8 @@ from typing import Final
 
 from elasticrun.saver import transfer as bulk
 from elasticrun.saver.attempts import tried
-from elasticrun.saver.lanes import Lane, Piece, Post
 from elasticrun.saver.parts import PartError, PartWritten
+from elasticrun.saver.pool import Piece, Post, WorkerPool
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire.bulk import MAX_TEXT, Get, Put, Refusal
@@ -57,12 +57,12 @@ class Fetches:
     """All of them. Belongs to the loop's thread."""
 
     def __init__(
-        self, secret: str, say: Callable[[FromSaver], None], lane: Lane, replicas: Lane
+        self, secret: str, say: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
     ) -> None:
-        """`lane`: for what ranks wait for; `replicas`: for what nobody does."""
+        """`pool`: for what ranks wait for; `replicas`: for what nobody does."""
         self._secret = secret
         self._say = say
-        self._lane = lane
+        self._pool = pool
         self._replicas = replicas
         self._orders: dict[int, Fetch] = {}
 
@@ -87,7 +87,7 @@ class Fetches:
                 del self._orders[order.key]
             self._say(size)
 
-        self._lane_of(order).add(Piece(work, failed, done))
+        self._pool_of(order).add(Piece(work, failed, done))
 
     def go_on(self, into: FetchInto, descriptor: int) -> None:
         """The memory is there; takes the descriptor over. Fetched follows."""
@@ -113,10 +113,10 @@ class Fetches:
         def failed(error: BaseException) -> Fetched:
             return Fetched(key, False, self._about(order, error))
 
-        self._lane_of(order).add(Piece(work, failed, self._say))
+        self._pool_of(order).add(Piece(work, failed, self._say))
 
-    def _lane_of(self, order: Fetch) -> Lane:
-        return self._replicas if order.replica else self._lane
+    def _pool_of(self, order: Fetch) -> WorkerPool:
+        return self._replicas if order.replica else self._pool
 
     def _about(self, order: Fetch, error: BaseException) -> str:
         place = Endpoint(order.host, order.port)

@@ -1,6 +1,6 @@
 """The saver: one a node, it hashes, checks, writes out, serves and fetches snapshots.
 
-One loop takes the agent's orders and owns all state; what takes long runs in lanes (`lanes.py`), so
+One loop takes the agent's orders and owns all state; what takes long runs in pools (`pool.py`), so
 that a file system that blocks makes nothing deaf. It ends with the agent's socket.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, Final, NoReturn
 from elasticrun.saver import hashing
 from elasticrun.saver.attempts import Attempts
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.lanes import Full, Inbox, Lane, Piece
 from elasticrun.saver.parts import PartWritten
 from elasticrun.saver.peers import Fetches, Peers, listen
+from elasticrun.saver.pool import Full, Inbox, Piece, WorkerPool
 from elasticrun.saver.transfer import Answer, Served
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
@@ -87,12 +87,11 @@ class Saver:
         self._served: dict[tuple[bytes, int, int], Serve] = {}
         post = self._inbox.post
         self._peers = Peers(listener, order.secret, self._answer, self.say, post)
-        self._memory = Lane("hash", 1, post)
-        self._attempts = Attempts(
-            order.secret, self._segments, self.say, Lane("disk", 1, post), Lane("put", 4, post)
-        )
-        lanes = (Lane("fetch", 4, post), Lane("replica", 2, post))
-        self._fetches = Fetches(order.secret, self.say, *lanes)
+        self._memory = WorkerPool("hash", 1, post)
+        disk, puts = WorkerPool("disk", 1, post), WorkerPool("put", 4, post)
+        self._attempts = Attempts(order.secret, self._segments, self.say, disk, puts)
+        pools = (WorkerPool("fetch", 4, post), WorkerPool("replica", 2, post))
+        self._fetches = Fetches(order.secret, self.say, *pools)
 
     def run(self) -> NoReturn:
         """Until the agent hangs up; ends the process."""

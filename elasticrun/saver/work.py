@@ -71,21 +71,8 @@ def write_parts(
         held = opened[part.key]
         if held is None:
             raise hashing.Gone(f"the saver does not have the segment of rank {part.rank}")
-        snapshot = held.snapshot(part.slot, part.sequence)
-        held.drop_others(snapshot)
-        written = persist.write_part(
-            held.segment,
-            part.slot,
-            part.sequence,
-            folder,
-            rank=part.rank,
-            shared=part.shared,
-            round=order.round,
-            step=order.step,
-            attempt=order.attempt,
-            stop=stop,
-        )
-        parts.append(written)
+        held.drop_others(held.snapshot(part.slot, part.sequence))
+        parts.append(persist.write_part(held.segment, part, order, folder, stop=stop))
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
 
 
@@ -94,17 +81,7 @@ def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[],
     from elasticrun.saver import parts as persist
 
     folder = _folder(order.folder)
-    persist.commit(
-        folder,
-        round=order.round,
-        step=order.step,
-        parts=parts,
-        world_size=order.world_size,
-        attempt=order.attempt,
-        reason=order.reason,
-        rewound_from=order.rewound_from,
-        stop=stop,
-    )
+    persist.commit(folder, order, parts, stop)
     return Outcome("", tuple(folder.take_remarks()))
 
 

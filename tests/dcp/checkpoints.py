@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from elasticrun.saver import parts as persist
 from elasticrun.saver.parts import PartWritten
 from elasticrun.storage.folder import Folder
+from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.dcp.slots import NAMED, HandMade
 
 
@@ -29,14 +31,13 @@ def save(
 ) -> list[PartWritten]:
     """Parts of all ranks, those in `alone` without their shared items, and the commit; `about`:
     what is said of that."""
+    order = ordered(step=step, attempt=attempt)
     parts = [
         persist.write_part(
-            *(one.segment(step), 0, 1, folder),
-            rank=one.rank,
-            shared=one.rank not in alone,
-            round=NAMED,
-            step=step,
-            attempt=attempt,
+            one.segment(step),
+            PartOf(key=0, slot=0, sequence=1, rank=one.rank, shared=one.rank not in alone),
+            order,
+            folder,
             distrusted=distrusted,
         )
         for one in ranks
@@ -45,25 +46,28 @@ def save(
     return parts
 
 
-def commit(
-    folder: Folder,
-    parts: Sequence[PartWritten],
-    *,
-    step: int = 7,
-    attempt: str = "a",
-    reason: str = "periodic",
-    rewound_from: int = -1,
-) -> None:
-    persist.commit(
-        folder,
+def commit(folder: Folder, parts: Sequence[PartWritten], **changes: Any) -> None:
+    """`changes`: fields of the order."""
+    persist.commit(folder, ordered(world_size=len(parts), **changes), parts)
+
+
+def ordered(**changes: Any) -> PersistParts:
+    """An order that this node coordinates; where it writes and whose parts is the caller's."""
+    order = PersistParts(
+        attempt="a",
         round=NAMED,
-        step=step,
-        parts=parts,
-        world_size=len(parts),
-        attempt=attempt,
-        reason=reason,
-        rewound_from=rewound_from,
+        step=7,
+        folder="",
+        world_size=1,
+        parts=(),
+        coordinates=True,
+        coordinator_host="",
+        coordinator_port=0,
+        reason="periodic",
+        keep_last=3,
+        keep_every=0,
     )
+    return replace(order, **changes)
 
 
 def load(path: str, into: dict[str, Any]) -> dict[str, Any]:

@@ -164,6 +164,19 @@ class Driver:
             raise
 
 
+def forking(entry: Entry, *, env: Mapping[str, str] | None = None, **more: Any) -> Driver:
+    """A fork server that is ready, and whose forks are trusted; by default in a plain
+    environment."""
+    driver = Driver(entry, env=plain_environment() if env is None else env, **more)
+    try:
+        ready = driver.ready()
+        assert ready.mode == "fork", ready.reason
+    except BaseException:
+        driver.__exit__(None, None, None)
+        raise
+    return driver
+
+
 def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
     """A fork server of the run's warm process, or None: it is started as ever."""
     place = of_the_run.named(environ).get(WARM_SERVER)

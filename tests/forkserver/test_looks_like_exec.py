@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from elasticrun.wire.types import Entry, EntryKind
-from tests.forkserver.driver import LIMIT, Driver, plain_environment, warm_process
+from tests.forkserver.driver import LIMIT, forking, plain_environment, warm_process
 from tests.further import cases
 
 ROOT = Path(__file__).parents[2]
@@ -173,8 +173,7 @@ class Pictures:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.place)
             env = plain_environment(**settings)
-            with Driver(entry, env=env, warm=warm, cold=warm is None) as driver:
-                assert driver.ready().mode == "fork", driver.log
+            with forking(entry, env=env, warm=warm, cold=warm is None) as driver:
                 code = driver.run(
                     entry,
                     env={"WORD": "ä\udcff"},

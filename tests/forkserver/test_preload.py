@@ -21,7 +21,15 @@ import pytest
 import elasticrun
 from elasticrun.forkserver.renew import C_READS, C_READS_OF_NO_INTEREST, REREAD
 from elasticrun.wire.spawning import Learned, Notice, Stale
-from tests.forkserver.driver import LIMIT, Driver, fifo, plain_environment, read_line, script
+from tests.forkserver.driver import (
+    LIMIT,
+    Driver,
+    fifo,
+    forking,
+    plain_environment,
+    read_line,
+    script,
+)
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -57,8 +65,7 @@ def test_a_preloaded_module_is_there_when_it_is_imported(tmp_path: Path, package
     count = tmp_path / "count"
     package.write_text(f"value = 1\nopen({str(count)!r}, 'a').write('x')\n")
     entry = script(tmp_path / "s.py", SCRIPT, str(out))
-    with Driver(entry, env=plain_environment(), preload=[NAME], cold=True) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=[NAME], cold=True) as driver:
         for _ in range(2):
             assert driver.run(entry).code == 0
             assert json.loads(out.read_text()) == [False, 1]
@@ -91,9 +98,7 @@ def test_what_must_not_be_shared_is_refused(
     out = tmp_path / "out"
     package.write_text(f"{text}\nvalue = 2\n".replace("raise", "if True: raise"))
     entry = script(tmp_path / "s.py", f"import sys\nsys.exit('{NAME}' in sys.modules)\n", str(out))
-    with Driver(entry, env=plain_environment(), preload=[NAME, "sqlite3"]) as driver:
-        ready = driver.ready()
-        assert ready.mode == "fork", ready.reason
+    with forking(entry, preload=[NAME, "sqlite3"]) as driver:
         notice = driver.wait(Notice).text
         assert notice.startswith(f"{NAME} is not preloaded: ")
         assert word in notice
@@ -107,8 +112,7 @@ def test_only_installed_packages_are_preloaded(tmp_path: Path, name: str) -> Non
     (tmp_path / "beside.py").write_text("value = 1\n")
     entry = script(tmp_path / "s.py", "")
     environ = plain_environment(PYTHONPATH=str(tmp_path))
-    with Driver(entry, env=environ, preload=[name]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, env=environ, preload=[name]) as driver:
         text = driver.wait(Notice).text
         assert text.startswith(f"{name} is not preloaded: ")
         assert ("not an installed package" in text) or ("no such module" in text)
@@ -143,8 +147,7 @@ def test_what_a_checkpointer_needs_is_there_for_a_script_that_names_it(
     their start."""
     out = tmp_path / "out"
     entry = script(tmp_path / "s.py", IMPORTS + text + "\n", str(out))
-    with Driver(entry, env=plain_environment(), preload=preload) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=preload) as driver:
         assert driver.run(entry).code == 0
         assert (json.loads(out.read_text()) == []) is there
         assert driver.all_of(Notice) == []
@@ -172,8 +175,7 @@ Checkpointer("/nowhere", x={"n": 1}).close()
 def test_our_own_modules_come_back_one_by_one(tmp_path: Path) -> None:
     """Fresh ones that the server has not run on; torch with those alone that need it."""
     entry = script(tmp_path / "s.py", OWN)
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         for _ in range(2):
             assert driver.run(entry).code == 0
         assert driver.all_of(Notice) == []
@@ -184,8 +186,8 @@ def test_a_script_beside_the_package_it_uses_is_forked(tmp_path: Path) -> None:
     folder = Path(elasticrun.__file__).parent
     (tmp_path / "elasticrun").symlink_to(folder)
     entry = script(tmp_path / "s.py", OWN)
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry):
+        pass
     (tmp_path / "elasticrun").unlink()
     (tmp_path / "elasticrun").mkdir()
     (tmp_path / "elasticrun" / "__init__.py").touch()
@@ -196,8 +198,7 @@ def test_a_script_beside_the_package_it_uses_is_forked(tmp_path: Path) -> None:
 def test_a_changed_file_is_run_as_it_is_now(tmp_path: Path, package: Path) -> None:
     out = tmp_path / "out"
     entry = script(tmp_path / "s.py", SCRIPT, str(out))
-    with Driver(entry, env=plain_environment(), preload=[NAME]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=[NAME]) as driver:
         assert driver.run(entry).code == 0
         package.write_text("value = 22\n")
         os.utime(package, ns=(1, 1))
@@ -218,8 +219,7 @@ def test_learn_tells_what_ranks_import_while_they_run(tmp_path: Path, package: P
             f"import json, time, csv\nopen({str(said)!r}, 'w').write('on\\n')\n"
             "while True:\n    time.sleep(0.05)\n",
         )
-        with Driver(entry, env=plain_environment(), learn=True) as driver:
-            assert driver.ready().mode == "fork"
+        with forking(entry, learn=True) as driver:
             driver.start(entry)
             read_line(said)
             # A rank that imports slowly is told of in parts, each with all before it.
@@ -239,8 +239,7 @@ def test_lightning_is_refused_for_it_reads_the_rank(tmp_path: Path) -> None:
         "open(sys.argv[1], 'w').write(str(rank_zero_only.rank))\n",
         str(out),
     )
-    with Driver(entry, env=plain_environment(), preload=["lightning"]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=["lightning"]) as driver:
         text = driver.wait(Notice).text
         assert text.startswith("lightning is not preloaded: ")
         assert "RANK" in text
@@ -257,8 +256,7 @@ def test_the_environment_of_a_preloaded_library_is_compared(tmp_path: Path) -> N
     )
     environ = plain_environment()
     environ.pop("HF_HOME", None)
-    with Driver(entry, env=environ, preload=["huggingface_hub.constants"]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, env=environ, preload=["huggingface_hub.constants"]) as driver:
         driver.start(entry)
         assert "HF_HOME" in driver.wait(Notice).text
 
@@ -271,8 +269,7 @@ def test_a_submodule_of_torch_that_was_preloaded_stays_hidden(tmp_path: Path) ->
         "assert 'torch.utils.benchmark' not in sys.modules\n"
         "import torch.utils.benchmark\nassert 'torch.utils.benchmark' in sys.modules\n",
     )
-    with Driver(entry, env=plain_environment(), preload=["torch.utils.benchmark"]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=["torch.utils.benchmark"]) as driver:
         assert driver.run(entry).code == 0
 
 

@@ -22,6 +22,7 @@ from tests.forkserver.driver import (
     LIMIT,
     Driver,
     fifo,
+    forking,
     gone,
     plain_environment,
     read_line,
@@ -75,8 +76,7 @@ def test_environment_is_the_first_one_with_changes(tmp_path: Path) -> None:
         "open(sys.argv[1], 'w'))\n",
     )
     entry = Entry(entry.kind, entry.target, (str(tmp_path / "out"),))
-    with Driver(entry, env=plain_environment(GONE="1", KEPT="2")) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, env=plain_environment(GONE="1", KEPT="2")) as driver:
         driver.run(entry, env={"RANK": "3", "KEPT": "4"}, unset=("GONE",))
     seen, of_child = json.loads((tmp_path / "out").read_text())
     assert seen["RANK"] == "3"
@@ -110,8 +110,7 @@ def test_environment_set_above_import_torch_is_read_again(tmp_path: Path) -> Non
     subprocess.run(
         [sys.executable, str(path), str(tmp_path / "exec")], env=environ, check=True, timeout=LIMIT
     )
-    with Driver(entry, env=environ) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, env=environ) as driver:
         assert driver.run(entry).code == 0
         assert driver.all_of(Notice) == []
     by_exec = json.loads((tmp_path / "exec").read_text())
@@ -124,8 +123,7 @@ def test_what_cannot_be_read_again_is_named_and_later_lives_are_execed(tmp_path:
     text = "import os\nos.environ['OMP_' + 'PROC_BIND'] = 'true'\nimport torch\n"
     entry = script(tmp_path / "bind.py", text)
     other = script(tmp_path / "other.py", "import torch\n")
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         first = driver.start(entry)
         assert driver.spawned(first).forked
         notice = driver.wait(Notice)
@@ -337,8 +335,7 @@ def test_what_the_agent_ignored_at_its_start_stays_ignored(tmp_path: Path) -> No
         "if signal.getsignal(s) is signal.SIG_IGN]\n"
         f"open({str(tmp_path / 'out')!r}, 'w').write(' '.join(sorted(ignored)))\n",
     )
-    with Driver(entry, env=plain_environment(), ignored=[signal.SIGINT, signal.SIGHUP]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, ignored=[signal.SIGINT, signal.SIGHUP]) as driver:
         driver.run(entry)
     assert (tmp_path / "out").read_text() == "SIGHUP SIGINT SIGPIPE SIGXFSZ"
 
@@ -372,8 +369,7 @@ def test_cores_are_bound_before_the_script_and_torch_counts_them(tmp_path: Path)
     )
     environ = plain_environment()
     del environ["OMP_NUM_THREADS"]
-    with Driver(entry, env=environ, numa=True) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, env=environ, numa=True) as driver:
         assert driver.run(entry, cpus=(core,)).code == 0
         assert json.loads((tmp_path / "out").read_text()) == [[core], 1]
         assert driver.run(entry).code == 0
@@ -518,7 +514,6 @@ def test_what_nanobind_counts_is_freed() -> None:
 )
 def test_a_rank_with_triton_ends_without_a_word(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import torch\n")
-    with Driver(entry, env=plain_environment(), preload=["triton"]) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry, preload=["triton"]) as driver:
         assert driver.run(entry, stderr=str(tmp_path / "err")).code == 0
     assert (tmp_path / "err").read_text() == ""

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.wire.spawning import SpawnerReady
 from elasticrun.wire.types import Entry, EntryKind
-from tests.forkserver.driver import Driver, plain_environment, script
+from tests.forkserver.driver import Driver, forking, plain_environment, script
 from tests.further import further
 
 pytestmark = pytest.mark.slow
@@ -200,8 +200,7 @@ def test_a_torch_folder_in_the_cwd_does_not_disturb(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     entry = script(tmp_path / "elsewhere" / "s.py", "import torch\ntorch.ones(1)\n")
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         assert driver.run(entry).code == 0
 
 
@@ -235,8 +234,7 @@ def test_names_that_no_file_can_take(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     text = "import itertools, json, os, random, runpy, site, zipimport\njson.dumps, random.random\n"
     entry = script(tmp_path / "s.py", text)
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         assert driver.run(entry).code == 0
 
 
@@ -280,8 +278,7 @@ def test_our_package_is_not_the_ranks(tmp_path: Path) -> None:
         "import sys\nassert not [m for m in sys.modules if m.partition('.')[0] == 'elasticrun']\n"
         "assert not [p for p in sys.path if 'forkserver' in p], sys.path\n",
     )
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         assert driver.run(entry).code == 0
 
 
@@ -320,8 +317,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_exec_prefix_stands_before_the_command(tmp_path: Path) -> None:
     entry = script(tmp_path / "s.py", "import os\nprint(os.environ['ADDED'])\n")
-    with Driver(entry, env=plain_environment()) as driver:
-        assert driver.ready().mode == "fork"
+    with forking(entry) as driver:
         prefix = ("env", "ADDED=yes")
         key = driver.start(entry, exec_prefix=prefix, stdout=str(tmp_path / "out"))
         assert not driver.spawned(key).forked

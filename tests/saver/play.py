@@ -10,7 +10,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from elasticrun.wire.snapshots import (
     ToSaver,
 )
 from elasticrun.wire.spawning import Exited, SpawnSaver
+from tests.dcp.checkpoints import ordered
 from tests.dcp.slots import NAMED, HandMade
 from tests.forkserver.driver import LIMIT, Driver
 
@@ -184,21 +184,9 @@ def state(rank: int = 0, world: int = 1, elements: int = 1024) -> HandMade:
 
 def persist(folder: Any, *parts: PartOf, attempt: str = "a1", **changes: Any) -> PersistParts:
     """An order that this node coordinates."""
-    order = PersistParts(
-        attempt=attempt,
-        round=NAMED,
-        step=7,
-        folder=str(folder),
-        world_size=max(1, len(parts)),
-        parts=parts,
-        coordinates=True,
-        coordinator_host="",
-        coordinator_port=0,
-        reason="periodic",
-        keep_last=3,
-        keep_every=0,
-    )
-    return replace(order, **changes)
+    world = max(1, len(parts))
+    of = {"attempt": attempt, "folder": str(folder), "world_size": world, "parts": parts}
+    return ordered(**(of | changes))
 
 
 def part(rank: int = 0, key: int = 1) -> PartOf:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elasticrun.saver import attempts as module, lanes, work
+from elasticrun.saver import attempts as module, pool, work
 from elasticrun.saver.attempts import Attempts
-from elasticrun.saver.lanes import Inbox, Lane
+from elasticrun.saver.pool import Inbox, WorkerPool
 from elasticrun.saver.work import Outcome
 from elasticrun.wire.snapshots import FromSaver, PartsDone, PersistParts, Remark
 from tests.harness import LIMIT
@@ -53,12 +53,12 @@ class Play:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for one in (module, lanes):
+        for one in (module, pool):
             monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.woken = threading.Semaphore(0)
         self.inbox = Inbox(self.woken.release)
         self.said: list[FromSaver] = []
-        both = [Lane(name, 1, self.inbox.post) for name in ("disk", "puts")]
+        both = [WorkerPool(name, 1, self.inbox.post) for name in ("disk", "puts")]
         self.attempts = Attempts("secret", {}, self.said.append, *both)
         self.storage = Storage(monkeypatch)
 

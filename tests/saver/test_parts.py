@@ -18,9 +18,9 @@ from elasticrun.saver.parts import PartError, PartWritten, PersistError
 from elasticrun.shm.segment import Segment
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
-from elasticrun.wire.snapshots import Named
-from tests.dcp.checkpoints import commit, load, save
-from tests.dcp.slots import NAMED, HandMade
+from elasticrun.wire.snapshots import Named, PartOf
+from tests.dcp.checkpoints import commit, load, ordered, save
+from tests.dcp.slots import HandMade
 from tests.storage.stand_ins import Bucket, Poor
 
 SCRIPT = Path(__file__).parent.parent / "dcp" / "scripts" / "dying_saver.py"
@@ -41,16 +41,9 @@ def write(
     shared: bool = True,
     stop: object = bool,
 ) -> PartWritten:
-    return persist.write_part(
-        *(segment, 0, sequence, folder),
-        rank=0,
-        shared=shared,
-        round=NAMED,
-        step=step,
-        attempt=attempt,
-        stop=stop,  # type: ignore[arg-type]
-        distrusted="",
-    )
+    part = PartOf(key=0, slot=0, sequence=sequence, rank=0, shared=shared)
+    order = ordered(step=step, attempt=attempt)
+    return persist.write_part(segment, part, order, folder, stop=stop, distrusted="")  # type: ignore[arg-type]
 
 
 def loaded(folder: Folder, step: int = 7) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What a saver is made of, piece by piece: hashing beside a writer, lanes, a slot that changes."""
+"""What a saver is made of, piece by piece: hashing beside a writer, pools, a slot that changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.saver import hashing, transfer as bulk
 from elasticrun.saver.hashing import Bad, Gone, OpenSegment
-from elasticrun.saver.lanes import Inbox, Lane, Piece
+from elasticrun.saver.pool import Inbox, Piece, WorkerPool
 from elasticrun.saver.transfer import Link, Served
 from elasticrun.shm.segment import Snapshot, round_key
 from elasticrun.system.reasons import reason_of
@@ -89,7 +89,7 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         assert "overwritten" in sent.reason
 
 
-# ---------------------------------------------------------------- lanes
+# ---------------------------------------------------------------- pools
 
 
 class Loop:
@@ -109,7 +109,7 @@ class Loop:
 
 def test_a_lane_does_urgent_work_first_and_the_newest_of_a_name() -> None:
     loop = Loop()
-    lane = Lane("test", 1, loop.inbox.post)
+    pool = WorkerPool("test", 1, loop.inbox.post)
     go, did = threading.Event(), []
 
     def piece(word: str, *, urgent: bool = True, name: str | None = None) -> Piece[str]:
@@ -121,13 +121,13 @@ def test_a_lane_does_urgent_work_first_and_the_newest_of_a_name() -> None:
 
         return Piece(work, reason_of, did.append, urgent, name)
 
-    lane.add(piece("first"))
-    lane.add(piece("old hash", urgent=False, name="key"))
-    lane.add(piece("new hash", urgent=False, name="key"))
-    lane.add(piece("dropped", name="gone"))
-    lane.add(piece("bad"))
-    assert lane.drop("gone")
-    assert not lane.drop("gone")
+    pool.add(piece("first"))
+    pool.add(piece("old hash", urgent=False, name="key"))
+    pool.add(piece("new hash", urgent=False, name="key"))
+    pool.add(piece("dropped", name="gone"))
+    pool.add(piece("bad"))
+    assert pool.drop("gone")
+    assert not pool.drop("gone")
     go.set()
     while len(did) < 3:
         loop.turn()
@@ -136,11 +136,11 @@ def test_a_lane_does_urgent_work_first_and_the_newest_of_a_name() -> None:
 
 def test_a_wide_lane_does_several_at_a_time() -> None:
     loop = Loop()
-    lane = Lane("test", 2, loop.inbox.post)
+    pool = WorkerPool("test", 2, loop.inbox.post)
     meet = threading.Barrier(2)
     did: list[int] = []
     for _ in range(2):
-        lane.add(Piece(lambda stop: meet.wait(LIMIT), lambda error: -1, did.append))
+        pool.add(Piece(lambda stop: meet.wait(LIMIT), lambda error: -1, did.append))
     while len(did) < 2:
         loop.turn()
     assert sorted(did) == [0, 1]

@@ -13,7 +13,7 @@ from elasticrun.saver import parts as persist
 from elasticrun.saver.parts import PersistError
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
-from tests.dcp.checkpoints import commit, save
+from tests.dcp.checkpoints import commit, ordered, save
 from tests.dcp.slots import HandMade
 from tests.saver.test_parts import loaded, rank, write
 
@@ -99,16 +99,7 @@ def test_an_attempt_that_is_given_up_before_its_marker_is_no_checkpoint(tmp_path
     folder = Folder(str(tmp_path))
     part = write(folder, rank().segment())
     with pytest.raises(PersistError, match="given up before its marker"):
-        persist.commit(
-            folder,
-            round=part.round,
-            step=7,
-            parts=[part],
-            world_size=1,
-            attempt="a",
-            reason="periodic",
-            stop=lambda: True,
-        )
+        persist.commit(folder, ordered(), [part], stop=lambda: True)
     assert folder.committed() == []
 
 

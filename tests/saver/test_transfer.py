@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from elasticrun.saver import peers as fetching, transfer
-from elasticrun.saver.lanes import Inbox, Lane
 from elasticrun.saver.peers import MAX_PEERS, Peers, listen
+from elasticrun.saver.pool import Inbox, WorkerPool
 from elasticrun.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
@@ -197,8 +197,8 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     monkeypatch.setattr(transfer, "ask_size", ask_size)
     inbox = Inbox(woken.set)
     said: list[FromSaver] = []
-    lane = Lane("fetch", 1, inbox.post)
-    fetches = fetching.Fetches(SECRET, said.append, lane, lane)
+    pool = WorkerPool("fetch", 1, inbox.post)
+    fetches = fetching.Fetches(SECRET, said.append, pool, pool)
     shared = holder.open(state().segment())
     fetches.begin(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
     assert refused.wait(LIMIT)

@@ -78,7 +78,7 @@ class Helper:
             if self.prints:
                 self._pipe("prints", self._keep)
         except OSError:
-            self.born()
+            self.started()
             self.close()
             raise
 
@@ -118,7 +118,7 @@ class Helper:
                 os.set_inheritable(descriptor, True)
             os.execve(words[0], words, environ)
         order, says = self._theirs["order"], self._theirs.get("says", -1)
-        if self.kind == Saver.kind:
+        if self.kind == SaverHelper.kind:
             spec = importlib.util.spec_from_file_location("elasticrun_helper_main", MAIN_FILE)
             assert spec is not None
             assert spec.loader is not None
@@ -127,7 +127,7 @@ class Helper:
             module.main(self.kind, order, says, parent)
         enter(self.kind, order, says, parent)
 
-    def born(self) -> None:
+    def started(self) -> None:
         """In the parent: the child's ends are the child's alone."""
         for descriptor in self._theirs.values():
             os.close(descriptor)
@@ -202,7 +202,7 @@ class Helper:
         return []
 
 
-class Store(Helper):
+class StoreHelper(Helper):
     """A store host: StoreListening, or SpawnFailed in the place of its end."""
 
     kind = "store"
@@ -224,7 +224,7 @@ class Store(Helper):
         return None if self.listens else SpawnFailed(self.key, f"no store: {self._failed}")
 
 
-class Probe(Helper):
+class ProbeHelper(Helper):
     """A probe: ProbeSaid for each phase and for its result, which is made up where it has none."""
 
     kind = "probe"
@@ -252,16 +252,16 @@ class Probe(Helper):
         return ProbeSaid(self.key, self._phase, True, own=own, reason=reason)
 
 
-class Saver(Helper):
+class SaverHelper(Helper):
     """The saver, one a node."""
 
     kind = "saver"
 
 
 KINDS: Final[Mapping[type, type[Helper]]] = {
-    SpawnStore: Store,
-    SpawnProbe: Probe,
-    SpawnSaver: Saver,
+    SpawnStore: StoreHelper,
+    SpawnProbe: ProbeHelper,
+    SpawnSaver: SaverHelper,
 }
 
 
@@ -296,7 +296,7 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
         os._exit(1)
     linux.set_name(f"elasticrun-{kind[:4]}".encode())
     set_title(f"elasticrun: {kind}".encode())
-    if kind == Store.kind:  # one that waits for its order has torch when it comes
+    if kind == StoreHelper.kind:  # one that waits for its order has torch when it comes
         importlib.import_module("torch.distributed")
     with open(order_fd, "rb") as file:
         orders = list(FrameBuffer(ToSpawner).feed(file.read()))

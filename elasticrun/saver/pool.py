@@ -41,7 +41,7 @@ class Piece(Generic[T]):
     began: float | None = None  # when its thread began, by the monotonic clock; None: it waits
 
 
-class Lane:
+class WorkerPool:
     """One kind of work. Belongs to the loop's thread."""
 
     def __init__(self, name: str, width: int, post: Post) -> None:
