@@ -1,15 +1,14 @@
-"""Last call: how long to wait for nodes that nobody has announced.
+"""How long to wait for nodes before a round forms or is given up for another.
 
-Things that befall nodes one after another, and whether they are one event that goes on.
+*Last call* waits for nodes that nobody has announced.
 
-A switch fails and its nodes are lost over a minute; a rack gets its power back and they return over
-two. A round for each of them would cost every node of the job a restart each time. A burst looks at
-the times at which it happened so far and says how long the job should hold still before it answers.
-
-The first answer is never held back: one lost node is mostly one lost node, and whatever happens
-until that round has formed is in it. Only when the next thing happens to another node, within
-`window` of the one before and after a round was already given for it, is it one event, and then the
-job waits for its end, once. So an event costs two rounds, however it is spread.
+A *burst* is things that befall nodes one after another: is it one event that goes on? A switch
+fails and its nodes are lost over a minute; a rack gets its power back and they return over two. A
+round for each of them would cost every node of the job a restart each time. The first answer is
+never held back: one lost node is mostly one lost node, and whatever happens until that round has
+formed is in it. Only when the next thing happens to another node, within `window` of the one before
+and after a round was already given for it, is it one event, and then the job waits for its end,
+once. So an event costs two rounds, however it is spread.
 
 How long is "its end"? If gaps are memoryless and n of them took T seconds together, a further gap
 longer than q has probability (1 + q/T)^-n, whatever their rate. So a silence of
@@ -24,7 +23,7 @@ rack went dark within one second; this one costs what the news itself takes.
 
 An event that does not end is answered after `longest` all the same, and then no more held back.
 
-When newcomers are let into a round that runs: a restart for all, against a wait for some.
+The *door*: when newcomers are let into a round that runs, a restart for all against a wait for some.
 
 * A round younger than GROW_YOUNG (one that is adopted counts from then) has little to lose: a
   newcomer is let in when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
