@@ -23,7 +23,8 @@ rack went dark within one second; this one costs what the news itself takes.
 
 An event that does not end is answered after `longest` all the same, and then no more held back.
 
-The *door*: when newcomers are let into a round that runs, a restart for all against a wait for some.
+The *door*: when newcomers are let into a round that runs; a restart for all against a wait for
+some.
 
 * A round younger than GROW_YOUNG (one that is adopted counts from then) has little to lose: a
   newcomer is let in when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
