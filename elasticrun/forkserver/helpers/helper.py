@@ -297,7 +297,8 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
     linux.set_name(f"elasticrun-{kind[:4]}".encode())
     set_title(f"elasticrun: {kind}".encode())
     if kind == StoreHelper.kind:  # one that waits for its order has torch when it comes
-        importlib.import_module("torch.distributed")
+        with suppress(Exception):  # `store.host` imports it again, and says what is wrong
+            importlib.import_module("torch.distributed")
     with open(order_fd, "rb") as file:
         orders = list(FrameBuffer(ToSpawner).feed(file.read()))
     if not orders:  # its parent did without it
