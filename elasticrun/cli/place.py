@@ -193,7 +193,7 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
 
 
 def _dlrover(asked: Asked, found: Found) -> Whereabouts:
-    """Its words have always been obeyed (`cli.meeting`); here they get their sources."""
+    """Its words have always been obeyed (`cli.rendezvous`); here they get their sources."""
     filled: dict[str, Filled] = {}
     shown: dict[str, Filled] = {}
     if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):

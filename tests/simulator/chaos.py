@@ -267,7 +267,7 @@ class Chaos:
 
     def newcomers_may_come(self) -> bool:
         """A successor without its record that only new agents have found cannot know that a round
-        runs (core.rendezvous): here they come when an old one has found it, or none is left."""
+        runs (`rendezvous`): here they come when an old one has found it, or none is left."""
         return self.known or not self._old_and_new()[0]
 
     def _old_and_new(self) -> tuple[list[Node], list[Node]]:

@@ -157,7 +157,7 @@ class Link:
 
     def _silent(self, session: Session, silent: bool) -> None:
         """Of a pulled cable no kernel tells for a quarter of an hour. The master's fence counts on
-        it that we notice, and start to wait for a master, as soon as it does (core.rendezvous)."""
+        it that we notice, and start to wait for a master, as soon as it does (`rendezvous`)."""
         if session is not self._session:
             return
         if silent:

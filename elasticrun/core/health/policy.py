@@ -1,7 +1,7 @@
 """The health of nodes: what the network check and the stragglers' watch ask for is carried out.
 
 Whom to probe with whom and whom that convicts is decided in `netcheck`, who is slow while training
-in `stragglers`, who is refused until when in `exclusion`. Here their answers become orders:
+in `speed`, who is refused until when in `nodes.admission`. Here their answers become orders:
 
 * Where a round could form and some of its nodes must be probed, the check comes first. Nodes that
   join meanwhile are taken in, and probed by the check that follows.

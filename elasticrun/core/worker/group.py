@@ -472,8 +472,8 @@ class WorkerGroup:
         self.deadlines.disarm("kill")
         self.deadlines.arm("stuck", now + grace + STUCK_AFTER)
         self.out.append(fx.SweepRanks(grace))
-        # the master waits a little longer than it was told (rounds/crew.SURVIVOR_SLACK): it need
-        # hear of a sweep only if that is not enough
+        # the master waits a little longer than it was told (SURVIVOR_SLACK of
+        # rounds/rendezvous): it need hear of a sweep only if that is not enough
         if grace > rest + 1.0:
             self.report(m.Stopping, grace)
 
