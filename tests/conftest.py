@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from elasticrun.testing.hosts import Lab
 from elasticrun.wire.spawning import ignored_signals
-from tests import aio, needs
+from tests import aio, needs, planted
 from tests.counting import Counting
 from tests.harness import World
 
@@ -36,12 +36,20 @@ LONG = ("faults", "snapshots", "slurm", "partitions", "etcd", "health", "contain
 """Rooms with files that take minutes, in the order in which they begin."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A run in the background (a shell's `&`, `nohup`) is born ignoring SIGINT or SIGHUP, and so
     would be all that the tests start: what they send would be lost. With a handler that does
     nothing we ignore them no less, but what is exec'd has the default again."""
     for number in ignored_signals():
         signal.signal(number, lambda *_: None)
+    if not hasattr(config, "workerinput"):  # of xdist: its controller does it for all
+        planted.plant()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What the run has planted goes."""
+    if not hasattr(config, "workerinput"):
+        planted.remove()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import node, plugin as warm, processes
+from elasticrun.testing import node, plugin, processes
 
 LIMIT = 240.0
 """Seconds any awaited event may take before the test fails; generous, the machine is shared."""
@@ -338,7 +338,7 @@ class World:
             "ELASTICRUN_PRELOAD": "off",  # a second fork server is a test's own subject
             **(more or {}),
         }
-        return {**environ, **warm.named(environ)}
+        return {**environ, **plugin.named(environ)}
 
     def command(
         self,

@@ -95,7 +95,7 @@ def can_be_warm(config: AgentConfig) -> bool:
 def misplanted() -> str:
     """Why ELASTICRUN_FAULT cannot be read, in one sentence; "" if it can, or is not set."""
     try:
-        env.read(os.environ.get(env.FAULT, ""))
+        env.read_faults(os.environ.get(env.FAULT, ""))
     except env.BadFault as error:
         return str(error)
     return ""
@@ -108,10 +108,10 @@ def planted_in(node: str) -> dict[str, str]:
     if not text:
         return {}
     logger.warning("%s=%s: faults are planted in this job", env.FAULT, text)
-    here = env.of_node(text, node)
+    here = env.faults_of_node(text, node)
     for fault in here:
         logger.warning("planted in this node (%s): %s", node, fault.words)
-    return {env.NODE_FAULT: env.own_words(here)} if here else {}
+    return {env.NODE_FAULT: env.own_fault_words(here)} if here else {}
 
 
 def _children_now() -> frozenset[int]:
@@ -119,6 +119,11 @@ def _children_now() -> frozenset[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return frozenset()  # the common case, without a look at every process of the machine
+    return _children()
+
+
+def _children() -> frozenset[int]:
+    """By a look at every process of the machine."""
     me = os.getpid()
     return frozenset(process.pid for process in everybody() if process.parent == me)
 
@@ -167,14 +172,13 @@ class Reaper:
         if info.si_pid not in self._foreign:
             return info.si_pid
         # A caller's own child lies in front and is the caller's to reap: look past it.
-        for process in everybody():
-            if process.parent == os.getpid() and process.pid not in self._foreign:
-                try:
-                    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                    if os.waitid(os.P_PID, process.pid, options) is not None:
-                        return process.pid
-                except ChildProcessError:
-                    continue
+        for pid in sorted(_children() - self._foreign):
+            try:
+                options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                if os.waitid(os.P_PID, pid, options) is not None:
+                    return pid
+            except ChildProcessError:
+                continue
         return None
 
     async def sweep(self, *, keep: Collection[int], limit: float) -> tuple[int, ...]:
@@ -182,6 +186,8 @@ class Reaper:
 
         Returns the pids that are still there after `limit` seconds: the kernel keeps them."""
         import asyncio  # an agent starts its fork server before it has that
+
+        from elasticrun.system.sweep import kill_group
 
         loop = asyncio.get_running_loop()
         end = loop.time() + limit
@@ -195,10 +201,7 @@ class Reaper:
                 self._gone = None
                 return tuple(sorted(left))
             for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
+                kill_group(pid, signal.SIGKILL, alone=True)
             try:
                 await asyncio.wait_for(self._gone.wait(), RESCAN)
             except TimeoutError:

@@ -24,7 +24,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.doctor.verdict import failures, in_a_line
 from elasticrun.operator_log import logger
 from elasticrun.system.network import names_this_host_only
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.rpc.channel import LinkError, reach_me
@@ -147,7 +147,7 @@ def tell(findings: Iterable[Finding], and_then: str) -> None:
 
 
 async def ask(
-    master: Endpoint, reader: str, files: tls.Files | None, name: str = ""
+    master: Endpoint, reader: str, files: auth.Files | None, name: str = ""
 ) -> tuple[list[Answer], str]:
     """Have the master dial some ports of this host: its answers, and its address in numbers.
 
@@ -156,7 +156,7 @@ async def ask(
     from elasticrun.doctor import reach
     from elasticrun.doctor.reach import Answer
 
-    pem = None if files is None else await in_thread(lambda: tls.read(files), name="tls")
+    pem = None if files is None else await in_thread(lambda: auth.read_pem(files), name="tls")
     answers = []
     for _ in range(reach.TRIES):
         with reach.open_port() as asked:

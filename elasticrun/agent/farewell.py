@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.runtime import Tasks, in_thread
+from elasticrun.agent.runtime import awaited, in_thread
 from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
@@ -199,7 +199,6 @@ class Clearing:
         self._signalled: float | None = None
         self._hurried = False
         self._patience: asyncio.Timeout | None = None  # of a wait for others' sake
-        self._tasks = Tasks(logger.error)
 
     def signalled(self) -> None:
         """A death signal has come; the first one counts."""
@@ -251,7 +250,7 @@ class Clearing:
         """Show what the ranks have printed, as long as somebody reads it; from a death signal on,
         or from now on if that is past (`hurried`), for SHOW_LIMIT seconds."""
         work = in_thread(lambda: output.close(SHOW_PATIENCE), name="show")
-        showing = self._tasks.start(work, "showing output", tell=logger.debug)
+        showing = awaited(work, "showing output")
         if not hurried:
             await self._until_hurried(asyncio.shield(showing), None)
         if not showing.done():
@@ -266,11 +265,13 @@ class Clearing:
 
     async def _until_hurried(self, work: Awaitable[object], limit: float | None) -> None:
         """Wait for the work, for a death signal, or for `limit` seconds."""
+        patience = self._patience = asyncio.timeout(0.0 if self._hurried else limit)
         try:
-            async with asyncio.timeout(0.0 if self._hurried else limit) as self._patience:
+            async with patience:
                 await work
         except TimeoutError:
-            pass
+            if not patience.expired():
+                raise  # it is the work's own
         finally:
             self._patience = None
 

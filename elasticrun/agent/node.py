@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
-from elasticrun.agent import farewell as last_words
+from elasticrun.agent import farewell
 from elasticrun.agent.boot import Reaper, SpawnerProcess, planted_in
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.farewell import Clearing, end_callers_ranks
@@ -29,6 +29,7 @@ from elasticrun.agent.runtime import (
     NodeContext,
     NoThread,
     Tasks,
+    awaited,
     in_thread,
     own_defect,
     threadsafe,
@@ -429,9 +430,8 @@ class Node:
         now = time.monotonic()
         start = effect.start
         self._story.starts(start)
-        self._spawners.keep_alive(
-            self._brain.master_lost_timeout
-        )  # which the master may have told anew
+        # which the master may have told anew
+        self._spawners.keep_alive(self._brain.master_lost_timeout)
         self._meeting.store(start.store)
         self._progress.begin(start)
         self._snapshots.begin(start)
@@ -480,7 +480,7 @@ class Node:
             await end.step("the end of ranks' processes", end.descendants(self._ranks, grace), None)
             if not signalled:
                 end.begin()
-        goodbye = self._tasks.start(self._link.close(GOODBYE), "goodbye", tell=logger.debug)
+        goodbye = awaited(self._link.close(GOODBYE), "goodbye")
         await self._end_processes()
         await end.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
@@ -499,8 +499,8 @@ class Node:
         await end.step("removing log folders", tidying, 2.0)
         if outcome is not None:
             await end.step("the last events", self._tell_events(outcome), 5.0)
-            words = last_words.tell(
-                *(self._config, outcome, self._writer, end.left(last_words.TELL_LIMIT)),
+            words = farewell.tell(
+                *(self._config, outcome, self._writer, end.left(farewell.TELL_LIMIT)),
                 ran=self._ranks.start is not None,
             )
             await end.step("the last words", words, None)
@@ -533,7 +533,7 @@ class Node:
         if self._events is not None:
             seconds = time.monotonic() - self._began
             ranks = dict(self._ranks.pids)
-            await last_words.events(self._events, self._ranks.start, ranks, outcome, seconds)
+            await farewell.events(self._events, self._ranks.start, ranks, outcome, seconds)
 
 
 def _notice(text: str) -> None:

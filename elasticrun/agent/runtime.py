@@ -31,6 +31,7 @@ from elasticrun.core.events import (
     Tick,
 )
 from elasticrun.operator_log import logger
+from elasticrun.wire.frames import Connection
 
 T = TypeVar("T")
 
@@ -134,6 +135,20 @@ def threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *ar
         loop.call_soon_threadsafe(call, *args)
 
 
+def awaited(work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+    """A task that its maker awaits, and whose failure it hears and tells there."""
+    return asyncio.get_running_loop().create_task(work, name=what)
+
+
+def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> None:
+    """Write what waits there, now and whenever the peer has read some."""
+    connection.flush()
+    if connection.unsent:
+        loop.add_writer(connection, keep_sending, loop, connection)
+    else:
+        loop.remove_writer(connection)
+
+
 class Tasks:
     """The owner of tasks that nobody awaits: it hears of their ends.
 
@@ -158,6 +173,10 @@ class Tasks:
         task.add_done_callback(self._running.discard)
         tell_failure(task, tell or self._fatal, what)
         return task
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._running)
 
     async def over(self, limit: float | None = None) -> None:
         """Wait so many seconds (None: as long as it takes) for those that are under way."""

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 from elasticrun.agent import warm
 from elasticrun.agent.boot import Reaper, SpawnerProcess, configure_message, start_spawner
-from elasticrun.agent.runtime import Tasks
+from elasticrun.agent.runtime import Tasks, keep_sending
 from elasticrun.agent.warm import WarmChild
 from elasticrun.config import AgentConfig, Learning
 from elasticrun.operator_log import logger
@@ -139,7 +139,7 @@ class Spawner:
         if self.ended.is_set():
             return
         self._connection.send(message)
-        self._watch()
+        keep_sending(self._loop, self._connection)
 
     def expect(self) -> None:
         """It has something to do, and answers within ANSWER_LIMIT or is given up; one that is not
@@ -198,16 +198,6 @@ class Spawner:
         process = self.process.process
         lost_guard = isinstance(process, WarmChild) and process.unguarded
         return "its guard was killed" if lost_guard else seen
-
-    def _flush(self) -> None:
-        self._connection.flush()
-        self._watch()
-
-    def _watch(self) -> None:
-        if self._connection.unsent:
-            self._loop.add_writer(self._connection, self._flush)
-        else:
-            self._loop.remove_writer(self._connection)
 
     def _read(self) -> bool:
         """Take in what has come; whether there was anything."""
@@ -357,8 +347,9 @@ class Spawners:
             elif isinstance(message, Exited | SpawnFailed):
                 self._unwatch(message.key)
             assert not isinstance(message, Pong)  # its own spawner has taken it
-            key = message.keys[0] if isinstance(message, Swept) else message.key
-            if (child := spawner.children.get(key)) is not None:
+            keys = message.keys if isinstance(message, Swept) else (message.key,)
+            children = (spawner.children[key] for key in keys if key in spawner.children)
+            if (child := next(children, None)) is not None:
                 child.owner.heard(child, message)
 
     def _watch(self, spawner: Spawner, born: Spawned) -> None:

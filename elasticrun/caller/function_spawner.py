@@ -27,7 +27,7 @@ from elasticrun.caller.rank_process import FunctionRank, RankPlan, Sparing, run_
 from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
 from elasticrun.system.sweep import Sweep, end_at_once, kill_group
-from elasticrun.wire import env, spawning as spawner
+from elasticrun.wire import env, spawning
 from elasticrun.wire.frames import Connection, FrameError, NotRead
 
 MAX_UNSENT: Final = 1024 * 1024
@@ -55,7 +55,7 @@ class FunctionSpawner:
         """Signal handlers that forked ranks put back (see `signals_passed_on`)."""
         self._sparing = Sparing()
         ours, self.agents_end = socket.socketpair()
-        self._line = Connection(ours, spawner.ToSpawner, most_bytes=MAX_UNSENT)
+        self._line = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, FunctionRank] = {}
         fork = self._fork if start_method == "fork" else None
@@ -63,7 +63,7 @@ class FunctionSpawner:
         self._last_lives: dict[int, FunctionRank] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
-        self._waiting_sweeps: list[spawner.Sweep] = []
+        self._waiting_sweeps: list[spawning.Sweep] = []
         self._keepalive_until: float | None = None
         self._talking = True
 
@@ -156,7 +156,7 @@ class FunctionSpawner:
             kill_group(self._pids[key], signal.SIGKILL)
         self._helpers.kill(ProbeHelper)
 
-    def _say(self, message: spawner.FromSpawner) -> None:
+    def _say(self, message: spawning.FromSpawner) -> None:
         if not self._talking:
             return
         try:
@@ -172,34 +172,34 @@ class FunctionSpawner:
         write = selectors.EVENT_WRITE if self._line.unsent else 0
         self._selector.modify(self._line, selectors.EVENT_READ | write, self._converse)
 
-    def _obey(self, message: spawner.ToSpawner) -> None:
+    def _obey(self, message: spawning.ToSpawner) -> None:
         match message:
-            case spawner.Configure():
+            case spawning.Configure():
                 mode = "fork" if self._method == "fork" else "exec"
                 torch = sys.modules.get("torch")
                 version = str(getattr(torch, "__version__", ""))
-                self._say(spawner.SpawnerReady(os.getpid(), mode, "", version, 0.0))
-            case spawner.SpawnRank():
+                self._say(spawning.SpawnerReady(os.getpid(), mode, "", version, 0.0))
+            case spawning.SpawnRank():
                 self._start_rank(message)
-            case spawner.SpawnStore() | spawner.SpawnProbe() | spawner.SpawnSaver():
+            case spawning.SpawnStore() | spawning.SpawnProbe() | spawning.SpawnSaver():
                 self._helpers.start(message)
-            case spawner.SendSignal(key, signum, alone):
+            case spawning.SendSignal(key, signum, alone):
                 if key in self._ranks:
                     kill_group(self._pids[key], signum, alone=alone)
                 self._helpers.send_signal(key, signum)
-            case spawner.Sweep():
+            case spawning.Sweep():
                 self._waiting_sweeps.append(message)
                 self._next_sweep()
-            case spawner.CloseStore(key):
+            case spawning.CloseStore(key):
                 self._helpers.send_signal(key, signal.SIGKILL)
-            case spawner.Pet(limit):
+            case spawning.Pet(limit):
                 self._keepalive_until = time.monotonic() + limit
-            case spawner.Quit():
+            case spawning.Quit():
                 self._hang_up()
 
     # ---------------------------------------------------------------- ranks
 
-    def _start_rank(self, order: spawner.SpawnRank) -> None:
+    def _start_rank(self, order: spawning.SpawnRank) -> None:
         fill = string.Template.safe_substitute
         args = tuple(
             fill(string.Template(arg), local_rank=order.local_rank) if isinstance(arg, str) else arg
@@ -231,7 +231,7 @@ class FunctionSpawner:
             reader.close()
             writer.close()
             reason = " ".join(str(error).split()) or type(error).__name__
-            self._say(spawner.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
+            self._say(spawning.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
             return
         writer.close()
         os.set_blocking(reader.fileno(), False)
@@ -247,7 +247,7 @@ class FunctionSpawner:
         self._selector.register(
             process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(life)
         )
-        self._say(spawner.Spawned(order.key, process.pid, forked))
+        self._say(spawning.Spawned(order.key, process.pid, forked))
 
     def _read_result(self, life: FunctionRank) -> None:
         if not life.read():
@@ -277,7 +277,7 @@ class FunctionSpawner:
         pid = self._pids[life.key]
         life.process.close()
         now_us = time.time_ns() // 1000
-        self._say(spawner.Exited(life.key, pid, 1 if code is None else code, now_us))
+        self._say(spawning.Exited(life.key, pid, 1 if code is None else code, now_us))
         self._maybe_swept()
 
     def _close_in_fork(self) -> None:
@@ -345,7 +345,7 @@ class FunctionSpawner:
         self._sweep = None
         for key in keys:
             self._pids.pop(key, None)
-        self._say(spawner.Swept(keys, stuck))
+        self._say(spawning.Swept(keys, stuck))
         self._next_sweep()
 
     # ---------------------------------------------------------------- the end

@@ -79,10 +79,13 @@ class Helpers:
         kind = KINDS[type(order)]
         if kind is SaverHelper:
             self.kill(SaverHelper)
-        child, self._spare = (self._spare, None) if kind is StoreHelper else (None, self._spare)
+        is_store = kind is StoreHelper
+        child = self._spare if is_store else None
+        if child is not None:
+            self._spare = None
         try:
             if child is None:
-                child = self._start(StoreHelper() if kind is StoreHelper else kind(order), order)
+                child = self._start(kind() if is_store else kind(order), order)
         except OSError as error:
             reason = f"no {kind.kind} could be started: {error.strerror}"
             self._say(SpawnFailed(order.key, reason))

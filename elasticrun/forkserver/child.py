@@ -23,7 +23,7 @@ from elasticrun.forkserver.learn import Watcher
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.renew import EnvironmentCheck
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import SpawnRank
@@ -70,7 +70,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash, learn:
     set_command_line(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
     )
-    linux.set_name(os.fsencode(os.path.basename(words[0])))
+    processes.set_name(os.fsencode(os.path.basename(words[0])))
     gc.enable()
     raise BecomeRank(program)
 
@@ -97,7 +97,7 @@ def fail(page: Page, reason: str) -> NoReturn:
 def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
     """Session, ties to the server, files, cores: the same for a fork and an exec."""
     page.adopt()
-    linux.die_with_parent(signal.SIGKILL)
+    processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != birth.server:
         os._exit(CANNOT_START)
     os.setsid()

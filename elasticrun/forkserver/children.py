@@ -24,7 +24,7 @@ from elasticrun.forkserver.helpers.helper import (
 from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.wire.spawning import (
     Exited,
     FromSpawner,
@@ -80,7 +80,7 @@ class Children:
         forked = self._prepared.mode == "fork" and not self._against_fork(order)
         # From the first rank on we outlive our parent until we have swept what ranks leave. This
         # tells of its death; and if we are stopped (SIGSTOP) by then, it wakes us up for it.
-        linux.die_with_parent(signal.SIGCONT)
+        processes.die_with_parent(signal.SIGCONT)
         page = None
         try:
             page = Page()
@@ -112,7 +112,7 @@ class Children:
             return "told already"
         if order.cpus and trust.placement(os.environ):
             return "placement"
-        if not self._stale and self._prepared.mode == "fork":
+        if not self._stale:
             self._stale = self._prepared.preloader.stale()
             if self._stale:
                 self._tell(Stale(f"{self._stale} has changed since it was imported"))
@@ -127,8 +127,7 @@ class Children:
         helper = None
         try:
             helper = kind(order)
-            environ = environment(self._birth.baseline.environ, order)
-            pid = self._fork(partial(self._become_helper, helper, environ))
+            pid = self._fork(partial(self._become_helper, helper, order))
         except OSError as error:
             if helper is not None:
                 helper.close()
@@ -142,8 +141,9 @@ class Children:
         self._groups[order.key] = pid
         self._tell(Spawned(order.key, pid, self._prepared.can_fork_stores))
 
-    def _become_helper(self, helper: Helper, environ: dict[bytes, bytes]) -> NoReturn:
+    def _become_helper(self, helper: Helper, order: Order) -> NoReturn:
         try:
+            environ = environment(self._birth.baseline.environ, order)
             os.setsid()
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -21,7 +21,7 @@ from elasticrun.forkserver.child import Birth
 from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import ONE_BY_ONE, Poisoned, Prepared, prepare
-from elasticrun.system import processes as linux, sweep
+from elasticrun.system import processes, sweep
 from elasticrun.system.title import FORK_SERVER, set_title
 from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode
 from elasticrun.wire.spawning import (
@@ -295,12 +295,12 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         complain("this program is started by elasticrun and speaks to it alone")
         sys.exit(EXIT_CONFUSED)
     signal.pthread_sigmask(signal.SIG_SETMASK, arguments.blocked)
-    linux.die_with_parent(signal.SIGKILL)
+    processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != arguments.parent:
         sys.exit(1)
-    linux.set_name(b"elasticrun-fork")
+    processes.set_name(b"elasticrun-fork")
     set_title(FORK_SERVER)
-    linux.become_subreaper()
+    processes.become_subreaper()
     sock.set_inheritable(False)
     gc.disable()  # imports make hardly any garbage; ranks have the collector on
     baseline = Baseline(modules) if stock is None else stock.baseline

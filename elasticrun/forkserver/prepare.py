@@ -26,7 +26,7 @@ from elasticrun.forkserver.lazy_imports import Stash, is_ours
 from elasticrun.forkserver.learn import Lessons
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import EnvironmentWatch
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.wire.env import PYTHON_EXEC, RANK_VARIABLES
 from elasticrun.wire.spawning import Configure
 from elasticrun.wire.types import EntryKind
@@ -258,7 +258,7 @@ def prepare(
 def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> str:
     """The reason for exec, or empty."""
     reason = trust.before_import(configure.entry, configure.numa, os.environ)
-    if linux.thread_names():
+    if processes.thread_names():
         return reason or "a .pth file or sitecustomize has started a thread"
     backend = trust.untested_backend(os.environ)
     if backend:
@@ -296,7 +296,7 @@ def aside(work: Callable[[], str]) -> str:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    while linux.has_thread(thread.native_id or 0):  # its end is told before it is one
+    while processes.has_thread(thread.native_id or 0):  # its end is told before it is one
         os.sched_yield()
     if errors:
         raise errors[0]

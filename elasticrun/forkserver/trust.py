@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.renew import FORBIDDEN_IN_TEXT
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
 from elasticrun.wire.types import Entry, EntryKind
 
@@ -270,7 +270,7 @@ def trial() -> str:
         os.close(reading)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    lasting = [name for name in linux.thread_names() if name not in FORKED_WELL]
+    lasting = [name for name in processes.thread_names() if name not in FORKED_WELL]
     return _verdict(answer, lasting)
 
 

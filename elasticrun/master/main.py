@@ -309,7 +309,7 @@ class Master:
             most=MAX_CALLS,
             options=server_options(silence),
         )
-        pem = auth.read(config.tls, serving=True) if config.tls is not None else None
+        pem = auth.read_pem(config.tls, serving=True) if config.tls is not None else None
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Final, TypeVar
 
-from elasticrun.saver import transfer as bulk, work
+from elasticrun.saver import transfer, work
 from elasticrun.saver.hashing import OpenSegment
 from elasticrun.saver.parts import PartWritten
 from elasticrun.saver.pool import Piece, WorkerPool
 from elasticrun.saver.transfer import Broken, Refused
 from elasticrun.saver.work import Outcome
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk as wire_bulk
+from elasticrun.wire import bulk
 from elasticrun.wire.snapshots import (
     CommitDone,
     CommitNow,
@@ -190,7 +190,7 @@ class Attempts:
                 encoded = part.encode()
 
                 def put(rank: int = rank, encoded: bytes = encoded) -> None:
-                    bulk.put(place, self._secret, order.attempt, rank, encoded)
+                    transfer.put(place, self._secret, order.attempt, rank, encoded)
 
                 tried(put, stop, PUT_LIMIT)
             return ""
@@ -217,22 +217,22 @@ class Attempts:
 
     # ------------------------------------------------------------ the coordinator
 
-    def part_comes(self, put: wire_bulk.Put, part: PartWritten | None) -> bulk.Answer:
+    def part_comes(self, put: bulk.Put, part: PartWritten | None) -> transfer.Answer:
         """Of another node: whether it may come, and then, with the part, that it is kept."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
-            return wire_bulk.Refusal("that attempt is not known here yet", again=True)
+            return bulk.Refusal("that attempt is not known here yet", again=True)
         if attempt.over or not attempt.order.coordinates:
-            return wire_bulk.Refusal("that attempt is over, or coordinated elsewhere", again=False)
+            return bulk.Refusal("that attempt is over, or coordinated elsewhere", again=False)
         if not 0 <= put.rank < attempt.order.world_size:
-            return wire_bulk.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
+            return bulk.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
         if part is None:
-            return wire_bulk.GoOn()
+            return bulk.GoOn()
         if part.file.rank != put.rank:
-            return wire_bulk.Refusal("a part is of another rank than was said", again=False)
+            return bulk.Refusal("a part is of another rank than was said", again=False)
         if not attempt.committing:
             attempt.parts[put.rank] = part
-        return wire_bulk.Taken()
+        return bulk.Taken()
 
     def commit(self, order: CommitNow) -> None:
         """Write manifest and marker; CommitDone follows, then the sweep."""

@@ -119,7 +119,7 @@ class PartWritten:
             raise PartError(f"this is no part ({type(error).__name__})") from None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_LAYOUTS)
 def _layout(encoded: bytes) -> Layout:
     """The same comes with every checkpoint of a round."""
     return decode(encoded)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from elasticrun.saver import transfer as bulk
+from elasticrun.saver import transfer
 from elasticrun.saver.attempts import tried
 from elasticrun.saver.parts import PartError, PartWritten
 from elasticrun.saver.pool import Piece, Post, WorkerPool
@@ -49,7 +49,7 @@ MAX_STRANGERS: Final = 16
 ASK_LIMIT: Final = 30.0
 """Seconds that a connection waits for the loop."""
 
-Answer = Callable[[Get | Put, PartWritten | None], bulk.Answer]
+Answer = Callable[[Get | Put, PartWritten | None], transfer.Answer]
 """Is called in the loop, with the part once its bytes have come."""
 
 
@@ -76,7 +76,7 @@ class Fetches:
         get = Get(round_key(_name(order)).hex(), order.step, order.rank, body=False)
 
         def work(stop: threading.Event) -> FetchSize:
-            head = tried(lambda: bulk.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
+            head = tried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
             return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes, head.layout)
 
         def failed(error: BaseException) -> FetchSize:
@@ -101,7 +101,7 @@ class Fetches:
 
         def copy() -> None:
             which = (_name(order), order.step, order.rank)
-            bulk.fetch(place, self._secret, *which, descriptor, into.slot, into.layout)
+            transfer.fetch(place, self._secret, *which, descriptor, into.slot, into.layout)
 
         def work(stop: threading.Event) -> Fetched:
             try:
@@ -178,7 +178,7 @@ class Peers:
 
         def talk() -> None:
             try:
-                refused = bulk.serve(sock, self._secret, self._asked, proved)
+                refused = transfer.serve(sock, self._secret, self._asked, proved)
             except BaseException as defect:
                 refused = reason_of(defect)
             self._post(lambda: self._over(sock, str(address[0]), refused))
@@ -204,13 +204,13 @@ class Peers:
             more = " (no more of this kind will be told)" if last else ""
             self._say(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
 
-    def _asked(self, request: Get | Put, data: bytes) -> bulk.Answer:
+    def _asked(self, request: Get | Put, data: bytes) -> transfer.Answer:
         """In a connection's thread: what the loop answers."""
         try:
             part = PartWritten.decode(data) if data else None
         except PartError as error:
             return Refusal(str(error)[:MAX_TEXT], again=False)
-        answers: deque[bulk.Answer] = deque()
+        answers: deque[transfer.Answer] = deque()
         come = threading.Event()
 
         def look() -> None:

@@ -26,7 +26,7 @@ from elasticrun.saver.pool import Full, Inbox, Piece, WorkerPool
 from elasticrun.saver.transfer import Answer, Served
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk as wire_bulk
+from elasticrun.wire import bulk
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
 from elasticrun.wire.snapshots import (
     Checked,
@@ -265,15 +265,15 @@ class Saver:
 
     # ------------------------------------------------------------ other nodes
 
-    def _answer(self, request: wire_bulk.Get | wire_bulk.Put, part: PartWritten | None) -> Answer:
-        if isinstance(request, wire_bulk.Put):
+    def _answer(self, request: bulk.Get | bulk.Put, part: PartWritten | None) -> Answer:
+        if isinstance(request, bulk.Put):
             return self._attempts.part_comes(request, part)
         with suppress(ValueError):
             order = self._served.get((bytes.fromhex(request.round), request.step, request.rank))
             opened = None if order is None else self._segments.get(order.key)
             if order is not None and opened is not None:
                 return Served(opened, order.slot, order.sequence)
-        return wire_bulk.Refusal(
+        return bulk.Refusal(
             f"this node does not serve step {request.step} of rank {request.rank}", again=True
         )
 

@@ -219,10 +219,10 @@ class Sweeper:
             left.add(process.pid)
             own_session = not ({process.group, process.session} & sweep.groups)
             if now >= sweep.kill_at or not own_session:
-                _kill(process.pid, signal.SIGKILL)
+                kill_group(process.pid, signal.SIGKILL, alone=True)
             elif process.pid not in sweep.asked:
                 sweep.asked.add(process.pid)
-                _kill(process.pid, signal.SIGTERM)
+                kill_group(process.pid, signal.SIGTERM, alone=True)
         return left
 
 
@@ -233,7 +233,7 @@ def kill_everything(limit: float) -> tuple[int, ...]:
     while True:
         processes = linux.descendants(os.getpid())
         for process in processes:
-            _kill(process.pid, signal.SIGKILL)
+            kill_group(process.pid, signal.SIGKILL, alone=True)
         reap_all()
         if not processes:
             return ()
@@ -253,10 +253,3 @@ def reap_all() -> list[tuple[int, int]]:
         if pid == 0:
             return reaped
         reaped.append((pid, status))
-
-
-def _kill(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except (ProcessLookupError, PermissionError):
-        pass

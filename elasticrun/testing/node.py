@@ -18,7 +18,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Final
 
-from elasticrun.testing import plugin as warm, processes
+from elasticrun.testing import plugin, processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import PRELOAD, RANK_VARIABLES
@@ -70,7 +70,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         **more,
         processes.MARK: mark,
     }
-    return {**environ, **warm.named(environ)}
+    return {**environ, **plugin.named(environ)}
 
 
 class Node:

@@ -2,11 +2,10 @@
 
 Nothing else of elasticrun is imported before a test uses the fixture. See docs/testing.md.
 
-One warm process for a whole run of pytest, from which the jobs of its tests are forked.
-
-It is started by the first job that may use it and shared by all processes of the run (xdist's
-workers, too). A job whose environment differs in what matters starts cold, as outside of tests; so
-does one with ELASTICRUN_WARM_SERVER=off.
+A run of pytest has one warm process, from which the jobs of its tests are forked. It is started by
+the first job that may use it and shared by all processes of the run (xdist's workers, too). A job
+whose environment differs in what matters starts cold, as outside of tests; so does one with
+ELASTICRUN_WARM_SERVER=off.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The folder of the run's warm process (`testing.warm`) is named before xdist's workers are
+    """The folder of the run's warm process is named before xdist's workers are
     started; it is made by the first job."""
     if WARM_FOLDER not in os.environ:
         name = f"elasticrun-warm-{os.getpid()}-{secrets.token_hex(4)}"

@@ -179,9 +179,7 @@ def _begin() -> Teller | None:
     slowness = 1.0
     planted = os.environ.get(env.NODE_FAULT)
     if planted:
-        from elasticrun.wire import env as faults  # hardly ever needed
-
-        slowness = faults.slowness(faults.own(planted))
+        slowness = env.slowness(env.own_faults(planted))
     return Teller(place, slowness)
 
 

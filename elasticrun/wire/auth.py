@@ -312,7 +312,7 @@ class Pem:
     ca: bytes = b""
 
 
-def read(files: Files, *, serving: bool = False) -> Pem:
+def read_pem(files: Files, *, serving: bool = False) -> Pem:
     """The contents of the files, once they are known to fit together. TlsError. Blocks.
 
     `serving`: for a master, which cannot do without a certificate of its own."""

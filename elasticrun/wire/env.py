@@ -17,7 +17,8 @@ slow=3x                           its matmuls and all_reduces take three times a
                                   of
 
 They are for tests, and for people who want to see what happens; the agent says loudly that they
-are there. A rank and a probe are given those of their own node (`own_words`), without the node.
+are there. A rank and a probe are given those of their own node (`own_fault_words`), without
+the node.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class BadFault(ValueError):
     """The list cannot be read; the text is one sentence that names the part."""
 
 
-def read(text: str) -> tuple[Fault, ...]:
+def read_faults(text: str) -> tuple[Fault, ...]:
     """All faults of a list. Raises BadFault."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) > MAX_FAULTS:
@@ -192,20 +193,20 @@ def read(text: str) -> tuple[Fault, ...]:
     return tuple(_read_one(part) for part in parts)
 
 
-def of_node(text: str, node: str) -> tuple[Fault, ...]:
+def faults_of_node(text: str, node: str) -> tuple[Fault, ...]:
     """Those of a list that concern this node, in their order. Raises BadFault."""
-    return tuple(fault for fault in read(text) if fault.node in (node, EVERY_NODE))
+    return tuple(fault for fault in read_faults(text) if fault.node in (node, EVERY_NODE))
 
 
-def own_words(faults: Iterable[Fault]) -> str:
+def own_fault_words(faults: Iterable[Fault]) -> str:
     """What processes of the node that has them are given (`wire.env.NODE_FAULT`, and
     `ProbePlan.fault`); "" for none."""
     return ",".join(fault.words for fault in faults)
 
 
-def own(text: str) -> tuple[Fault, ...]:
-    """Back from `own_words`; the faults have no node. What cannot be read is no fault: a training
-    script must not end because of it."""
+def own_faults(text: str) -> tuple[Fault, ...]:
+    """Back from `own_fault_words`; the faults have no node. What cannot be read is no fault: a
+    training script must not end because of it."""
     found = []
     for part in text.split(",")[:MAX_FAULTS]:
         try:
@@ -215,14 +216,14 @@ def own(text: str) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def value_of(faults: Iterable[Fault], kind: FaultKind) -> str:
+def fault_value(faults: Iterable[Fault], kind: FaultKind) -> str:
     """The value of the first fault of this kind, "" if there is none."""
     return next((fault.value for fault in faults if fault.kind is kind), "")
 
 
 def slowness(faults: Iterable[Fault]) -> float:
     """How many times as long the node's own work shall take; 1.0 without such a fault."""
-    return _factor(value_of(faults, FaultKind.SLOW)) or 1.0
+    return _factor(fault_value(faults, FaultKind.SLOW)) or 1.0
 
 
 def _read_one(part: str) -> Fault:

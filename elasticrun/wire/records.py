@@ -100,6 +100,7 @@ def fields_of(kind: type) -> dict[str, Any]:
     return {name: hints[name] for name in _names(kind)}
 
 
+@cache
 def resolve(kind: Any) -> None:
     """Look up the fields of a record and of all records in it, while sys.modules still has their
     modules: the fork server hides its own before it reads its second message."""
@@ -112,7 +113,7 @@ def resolve(kind: Any) -> None:
 
 def _item(value: Any, kind: Any, where: str, strict: bool) -> Any:
     """By the short way where there is one."""
-    if not strict and type(value) is kind and kind in _SCALARS:
+    if type(value) is kind and kind in _SCALARS and (not strict or _is_usual(value)):
         return value
     return typed(value, kind, where, strict=strict)
 
@@ -138,7 +139,7 @@ def _record(body: dict[str, Any], kind: type, where: str, strict: bool) -> Any:
     try:
         return kind(**values)
     except TypeError:
-        missing = next(name for name in hints if name not in body)
+        missing = next((name for name in hints if name not in body), "a field")
         raise ValueError(f"{where} comes without {missing}") from None
 
 
@@ -148,7 +149,7 @@ def _key(text: str, kind: type, where: str, strict: bool) -> Any:
             return int(text)
         except ValueError:
             raise ValueError(f"{where} has the key {text[:60]!r}, which is no number") from None
-    return typed(text, kind, where, strict=strict)
+    return _item(text, kind, where, strict)
 
 
 def _scalar(value: Any, kind: type, where: str, strict: bool) -> Any:

@@ -3,7 +3,7 @@ a check of a machine has found. Ranks and the fork server import this."""
 
 from __future__ import annotations
 
-import secrets
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Final
@@ -45,12 +45,12 @@ class Endpoint:
 
 def mint_incarnation() -> str:
     """A name for one life of an agent; random, because clocks and pids can go backwards."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def mint_nonce() -> str:
     """Eight hex digits that tell two rounds of one number apart."""
-    return secrets.token_hex(4)
+    return os.urandom(4).hex()
 
 
 class EntryKind(StrEnum):

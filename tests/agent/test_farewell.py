@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.agent import farewell as clearing
+from elasticrun.agent import farewell
 from elasticrun.agent.farewell import Clearing, child_failed, format_failures
 from elasticrun.agent.logs.output import RankOutput
 from elasticrun.agent.workers.exits import describe
@@ -57,9 +57,9 @@ def test_the_steps_have_one_bound_and_each_its_least(monkeypatch: pytest.MonkeyP
     end = Clearing()
     assert end.left(1e6) == 1e6
     end.begin()
-    assert (end.left(3.0), end.left(1e6)) == (3.0, clearing.BOUND)
-    now += clearing.BOUND
-    assert (end.left(0.5), end.left(1e6)) == (0.5, clearing.LEAST)
+    assert (end.left(3.0), end.left(1e6)) == (3.0, farewell.BOUND)
+    now += farewell.BOUND
+    assert (end.left(0.5), end.left(1e6)) == (0.5, farewell.LEAST)
 
 
 @pytest.mark.parametrize(("took", "bound"), [(1.0, 20.0), (15.0, 14.0), (26.0, 4.0), (90.0, 4.0)])
@@ -81,8 +81,8 @@ def test_output_is_shown_until_a_death_signal_bounds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A console that nobody reads, with an endless patience: the signal alone ends the wait."""
-    monkeypatch.setattr(clearing, "SHOW_LIMIT", 0.1)
-    monkeypatch.setattr(clearing, "SHOW_PATIENCE", 3600.0)
+    monkeypatch.setattr(farewell, "SHOW_LIMIT", 0.1)
+    monkeypatch.setattr(farewell, "SHOW_PATIENCE", 3600.0)
     out, into = os.pipe()
     plan = LogPlan(log_dir=str(tmp_path), tee_all=1)
     output = RankOutput(plan, "job", "default", 1, stdout_fd=into, patience=3600.0)
@@ -100,7 +100,7 @@ def test_output_is_shown_until_a_death_signal_bounds_it(
         await showing
         return time.monotonic() - hurried_at
 
-    assert run(body()) < clearing.SHOW_PATIENCE
+    assert run(body()) < farewell.SHOW_PATIENCE
     assert "because the time to end was up" in caplog.text
     os.close(out)
     os.close(into)

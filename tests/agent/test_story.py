@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from elasticrun.agent import story as waiting
+from elasticrun.agent import story
 from elasticrun.agent.farewell import sentence
 from elasticrun.agent.node import Node
 from elasticrun.agent.story import NOTHING, Story, directed
@@ -163,24 +163,24 @@ LEAVES = replace(
     ],
 )
 def test_in_words(status: GroupStatus, said: str) -> None:
-    assert waiting.in_words(status, "host:29400", 107.0) == said
+    assert story.in_words(status, "host:29400", 107.0) == said
 
 
 def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SOON", "AGAIN"):
-        monkeypatch.setattr(waiting, name, 0.0)
-    monkeypatch.setattr(waiting, "LATE", 3600.0)
+        monkeypatch.setattr(story, name, 0.0)
+    monkeypatch.setattr(story, "LATE", 3600.0)
 
     async def waits() -> list[str]:
         said: list[str] = []
         twice = asyncio.Event()
 
         def say(status: GroupStatus) -> None:
-            said.append(waiting.in_words(status, "host:1", 0.0))
+            said.append(story.in_words(status, "host:1", 0.0))
             if len(said) == 2:
                 twice.set()
 
-        waits = waiting.LongWaits(say)
+        waits = story.LongWaits(say)
         waits.look(replace(ALONE, reason="the store for the next round is being made ready"))
         waits.look(ALONE)
         waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
@@ -198,12 +198,12 @@ def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch: pytest.MonkeyPa
 def test_a_node_that_has_left_within_a_second_says_nothing_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "AGAIN", 3600.0)
+    monkeypatch.setattr(story, "AGAIN", 3600.0)
 
     async def told(seconds: float) -> list[GroupStatus]:
-        monkeypatch.setattr(waiting, "LEAVING", seconds)
+        monkeypatch.setattr(story, "LEAVING", seconds)
         said: list[GroupStatus] = []
-        waits = waiting.LongWaits(said.append)
+        waits = story.LongWaits(said.append)
         waits.look(LEAVES)
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import node, node as introduction, runtime as threads
-from elasticrun.agent.link import identity, master_process as helpers
+from elasticrun.agent import node, node as introduction, runtime
+from elasticrun.agent.link import identity, master_process
 from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core.events import (
@@ -26,11 +26,11 @@ from elasticrun.core.events import (
     Tick,
 )
 from elasticrun.operator_log import StderrWriter
-from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire import run_folder
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT
 
-AGENT = Path(threads.__file__).parent
+AGENT = Path(runtime.__file__).parent
 
 # ---------------------------------------------------------------- threads
 
@@ -50,14 +50,14 @@ def no_threads(monkeypatch: pytest.MonkeyPatch, failures: float) -> list[str]:
 
 
 def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "FIRST_TRY", 0.001)
+    monkeypatch.setattr(runtime, "FIRST_TRY", 0.001)
     failed = no_threads(monkeypatch, 3)
     assert asyncio.run(in_thread(lambda: "done", name="some")) == "done"
     assert failed == ["elasticrun-some"] * 3
 
 
 def test_without_threads_there_is_an_end_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "THREAD_LIMIT", 0.01)
+    monkeypatch.setattr(runtime, "THREAD_LIMIT", 0.01)
     no_threads(monkeypatch, float("inf"))
     with pytest.raises(NoThread, match="too many processes or threads"):
         asyncio.run(in_thread(lambda: "done"))
@@ -121,9 +121,9 @@ def test_a_record_on_a_disk_that_does_not_answer(
         go.wait(LIMIT)
         raise OSError("gone")
 
-    monkeypatch.setattr(record_folder, "make", make)
-    monkeypatch.setattr(helpers, "RECORD_WAIT", 0.01)
-    assert helpers.new_record() is None
+    monkeypatch.setattr(run_folder, "make", make)
+    monkeypatch.setattr(master_process, "RECORD_WAIT", 0.01)
+    assert master_process.new_record() is None
     go.set()
     assert "keeps no record: the disk has not answered for 0.01 s" in caplog.text
 
@@ -176,7 +176,7 @@ def test_every_task_has_an_owner() -> None:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
             }
             awaits = any(isinstance(node, ast.Await) for node in nodes)
-            if not calls & makers or awaits or calls & {"tell_failure", "_look_at"}:
+            if not calls & makers or awaits or calls & {"tell_failure", "unheard"}:
                 continue
             assert (file.name, function.name) in OWNED_ELSEWHERE, f"{file.name}: {function.name}"
 
@@ -251,7 +251,7 @@ def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
     async def body() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: seen.append(own_defect(context)))
-        loop.call_soon(threads.own_defect, None)  # fails in a file of ours
+        loop.call_soon(runtime.own_defect, None)  # fails in a file of ours
         loop.call_soon(int, "x")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -270,7 +270,7 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(
 ) -> None:
     go = threading.Event()
     monkeypatch.setattr(node, "DISK_LIMIT", 0.1)
-    monkeypatch.setattr(threads, "SLOW_DISK", 0.01)
+    monkeypatch.setattr(runtime, "SLOW_DISK", 0.01)
     fatal: list[str] = []
 
     class Output:

@@ -10,10 +10,10 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import pytest
 
@@ -38,10 +38,9 @@ from elasticrun.wire.spawning import (
     SpawnSaver,
     SpawnStore,
     StoreListening,
-    ToSpawner,
 )
 from tests.api import functions
-from tests.forkserver.driver import LIMIT, gone
+from tests.forkserver.driver import LIMIT, Conversation, gone
 from tests.forkserver.test_server import held_port
 
 pytestmark = pytest.mark.slow
@@ -49,15 +48,12 @@ pytestmark = pytest.mark.slow
 M = TypeVar("M")
 
 
-class Agent:
+class Agent(Conversation):
     """The agent's end of the conversation, and its life as the caller sees it."""
 
     def __init__(self, spawner: FunctionSpawner) -> None:
         self._life, self._end = socket.socketpair()
-        self._talk = spawner.agents_end.dup()
-        self._talk.settimeout(LIMIT)
-        self._frames = FrameBuffer(FromSpawner)
-        self._heard: list[Any] = []
+        super().__init__(spawner.agents_end.dup(), FromSpawner)
         self._keys = 0
 
     def fileno(self) -> int:
@@ -70,25 +66,12 @@ class Agent:
         self._life.close()
 
     def ends(self) -> None:
-        self._talk.close()
+        self.socket.close()
         self._end.close()
 
     def key(self) -> int:
         self._keys += 1
         return self._keys
-
-    def tell(self, message: ToSpawner) -> None:
-        self._talk.sendall(encode(message))
-
-    def wait(self, kind: type[M], where: Callable[[M], bool] = lambda _: True) -> M:
-        while True:
-            for index, message in enumerate(self._heard):
-                if isinstance(message, kind) and where(message):
-                    del self._heard[index]
-                    return message
-            data = self._talk.recv(65536)
-            assert data, f"the caller has hung up; heard: {self._heard}"
-            self._heard += self._frames.feed(data)
 
     def spawned(self, key: int) -> Spawned:
         return self.wait(Spawned, lambda said: said.key == key)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticrun.checkpointing import restore as copying
+from elasticrun.checkpointing import restore
 from elasticrun.checkpointing.capture import Taker
 from elasticrun.checkpointing.line import Line
 from elasticrun.checkpointing.parts import StateError, state_of, unflatten
@@ -300,32 +300,32 @@ def test_what_leaves_no_trace_in_a_checkpoint_comes_back_too(state: dict[str, An
 
 
 def test_several_threads_copy_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "threads_for", lambda nbytes: 3)
+    monkeypatch.setattr(restore, "threads_for", lambda nbytes: 3)
     shapes = [(1000, 7), (), (0, 3), (5,), (400, 400), (3, 3)]
     for dtype in (torch.float32, torch.bfloat16):
         sources = [torch.randn(shape).to(dtype) for shape in shapes]
         sources.append(torch.randn(6, 300).t())  # not in a row
         targets = [torch.zeros(s.shape) for s in sources]
         parameter = nn.Parameter(torch.zeros(1000, 7))
-        copying.copy_in([*targets, parameter], [*sources, sources[0]])
+        restore.copy_in([*targets, parameter], [*sources, sources[0]])
         assert all(torch.equal(t, s.float()) for t, s in zip(targets, sources, strict=True))
         assert torch.equal(parameter.data, sources[0].float())
 
 
 def test_what_one_thread_cannot_copy_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "threads_for", lambda nbytes: 2)
+    monkeypatch.setattr(restore, "threads_for", lambda nbytes: 2)
     with pytest.raises(RuntimeError, match="size"):
-        copying.copy_in([torch.zeros(9), torch.zeros(3)], [torch.ones(9), torch.ones(4)])
+        restore.copy_in([torch.zeros(9), torch.zeros(3)], [torch.ones(9), torch.ones(4)])
 
 
 def test_whatever_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise IndexError("no such place")
 
-    monkeypatch.setattr(copying, "threads_for", lambda nbytes: 2)
-    monkeypatch.setattr(copying, "copy_all", fails)
+    monkeypatch.setattr(restore, "threads_for", lambda nbytes: 2)
+    monkeypatch.setattr(restore, "copy_all", fails)
     with pytest.raises(IndexError, match="no such place"):
-        copying.copy_in([torch.zeros(9)], [torch.ones(9)])
+        restore.copy_in([torch.zeros(9)], [torch.ones(9)])
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,9 +333,9 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) ->
     found = []
     for local in ("1", "2", "4", "8", "none"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        found.append(copying.threads_for(1 << 40))
+        found.append(restore.threads_for(1 << 40))
     assert found == [6, 3, 1, 1, 6]
-    assert copying.threads_for(1000) == 1
+    assert restore.threads_for(1000) == 1
 
 
 def test_garbage_is_collected_again_afterwards() -> None:

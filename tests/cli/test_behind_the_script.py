@@ -10,7 +10,7 @@ import pytest
 from elasticrun.cli.flags import NEWER, TORCHRUN, get_args_parser
 from elasticrun.cli.place import srun_command
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.verbs import render as render_launch
+from elasticrun.cli.verbs import render
 from elasticrun.cli.verbs.render import _split
 from elasticrun.cli.verbs.render_flags import parser as render_parser
 
@@ -125,7 +125,7 @@ def test_behind_the_dashes_of_render() -> None:
         flags, rest = _split(["--name=x", "--image=y:1", "--", *program])
         ns, extra = render_parser("k8s").parse_known_args(flags)
         assert extra == []
-        read = render_launch.read(ns, rest, gpus=0, signal="TERM").launch
+        read = render.read(ns, rest, gpus=0, signal="TERM").launch
         assert (read.script, list(read.args)) == (program[0], program[1:])
 
 

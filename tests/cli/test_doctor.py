@@ -24,7 +24,7 @@ from elasticrun.cli.settings import NOWHERE, Asked
 from elasticrun.cli.verbs import doctor as own
 from elasticrun.cli.verbs.status import Question, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.auth import TOKEN_WANTED
 from elasticrun.wire.types import Finding, State
 from tests import aio, needs
@@ -351,7 +351,7 @@ def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
 
     async def run() -> None:
-        async with serving(tls=tls.read(files)) as served:
+        async with serving(tls=auth.read_pem(files)) as served:
             where = f"--rdzv-endpoint={served.endpoint}"
             code, out, err = await beside("--json", where, *flags, environ=environ)
             assert (code, err) == (0, "")

@@ -10,7 +10,7 @@ from elasticrun.cli.main import main
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
-from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire import run_folder
 
 
 def test_none_by_default() -> None:
@@ -34,7 +34,7 @@ def test_a_relative_folder_is_this_ones(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_network_file_system_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(record_folder, "_file_system_type", lambda path: 0x0BD00BD0)
+    monkeypatch.setattr(run_folder, "_file_system_type", lambda path: 0x0BD00BD0)
     assert main(["master", f"--state-dir={tmp_path}"]) == EXIT_USAGE
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.cli.verbs import status as jobs_table, status as verb
+from elasticrun.cli.verbs import status, status as verb
 from elasticrun.system.processes import start_time
-from elasticrun.wire import auth as tls, run_folder as published
+from elasticrun.wire import auth, run_folder
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
 from elasticrun.wire.messages import ExcludedNode
 from elasticrun.wire.types import Endpoint
@@ -51,9 +51,9 @@ async def _status(*words: str, **variables: str) -> tuple[int, str, str]:
     return made.returncode or 0, out.decode(), err.decode()
 
 
-def _entry(served: Served, pid: int | None = None) -> published.Published:
+def _entry(served: Served, pid: int | None = None) -> run_folder.Published:
     pid = pid or os.getpid()
-    return published.Published(
+    return run_folder.Published(
         "job", "127.0.0.1", served.endpoint.port, "", pid, start_time(pid) or 1
     )
 
@@ -142,11 +142,11 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
 def test_ended_jobs_are_listed_until_they_are_pruned(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = published.run_folder(os.environ)
+    folder = run_folder.run_folder(os.environ)
     where = Endpoint("10.0.0.5", 29500)
     for name, state in (("none", "failed"), ("b", "done")):
-        published.keep_ended(
-            folder, published.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
+        run_folder.keep_ended(
+            folder, run_folder.Ended.of(page(job_id=name, step=120, age=60.0), where, state, "why")
         )
     code, out, err = aio.run(_status())
     assert (code, err.count("\n")) == (1, 1)
@@ -155,18 +155,18 @@ def test_ended_jobs_are_listed_until_they_are_pruned(
     assert second.startswith("of 10.0.0.5:29500  failed")
     assert verb.main(["--prune"], {}) == 0
     assert capsys.readouterr().out == "2 ended jobs removed from the list\n"
-    assert published.ended(folder) == []
+    assert run_folder.ended(folder) == []
 
 
 def test_the_newest_ended_jobs_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "MOST_ENDED", 2)
-    folder = published.run_folder(os.environ)
-    made = [published.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
+    monkeypatch.setattr(run_folder, "MOST_ENDED", 2)
+    folder = run_folder.run_folder(os.environ)
+    made = [run_folder.Ended.of(page(job_id=name), Endpoint("h", 1), "done", "") for name in "abc"]
     for at, job in enumerate(made):
-        published.keep_ended(folder, replace(job, ended=1000.0 + at))
-    assert [job.job_id for job in published.ended(folder)] == ["c", "b"]
+        run_folder.keep_ended(folder, replace(job, ended=1000.0 + at))
+    assert [job.job_id for job in run_folder.ended(folder)] == ["c", "b"]
     (folder / "ended" / "z.json").write_text('{"job_id": 1}')
-    assert [job.job_id for job in published.ended(folder)] == ["c", "b"]
+    assert [job.job_id for job in run_folder.ended(folder)] == ["c", "b"]
 
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
@@ -174,8 +174,8 @@ def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     shown = structs.replace(
         page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2
     )
-    rows = [jobs_table.running(shown, "h:1"), jobs_table.running(page(job_id="b"), "h:2")]
-    lines = jobs_table.lines(rows, 80)
+    rows = [status.running(shown, "h:1"), status.running(page(job_id="b"), "h:2")]
+    lines = status.lines(rows, 80)
     assert max(map(len, lines)) <= 80
     assert lines[1] == long
     assert lines[2].split() == ["running", "1/2", "1234567", "3s", "2/3", "2d07h"]
@@ -205,9 +205,9 @@ def test_json_is_the_page(home: Path) -> None:
 def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
     async def run() -> None:
         async with serving(Recorder()) as served:
-            folder = published.run_folder(os.environ)
-            published.publish(folder, _entry(served))
-            stale = published.publish(folder, _entry(served, 2**22 - 1))
+            folder = run_folder.run_folder(os.environ)
+            run_folder.publish(folder, _entry(served))
+            stale = run_folder.publish(folder, _entry(served, 2**22 - 1))
             (folder / "master-odd.json").write_text("{}")
             code, out, err = await _status()
             assert (code, err) == (0, "")
@@ -246,7 +246,7 @@ def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
                 assert err.count("\n") == 1
                 assert TOKEN not in err
             left = replace(_entry(served), reader=reader_token(TOKEN))
-            path = published.publish(published.run_folder(os.environ), left)
+            path = run_folder.publish(run_folder.run_folder(os.environ), left)
             assert path.stat().st_mode & 0o077 == 0
             assert TOKEN not in path.read_text()
             for words in ((), (where,)):
@@ -263,7 +263,7 @@ def test_over_tls(home: Path, tmp_path: Path) -> None:
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
 
     async def run() -> None:
-        async with serving(tls=tls.read(files)) as served:
+        async with serving(tls=auth.read_pem(files)) as served:
             where = str(served.endpoint)
             code, out, err = await _status(where, *flags)
             assert (code, err) == (0, "")
@@ -296,10 +296,10 @@ def test_nobody_there_is_one_sentence(home: Path) -> None:
 
 
 def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:
-    folder = published.run_folder(os.environ)
-    entry = published.Published("job", "127.0.0.1", 1, "", os.getpid(), 1)
-    published.publish(folder, entry)
-    assert published.published(folder) == []
+    folder = run_folder.run_folder(os.environ)
+    entry = run_folder.Published("job", "127.0.0.1", 1, "", os.getpid(), 1)
+    run_folder.publish(folder, entry)
+    assert run_folder.published(folder) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import MAX_CRASHES
 from elasticrun.wire.messages import End, Failure, FailureKind
-from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, parse_place
 from tests import aio
 from tests.etcd.server import EtcdServer
@@ -269,7 +269,7 @@ async def test_the_outcome_stays_and_the_leadership_goes(stage: Stage) -> None:
     await first.close(over=True)
     there = await stage.there()
     assert set(there) == {KEYS.outcome, KEYS.record}
-    assert codec.order_from_wire(there[KEYS.outcome].value) == end
+    assert protobuf.order_from_wire(there[KEYS.outcome].value) == end
     assert there[KEYS.outcome].lease == there[KEYS.record].lease != 0
     second = stage.store()
     found = await second.load()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
-from elasticrun.testing import plugin as of_the_run
+from elasticrun.testing import plugin
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.spawning import (
@@ -24,7 +25,6 @@ from elasticrun.wire.spawning import (
     SpawnerReady,
     SpawnFailed,
     SpawnRank,
-    ToSpawner,
     start_server,
 )
 from elasticrun.wire.types import Entry, EntryKind
@@ -35,7 +35,46 @@ LIMIT = 240.0
 M = TypeVar("M")
 
 
-class Driver:
+class Conversation:
+    """With a process that speaks frames; what it has said stays until somebody waits for it."""
+
+    def __init__(self, sock: socket.socket, union: Any) -> None:
+        self.socket = sock
+        self.incoming = FrameBuffer(union)
+        self.heard: list[Any] = []
+        self.log: list[Any] = []
+
+    def tell(self, message: Any, descriptor: int = -1) -> None:
+        """Say it, with a descriptor beside it."""
+        data = encode(message)
+        sent = socket.send_fds(self.socket, [data], [descriptor]) if descriptor >= 0 else 0
+        self.socket.sendall(data[sent:])
+
+    def wait(
+        self, kind: type[M], where: Callable[[M], bool] = lambda _: True, limit: float = LIMIT
+    ) -> M:
+        """The first message of this kind (that `where` accepts); others stay for later waits."""
+        deadline = time.monotonic() + limit
+        while True:
+            for index, message in enumerate(self.heard):
+                if isinstance(message, kind) and where(message):
+                    del self.heard[index]
+                    return message
+            self._receive(kind, deadline)
+
+    def _receive(self, kind: type, deadline: float) -> None:
+        readable, _, _ = select.select([self.socket], [], [], max(0, deadline - time.monotonic()))
+        if not readable:
+            raise AssertionError(f"no {kind.__name__} came; heard: {self.log}")
+        data = self.socket.recv(1 << 20)
+        if not data:
+            raise EOFError(f"it ended while we waited for {kind.__name__}: {self.log}")
+        for message in self.incoming.feed(data):
+            self.log.append(message)
+            self.heard.append(message)
+
+
+class Driver(Conversation):
     """One fork server. Use as a context manager: at the end it and all below it are gone."""
 
     def __init__(
@@ -63,42 +102,14 @@ class Driver:
             assert forked is not None, "the warm process refused; LOGLEVEL=INFO says why"
         elif launch == "auto" and configure and not cold:
             forked = _of_the_run(environ, ignored)
-        self.process, self.socket = forked or start_server(ignored=ignored, env=environ)
-        self.incoming = FrameBuffer(FromSpawner)
-        self.heard: list[Any] = []
-        self.log: list[Any] = []
+        self.process, sock = forked or start_server(ignored=ignored, env=environ)
+        super().__init__(sock, FromSpawner)
         self._key = 0
         if configure:
             entry = entry or Entry(EntryKind.SCRIPT, "none.py")
             self.tell(Configure(launch, tuple(preload), learn, entry, "spawn", numa))
 
     # ------------------------------------------------------------ conversation
-
-    def tell(self, message: ToSpawner) -> None:
-        self.socket.sendall(encode(message))
-
-    def wait(
-        self, kind: type[M], where: Callable[[M], bool] = lambda _: True, limit: float = LIMIT
-    ) -> M:
-        """The first message of this kind (that `where` accepts); others stay for later waits."""
-        deadline = time.monotonic() + limit
-        while True:
-            for index, message in enumerate(self.heard):
-                if isinstance(message, kind) and where(message):
-                    del self.heard[index]
-                    return message
-            self._receive(kind, deadline)
-
-    def _receive(self, kind: type, deadline: float) -> None:
-        readable, _, _ = select.select([self.socket], [], [], max(0, deadline - time.monotonic()))
-        if not readable:
-            raise AssertionError(f"no {kind.__name__} came; heard: {self.log}")
-        data = self.socket.recv(1 << 20)
-        if not data:
-            raise EOFError(f"the server ended while we waited for {kind.__name__}: {self.log}")
-        for message in self.incoming.feed(data):
-            self.log.append(message)
-            self.heard.append(message)
 
     def all_of(self, kind: type[M]) -> list[M]:
         """Every message of this kind that has been heard since the start."""
@@ -179,7 +190,7 @@ def forking(entry: Entry, *, env: Mapping[str, str] | None = None, **more: Any) 
 
 def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
     """A fork server of the run's warm process, or None: it is started as ever."""
-    place = of_the_run.named(environ).get(WARM_SERVER)
+    place = plugin.named(environ).get(WARM_SERVER)
     return None if place is None else ask(Path(place), environ, ignored)
 
 

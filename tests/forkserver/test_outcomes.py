@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.wire.spawning import Stale
 from elasticrun.wire.types import Entry, EntryKind
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.endings import OUTCOMES, RECURSION, TORCH_OUTCOMES
@@ -38,7 +39,7 @@ def by_exec(words: list[str], place: Path) -> Outcome:
 def by_fork(server: Driver, entry: Entry, place: Path) -> Outcome:
     stdout, stderr = str(place / "fork.out"), str(place / "fork.err")
     key = server.start(entry, stdout=stdout, stderr=stderr)
-    assert server.spawned(key).forked
+    assert server.spawned(key).forked, server.all_of(Stale)
     code = server.exited(key).code
     return code, *_texts(place, "fork")
 

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 import elasticrun
 from elasticrun.forkserver.renew import C_READS, C_READS_OF_NO_INTEREST, REREAD
 from elasticrun.wire.spawning import Learned, Notice, Stale
+from tests import planted
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -45,18 +45,13 @@ json.dump([before, pre.value], open(sys.argv[1], "w"))
 
 @pytest.fixture
 def package() -> Iterator[Path]:
-    """A module `pre` in the real site-packages for the time of one test, under a name of its own
-    kind: nothing but a folder that pip would write to is an installed package."""
-    folder = Path(sysconfig.get_path("purelib"))
-    path = folder / "elasticrun_test_pre.py"
-    path.write_text("value = 1\n")
-    yield path
-    path.unlink()
-    for compiled in (folder / "__pycache__").glob("elasticrun_test_pre*"):
-        compiled.unlink()
+    """An installed module, which tests may write to."""
+    planted.empty()
+    yield planted.PLACE
+    planted.empty()
 
 
-NAME = "elasticrun_test_pre"
+NAME = planted.NAME
 SCRIPT = USE.replace("pre", NAME)
 
 

@@ -24,7 +24,7 @@ from elasticrun.master import loop as master_loop
 from elasticrun.master.loop import BrainFault, Figures, Loop, Mailbox, subject
 from elasticrun.wire import messages as m
 from elasticrun.wire.messages import Holding, Holdings, Steps
-from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.master.people import LIMIT, ROUND, Clock, Recorder, hello, serving, status
@@ -116,7 +116,7 @@ async def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_mast
     async with asyncio.timeout(LIMIT):
         orders = [await box.take(), await box.take()]
     assert orders[0] is not None
-    assert isinstance(codec.order_from_wire(orders[0]), m.Welcome)
+    assert isinstance(protobuf.order_from_wire(orders[0]), m.Welcome)
     assert orders[1] is None  # hung up
     loop.put(stopped)
     loop.put(stopped)
@@ -192,7 +192,7 @@ async def echo_of(loop: Loop, box: Mailbox, session: int) -> m.Order:
     while len(box):
         data = await box.take()
         assert data is not None
-        order = codec.order_from_wire(data)
+        order = protobuf.order_from_wire(data)
     return order
 
 

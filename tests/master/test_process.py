@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
-from elasticrun.wire import messages as m, run_folder as published
+from elasticrun.wire import messages as m, run_folder
 from elasticrun.wire.records import dumps
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
 from elasticrun.wire.types import Endpoint
@@ -182,17 +182,17 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
         heard = aio.run(leave(master))
         assert [order.exit_code for order in heard if isinstance(order, m.End)] == [0]
         assert master.ended()[0] == 0
-    (kept,) = published.ended(home)
+    (kept,) = run_folder.ended(home)
     assert (kept.job_id, kept.state, kept.nodes) == ("job", "done", 1)
 
 
-def _listed(home: Path, master: Process) -> list[published.Published]:
+def _listed(home: Path, master: Process) -> list[run_folder.Published]:
     """What the run folder says, once this master (a thread of it) has written its file."""
-    found: list[published.Published] = []
+    found: list[run_folder.Published] = []
 
     def listed() -> bool:
         with contextlib.suppress(OSError):
-            found[:] = [p for p in published.published(home) if p.pid == master.popen.pid]
+            found[:] = [p for p in run_folder.published(home) if p.pid == master.popen.pid]
         return bool(found)
 
     await_true(listed, "entry of this master")
@@ -224,7 +224,7 @@ def test_a_job_is_as_old_as_its_first_master_that_was_killed_here(home: Path) ->
         killed.popen.wait()
     with started(port=before.port) as master:  # whoever looked would take the old file away
         await_true(lambda: list(home.glob(f"master-{master.popen.pid}-*.json")), "its file")
-        (entry,) = published.published(home)
+        (entry,) = run_folder.published(home)
         assert entry.began == before.began
 
 

@@ -6,16 +6,13 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from elasticrun.shm.segment import Segment
-from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.snapshots import (
     Checked,
     CheckSnapshot,
@@ -29,12 +26,11 @@ from elasticrun.wire.snapshots import (
     SaverHere,
     SegmentOpen,
     Serve,
-    ToSaver,
 )
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from tests.dcp.checkpoints import ordered
 from tests.dcp.slots import NAMED, HandMade
-from tests.forkserver.driver import LIMIT, Driver
+from tests.forkserver.driver import LIMIT, Conversation, Driver
 
 M = TypeVar("M")
 
@@ -56,7 +52,7 @@ class Shared:
         os.close(self.fd)
 
 
-class Agent:
+class Agent(Conversation):
     """One saver, and the conversation with it."""
 
     def __init__(self, driver: Driver, *, host: str = "", secret: str = "", **more: Any) -> None:
@@ -72,36 +68,10 @@ class Agent:
             driver.tell(SpawnSaver(self.key, place, host, secret, env, (), ()))
             self.pid = driver.spawned(self.key).pid
             listener.settimeout(LIMIT)
-            self.socket, _ = listener.accept()
-        self._incoming = FrameBuffer(FromSaver)
-        self.heard: list[Any] = []
+            sock, _ = listener.accept()
+        super().__init__(sock, FromSaver)
         self.here = self.wait(SaverHere)
         assert self.here.key == self.key
-
-    def tell(self, message: ToSaver, descriptor: int = -1) -> None:
-        """Say it, with a descriptor beside it."""
-        beside = [descriptor] if descriptor >= 0 else []
-        data = encode(message)
-        sent = socket.send_fds(self.socket, [data], beside) if beside else 0
-        self.socket.sendall(data[sent:])
-
-    def wait(
-        self, kind: type[M], where: Callable[[M], bool] = lambda _: True, limit: float = LIMIT
-    ) -> M:
-        """The first message of this kind; others stay for later waits."""
-        deadline = time.monotonic() + limit
-        while True:
-            for index, message in enumerate(self.heard):
-                if isinstance(message, kind) and where(message):
-                    del self.heard[index]
-                    return message
-            left = max(0, deadline - time.monotonic())
-            if not select.select([self.socket], [], [], left)[0]:
-                raise AssertionError(f"no {kind.__name__} came; heard: {self.heard}")
-            data = self.socket.recv(1 << 20)
-            if not data:
-                raise EOFError(f"the saver ended; heard: {self.heard}")
-            self.heard += self._incoming.feed(data)
 
     def open(self, made: Segment, key: int = 1, local_rank: int = 0) -> Shared:
         """Give it a segment; it is closed with this conversation."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrun.saver import parts as persist
+from elasticrun.saver import parts
 from elasticrun.saver.parts import PartError, PartWritten, PersistError
 from elasticrun.shm.segment import Segment
 from elasticrun.storage.folder import Folder
@@ -43,7 +43,7 @@ def write(
 ) -> PartWritten:
     part = PartOf(key=0, slot=0, sequence=sequence, rank=0, shared=shared)
     order = ordered(step=step, attempt=attempt)
-    return persist.write_part(segment, part, order, folder, stop=stop, distrusted="")  # type: ignore[arg-type]
+    return parts.write_part(segment, part, order, folder, stop=stop, distrusted="")  # type: ignore[arg-type]
 
 
 def loaded(folder: Folder, step: int = 7) -> tuple[float, float]:
@@ -153,7 +153,7 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
             if target.endswith(".metadata"):
-                persist.give_up(folder, 7, "a")
+                parts.give_up(folder, 7, "a")
                 for name in Path(target).parent.glob("*.distcp"):
                     name.unlink()
 
@@ -168,14 +168,14 @@ def test_giving_up_removes_one_attempt(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     write(folder, rank().segment(), attempt="a")
     part = write(folder, rank().segment(), attempt="b.a")
-    persist.give_up(folder, 7, "a")
+    parts.give_up(folder, 7, "a")
     assert list(folder.files(7)) == [part.file.name]
     commit(folder, [part], attempt="b.a")
-    persist.give_up(folder, 7, "b.a")
+    parts.give_up(folder, 7, "b.a")
     assert folder.verify(7) == ""
-    persist.give_up(folder, 8, "b.a")
+    parts.give_up(folder, 8, "b.a")
     write(folder, rank().segment(step=9), step=9)
-    persist.give_up(folder, 9, "a")
+    parts.give_up(folder, 9, "a")
     assert not os.path.exists(folder.path(9))
 
 
@@ -190,9 +190,9 @@ def test_giving_up_removes_a_manifest_without_a_marker(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="metadata was not written"):
         save(folder, [rank()])
     assert "elasticrun.json" in folder.files(7)
-    persist.give_up(folder, 7, "b")
+    parts.give_up(folder, 7, "b")
     assert "elasticrun.json" in folder.files(7)
-    persist.give_up(folder, 7, "a")
+    parts.give_up(folder, 7, "a")
     assert os.listdir(tmp_path) == []
 
 
@@ -217,12 +217,12 @@ def test_what_is_not_kept_is_swept(tmp_path: Path) -> None:
     save(folder, [rank()], step=5, reason="breakpoint")
     folder.condemn(1, "for this test")
     write(folder, rank().segment(step=6), step=6)
-    swept = persist.sweep(folder, keep_last=2, keep_every=0, in_use=(2,))
+    swept = parts.sweep(folder, keep_last=2, keep_every=0, in_use=(2,))
     assert (swept.removed, swept.remarks) == ((1,), ())
     assert folder.committed() == [2, 3, 4, 5]
-    assert persist.sweep(folder, keep_last=2, keep_every=0).removed == (2,)
-    assert persist.sweep(folder, keep_last=1, keep_every=4).removed == ()
-    assert persist.sweep(folder, keep_last=1, keep_every=0).removed == (4,)
+    assert parts.sweep(folder, keep_last=2, keep_every=0).removed == (2,)
+    assert parts.sweep(folder, keep_last=1, keep_every=4).removed == ()
+    assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (4,)
     assert folder.committed() == [3, 5]
     assert list(folder.files(6))  # young: somebody may be writing it
 
@@ -232,7 +232,7 @@ def test_what_was_begun_long_ago_is_swept(tmp_path: Path) -> None:
     part = write(folder, rank().segment())
     os.utime(Path(folder.path(7)) / part.file.name, (1000, 1000))
     save(folder, [rank()], step=8)
-    assert persist.sweep(folder, keep_last=0, keep_every=0).removed == (7,)
+    assert parts.sweep(folder, keep_last=0, keep_every=0).removed == (7,)
 
 
 def test_by_url(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_by_url(tmp_path: Path) -> None:
         assert loaded(folder, 8) == (8.0, 8.0)
         save(folder, [rank(fill=3)], step=8, attempt="b", distrusted="for this test")
         assert loaded(folder, 8) == (3.0, 3.0)
-        assert persist.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
+        assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
         assert (folder.committed(), folder.files(7)) == ([8], {})
         with pytest.raises(PersistError):
             write(folder, rank().segment(step=9), step=9, stop=lambda: True)
@@ -266,7 +266,7 @@ def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) 
     save(folder, [rank(fill=9)], step=8, attempt="b", distrusted=distrusted)
     assert folder.verify(8) == ""
     assert loaded(folder, 8) == (9.0, 9.0)
-    assert persist.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
+    assert parts.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
     assert os.listdir(root) == ["step-000000008"]
     assert os.listdir(hidden) == []
 
@@ -276,7 +276,7 @@ def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) 
 def test_every_block_is_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, distrusted: str
 ) -> None:
-    monkeypatch.setattr(persist, "block_of", lambda _bytes: block)
+    monkeypatch.setattr(parts, "block_of", lambda _bytes: block)
     folder = Folder(str(tmp_path))
     (part,) = save(folder, [rank(size=9000)], distrusted=distrusted)
     assert folder.verify(7) == ""

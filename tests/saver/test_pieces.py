@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.saver import hashing, transfer as bulk
+from elasticrun.saver import hashing, transfer
 from elasticrun.saver.hashing import Bad, Gone, OpenSegment
 from elasticrun.saver.pool import Inbox, Piece, WorkerPool
 from elasticrun.saver.transfer import Link, Served
 from elasticrun.shm.segment import Snapshot, round_key
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk as wire
+from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
 from tests.dcp.slots import ROUND
 from tests.forkserver.driver import LIMIT
@@ -69,21 +69,21 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         opened = OpenSegment(os.dup(shared.fd), 0)
         ours, theirs = socket.socketpair()
         host = threading.Thread(
-            target=bulk.serve,
+            target=transfer.serve,
             args=(theirs, "", lambda request, data: Served(opened, 0, 1), lambda: None),
         )
         host.start()
         with ours, theirs:
             link = Link(ours)
             link.allow(64 << 20)
-            link.say(wire.Dial(wire.VERSION, "aa", False))
-            wire.read(link.payload(), wire.HOST_TYPES, wire.Counter)
-            link.send(encode(wire.Shown("")))
-            link.say(wire.Get(round_key(ROUND).hex(), 7, 0, True))
-            head = wire.read(link.payload(), wire.HOST_TYPES, wire.Head)
+            link.say(bulk.Dial(bulk.VERSION, "aa", False))
+            bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Counter)
+            link.send(encode(bulk.Shown("")))
+            link.say(bulk.Get(round_key(ROUND).hex(), 7, 0, True))
+            head = bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Head)
             shared.segment.withdraw(0)  # most of it waits for us to read
             link.take(head.layout_length + head.tensor_bytes + 8 + head.values_bytes + 8)
-            sent = wire.read(link.payload(), wire.HOST_TYPES, wire.Sent)
+            sent = bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Sent)
         host.join(LIMIT)
         assert not sent.ok
         assert "overwritten" in sent.reason

@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from elasticrun.saver import parts as persist
+from elasticrun.saver import parts
 from elasticrun.saver.parts import PersistError
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
@@ -42,16 +42,16 @@ def test_a_smaller_step_of_a_new_timeline_is_the_newest(folder: Folder) -> None:
     assert "elasticrun.timeline.1.from.12" in folder.files(10)
     assert folder.verify(10) == folder.verify(12) == ""
     assert loaded(folder, 12) == (12.0, 12.0), "plain torch reads what was left"
-    removed = persist.sweep(folder, keep_last=2, keep_every=0, in_use=(10,)).removed
+    removed = parts.sweep(folder, keep_last=2, keep_every=0, in_use=(10,)).removed
     assert (removed, folder.newest()) == ((4,), 10)
     saved(folder, 11)
-    persist.sweep(folder, keep_last=2, keep_every=0)
+    parts.sweep(folder, keep_last=2, keep_every=0)
     assert folder.committed() == [10, 11, 12], "what was left stays until training has passed it"
     saved(folder, 12, attempt="b")
     assert "elasticrun.timeline.1.from.12" in folder.files(12)
     assert (folder.newest(), folder.verify(12)) == (12, "")
     saved(folder, 16)
-    persist.sweep(folder, keep_last=1, keep_every=0)
+    parts.sweep(folder, keep_last=1, keep_every=0)
     assert folder.committed() == [16]
     assert "elasticrun.timeline.1.from.12" in folder.files(16)
     assert folder.take_remarks() == []
@@ -71,7 +71,7 @@ def test_a_step_below_what_stands_there_is_kept_and_said(folder: Folder) -> None
     (said,) = folder.take_remarks()
     assert "later steps than 100" in said
     assert "up to step 5000" in said
-    assert persist.sweep(folder, keep_last=3, keep_every=0, in_use=(100,)).removed == ()
+    assert parts.sweep(folder, keep_last=3, keep_every=0, in_use=(100,)).removed == ()
     assert folder.committed() == [100, 3000, 4000, 5000]
 
 
@@ -91,7 +91,7 @@ def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
         saved(folder, 10, rewound_from=12)
     assert "elasticrun.timeline.1.from.12" in folder.files(10)
     assert folder.newest() == 12
-    persist.give_up(folder, 10, "a")
+    parts.give_up(folder, 10, "a")
     assert folder.files(10) == {}
 
 
@@ -99,7 +99,7 @@ def test_an_attempt_that_is_given_up_before_its_marker_is_no_checkpoint(tmp_path
     folder = Folder(str(tmp_path))
     part = write(folder, rank().segment())
     with pytest.raises(PersistError, match="given up before its marker"):
-        persist.commit(folder, ordered(), [part], stop=lambda: True)
+        parts.commit(folder, ordered(), [part], stop=lambda: True)
     assert folder.committed() == []
 
 
@@ -124,12 +124,12 @@ def test_what_killed_savers_have_left_does_not_fill_the_disk(tmp_path: Path) -> 
     for attempt in ("killed", "killed-too"):
         write(folder, rank().segment(), attempt=attempt)
     part = write(folder, rank().segment(), attempt="now")
-    persist.clear_earlier(folder, 7, {1}, "now")
+    parts.clear_earlier(folder, 7, {1}, "now")
     assert len(folder.files(7)) == 3
-    persist.clear_earlier(folder, 7, {0, 1}, "now")
+    parts.clear_earlier(folder, 7, {0, 1}, "now")
     assert list(folder.files(7)) == [part.file.name]
     commit(folder, [part], attempt="now")
-    persist.clear_earlier(folder, 7, {0}, "next")
+    parts.clear_earlier(folder, 7, {0}, "next")
     assert folder.verify(7) == ""
 
 

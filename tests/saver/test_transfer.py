@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.saver import peers as fetching, transfer
+from elasticrun.saver import peers, transfer
 from elasticrun.saver.peers import MAX_PEERS, Peers, listen
 from elasticrun.saver.pool import Inbox, WorkerPool
 from elasticrun.shm.segment import Segment, begin, segment_bytes
@@ -184,7 +184,7 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     server: Driver, holder: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks is in this process: it tells that it was refused, and has all the time it needs."""
-    monkeypatch.setattr(fetching, "FETCH_LIMIT", LIMIT)
+    monkeypatch.setattr(peers, "FETCH_LIMIT", LIMIT)
     refused, woken = threading.Event(), threading.Event()
     asks = transfer.ask_size
 
@@ -199,7 +199,7 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     inbox = Inbox(woken.set)
     said: list[FromSaver] = []
     pool = WorkerPool("fetch", 1, inbox.post)
-    fetches = fetching.Fetches(SECRET, said.append, pool, pool)
+    fetches = peers.Fetches(SECRET, said.append, pool, pool)
     shared = holder.open(state().segment())
     fetches.begin(Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
     assert refused.wait(LIMIT)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.shm import layout as wire
+from elasticrun.shm import layout
 from elasticrun.shm.layout import LINE, PAGE, Item, ItemKind, LayoutError, decode, lay_out
 
 
@@ -185,7 +185,7 @@ def test_a_cut_or_endless_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = lay_out([tensor("a", 4)], 0, "2.13.0").encode()
     with pytest.raises(LayoutError):
         decode(whole[:-3])
-    monkeypatch.setattr(wire, "MAX_LAYOUT_BYTES", 1000)
+    monkeypatch.setattr(layout, "MAX_LAYOUT_BYTES", 1000)
     with pytest.raises(LayoutError):
         decode(zlib.compress(b" " * 1_000_000))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.rounds import rendezvous, takeover as succession
+from elasticrun.core.rounds import rendezvous, takeover
 from tests.further import cases, further
 from tests.simulator.chaos import Chaos, Findings
 from tests.simulator.script import read, run
@@ -84,5 +84,5 @@ def test_the_invariant_of_one_world_can_fail(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_invariant_of_rest_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait that never ends is found."""
-    monkeypatch.setattr(succession, "REATTACH_GRACE", 1e6)
+    monkeypatch.setattr(takeover, "REATTACH_GRACE", 1e6)
     assert any("at rest" in fault for seed in range(40) for fault in Chaos(seed).run().faults)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.rounds import join_window as burst, rendezvous
+from elasticrun.core.rounds import join_window, rendezvous
 from tests.further import cases, further
 from tests.simulator.node import NodeSetup
 from tests.simulator.script import DEFAULT_SPEC
@@ -67,7 +67,7 @@ def test_the_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_larger_doubt_misses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The silence that ends an event is not longer than it has to be."""
-    monkeypatch.setattr(burst, "DOUBT", 0.3)
+    monkeypatch.setattr(join_window, "DOUBT", 0.3)
     assert any(strike(seed, 64, 60.0).deaths > 2 for seed in range(20))
 
 

@@ -267,7 +267,12 @@ from pathlib import Path
 from elasticrun.testing.hosts import Lab
 lab = Lab(Path(sys.argv[1]))
 host = lab.add("left")
-sleeper = subprocess.Popen([*lab.prefix("left"), "sleep", "1000"], start_new_session=True)
+sleeper = subprocess.Popen(
+    [*lab.prefix("left"), "sh", "-c", "echo; exec sleep 1000"],
+    stdout=subprocess.PIPE,
+    start_new_session=True,
+)
+sleeper.stdout.readline()  # it is on the host
 print(host.namespace, sleeper.pid, lab.keeper, flush=True)
 sys.stdin.read()
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire import auth as proof, messages as m
-from elasticrun.wire.rpc import channel as c, protobuf as codec
+from elasticrun.wire import auth, messages as m
+from elasticrun.wire.rpc import channel as c, protobuf
 from elasticrun.wire.rpc.channel import MAX_WORDS, in_words
 from elasticrun.wire.types import Endpoint
 from tests import aio
@@ -47,10 +47,10 @@ class Master:
     async def _attend(self, context: Any) -> None:
         try:
             while (data := await context.read()) is not c.grpc.aio.EOF:
-                report = codec.report_from_wire(data)
+                report = protobuf.report_from_wire(data)
                 assert isinstance(report, m.Beat)
                 self.attached.set()
-                await context.write(codec.order_to_wire(m.Echo(report.number)))
+                await context.write(protobuf.order_to_wire(m.Echo(report.number)))
         finally:
             self.ended.set()
 
@@ -77,12 +77,12 @@ async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTION
 
 async def show(context: Any, page: m.JobStatus) -> None:
     """What a master of a job without a token does for a reader."""
-    keeper = proof.Doorkeeper("", "1", "j", 1, m.Role.READER)
+    keeper = auth.Doorkeeper("", "1", "j", 1, m.Role.READER)
     while not keeper.is_in:
-        answer = keeper.hear(codec.report_from_wire(await context.read()))
+        answer = keeper.hear(protobuf.report_from_wire(await context.read()))
         if answer is not None:
-            await context.write(codec.answer_to_wire(answer))
-    await context.write(codec.answer_to_wire(page))
+            await context.write(protobuf.answer_to_wire(answer))
+    await context.write(protobuf.answer_to_wire(page))
 
 
 def dead_port() -> int:

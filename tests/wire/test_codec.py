@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from elasticrun.wire import messages as m
 from elasticrun.wire.bounds import MAX_LOCAL_RANKS, MAX_NAME, MAX_TEXT, WireError
 from elasticrun.wire.pb import job_pb2 as pb
-from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.protobuf import NAMES, ProtocolMismatch, kinds, rules
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.wire import strategies as draw
@@ -39,21 +39,21 @@ FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
 @given(draw.reports)
 @settings(max_examples=300, deadline=None)
 def test_reports_survive(report: m.Report) -> None:
-    data = codec.report_to_wire(report)
+    data = protobuf.report_to_wire(report)
     assert len(data) <= m.MAX_MESSAGE_BYTES
-    assert codec.report_from_wire(data) == report
+    assert protobuf.report_from_wire(data) == report
 
 
 @given(draw.orders)
 @settings(max_examples=300, deadline=None)
 def test_orders_survive(order: m.Order) -> None:
-    assert codec.order_from_wire(codec.order_to_wire(order)) == order
+    assert protobuf.order_from_wire(protobuf.order_to_wire(order)) == order
 
 
 @given(draw.answers)
 @settings(max_examples=150, deadline=None)
 def test_answers_to_readers_survive(answer: m.StatusAnswer) -> None:
-    assert codec.answer_from_wire(codec.answer_to_wire(answer)) == answer
+    assert protobuf.answer_from_wire(protobuf.answer_to_wire(answer)) == answer
 
 
 @given(st.binary(max_size=300))
@@ -61,7 +61,7 @@ def test_answers_to_readers_survive(answer: m.StatusAnswer) -> None:
 @example(b"\xff" * 20)
 @settings(max_examples=500, deadline=None)
 def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
-    for decode in (codec.report_from_wire, codec.order_from_wire, codec.answer_from_wire):
+    for decode in (protobuf.report_from_wire, protobuf.order_from_wire, protobuf.answer_from_wire):
         with contextlib.suppress(WireError):
             decode(data)
 
@@ -70,29 +70,29 @@ def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
 @given(draw.reports, st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_message_is_a_message_or_a_sentence(report: m.Report, data: Any) -> None:
-    wire = bytearray(codec.report_to_wire(report))
+    wire = bytearray(protobuf.report_to_wire(report))
     wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(WireError):
-        again = codec.report_from_wire(bytes(wire))
-        assert codec.report_from_wire(codec.report_to_wire(again)) == again
+        again = protobuf.report_from_wire(bytes(wire))
+        assert protobuf.report_from_wire(protobuf.report_to_wire(again)) == again
 
 
 def test_a_kind_that_we_do_not_have() -> None:
     unknown = b"\xf2\x01\x00"  # field 30, length-delimited, empty
     with pytest.raises(WireError, match="kind"):
-        codec.report_from_wire(unknown)
+        protobuf.report_from_wire(unknown)
     with pytest.raises(WireError, match="kind"):
-        codec.order_from_wire(b"")
+        protobuf.order_from_wire(b"")
 
 
 def test_a_message_over_the_bound() -> None:
     with pytest.raises(WireError, match="longer than 65536"):
-        codec.report_from_wire(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
+        protobuf.report_from_wire(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
 
 
 def changed(message: m.Report, **fields: Any) -> bytes:
     """On the wire with other values of some fields, `spec__grow` for one within another."""
-    made = pb.Report.FromString(codec.report_to_wire(message))
+    made = pb.Report.FromString(protobuf.report_to_wire(message))
     for name, value in fields.items():
         target = getattr(made, made.WhichOneof("kind"))
         *path, last = name.split("__")
@@ -152,30 +152,30 @@ def test_what_comes_in_and_breaks_a_bound(
     message: m.Report, field: str, value: object, said: str
 ) -> None:
     with pytest.raises(WireError, match=re.escape(said)):
-        codec.report_from_wire(changed(message, **{field.replace(".", "__"): value}))
+        protobuf.report_from_wire(changed(message, **{field.replace(".", "__"): value}))
 
 
 def test_a_hello_without_its_spec() -> None:
-    made = pb.Report.FromString(codec.report_to_wire(HELLO))
+    made = pb.Report.FromString(protobuf.report_to_wire(HELLO))
     made.hello.ClearField("spec")
     with pytest.raises(WireError, match=r"hello\.spec is missing"):
-        codec.report_from_wire(made.SerializeToString())
+        protobuf.report_from_wire(made.SerializeToString())
 
 
 def test_another_protocol_is_named_before_its_fields_are_read() -> None:
     data = changed(HELLO, protocol=9, version="7.0", node="", spec__grow="sideways")
     with pytest.raises(ProtocolMismatch) as seen:
-        codec.report_from_wire(data)
+        protobuf.report_from_wire(data)
     assert seen.value.protocol == 9
     assert "7.0" in str(seen.value)
     welcome = pb.Order(welcome=pb.Welcome(protocol=1, version="2\x1b[2J")).SerializeToString()
     with pytest.raises(ProtocolMismatch) as seen:
-        codec.order_from_wire(welcome)
+        protobuf.order_from_wire(welcome)
     assert "\x1b" not in str(seen.value)
     newer = m.PROTOCOL_VERSION + 1
     for knock in (pb.Knock(protocol=1, nonce=b"short"), pb.Knock(protocol=newer, role="cook")):
         with pytest.raises(ProtocolMismatch):
-            codec.report_from_wire(pb.Report(knock=knock).SerializeToString())
+            protobuf.report_from_wire(pb.Report(knock=knock).SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -184,44 +184,44 @@ def test_another_protocol_is_named_before_its_fields_are_read() -> None:
     ids=str,
 )
 def test_a_place_that_cannot_be(change: dict[str, int]) -> None:
-    made = pb.Order.FromString(codec.order_to_wire(START))
+    made = pb.Order.FromString(protobuf.order_to_wire(START))
     for name, value in change.items():
         setattr(made.start, name, value)
     with pytest.raises(WireError):
-        codec.order_from_wire(made.SerializeToString())
+        protobuf.order_from_wire(made.SerializeToString())
 
 
 def test_an_unknown_word_and_a_bad_port() -> None:
-    made = pb.Report.FromString(codec.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
+    made = pb.Report.FromString(protobuf.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
     made.ranks_failed.failures[0].kind = "mood"
     with pytest.raises(WireError, match="'mood', not one of"):
-        codec.report_from_wire(made.SerializeToString())
+        protobuf.report_from_wire(made.SerializeToString())
     for port in (0, -1, 65536):
         with pytest.raises(WireError, match="port"):
-            codec.report_to_wire(m.Join(Endpoint("h", port)))
+            protobuf.report_to_wire(m.Join(Endpoint("h", port)))
 
 
 def test_lists_are_bounded_by_the_receiver() -> None:
-    made = pb.Report.FromString(codec.report_to_wire(PROBED))
+    made = pb.Report.FromString(protobuf.report_to_wire(PROBED))
     made.probed.transfers.extend([made.probed.transfers[0]] * m.MAX_TRANSFERS)
     with pytest.raises(WireError, match="lists 17, more than 16"):
-        codec.report_from_wire(made.SerializeToString())
-    made = pb.Report.FromString(codec.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
+        protobuf.report_from_wire(made.SerializeToString())
+    made = pb.Report.FromString(protobuf.report_to_wire(m.RanksFailed(ROUND, (FAILURE,))))
     for _ in range(m.MAX_FAILURES):
         made.ranks_failed.failures.append(made.ranks_failed.failures[0])
     with pytest.raises(WireError, match="lists 17, more than 16"):
-        codec.report_from_wire(made.SerializeToString())
+        protobuf.report_from_wire(made.SerializeToString())
     pids = pb.Report(running=pb.Running(pids=[1] * (MAX_LOCAL_RANKS + 1)))
     pids.running.round.CopyFrom(made.ranks_failed.round)
     with pytest.raises(WireError, match="pids lists"):
-        codec.report_from_wire(pids.SerializeToString())
+        protobuf.report_from_wire(pids.SerializeToString())
 
 
 def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
     long = structs.replace(
         FAILURE, message="m" * 9000 + "end", traceback="first" + "t" * 9000 + "the error"
     )
-    heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (long,))))
+    heard = protobuf.report_from_wire(protobuf.report_to_wire(m.RanksFailed(ROUND, (long,))))
     assert isinstance(heard, m.RanksFailed)
     (failure,) = heard.failures
     assert len(failure.message) == len(failure.traceback) == MAX_TEXT
@@ -234,9 +234,9 @@ def test_many_long_failures_fit_into_one_message() -> None:
         FAILURE, message="\U0001f525" * 5000, traceback="\U0001f525" * 5000, error_file="/e" * 100
     )
     many = tuple(structs.replace(wide, rank=rank) for rank in range(40))
-    data = codec.order_to_wire(m.End(1, "reason", many))
+    data = protobuf.order_to_wire(m.End(1, "reason", many))
     assert len(data) <= m.MAX_MESSAGE_BYTES
-    heard = codec.order_from_wire(data)
+    heard = protobuf.order_from_wire(data)
     assert isinstance(heard, m.End)
     assert [failure.rank for failure in heard.failures] == list(range(m.MAX_FAILURES))
     assert all(failure.message for failure in heard.failures)
@@ -245,16 +245,16 @@ def test_many_long_failures_fit_into_one_message() -> None:
 def test_half_a_surrogate_pair_does_not_stop_a_report() -> None:
     path = b"/tmp-\xff".decode("utf-8", "surrogateescape")
     odd = structs.replace(FAILURE, error_file=path, message="\ud800")
-    heard = codec.report_from_wire(codec.report_to_wire(m.RanksFailed(ROUND, (odd,))))
+    heard = protobuf.report_from_wire(protobuf.report_to_wire(m.RanksFailed(ROUND, (odd,))))
     assert isinstance(heard, m.RanksFailed)
     assert heard.failures[0].message == "?"
 
 
 def test_a_number_too_large_for_the_wire_is_a_sentence() -> None:
     with pytest.raises(WireError, match="number"):
-        codec.report_to_wire(m.Beat(2**70))
+        protobuf.report_to_wire(m.Beat(2**70))
     with pytest.raises(WireError):
-        codec.report_to_wire(m.Beat("seven"))  # type: ignore[arg-type]
+        protobuf.report_to_wire(m.Beat("seven"))  # type: ignore[arg-type]
 
 
 PERSIST = m.Persist(
@@ -293,9 +293,9 @@ HOLDING = m.Holding(ROUND, 120, 0, 4, (7, 0), wanted=False)
 )
 def test_what_cannot_be_is_not_sent(message: Any, change: dict[str, Any], said: str) -> None:
     wrong = structs.replace(message, **change)
-    write: Any = codec.order_to_wire
+    write: Any = protobuf.order_to_wire
     if isinstance(wrong, m.Holding):
-        wrong, write = m.Holdings(None, (wrong,)), codec.report_to_wire
+        wrong, write = m.Holdings(None, (wrong,)), protobuf.report_to_wire
     with pytest.raises(WireError, match=said):
         write(wrong)
 
@@ -304,13 +304,13 @@ def test_what_a_node_holds_is_bounded_and_fits_into_a_message() -> None:
     half = m.MAX_CONTENTS // 2
     long = m.Holding(ROUND, 2**62, 0, half, (2**63 - 1,) * half, wanted=True)
     both = m.Holdings(Endpoint("h", 4000), (long, long))
-    assert codec.report_from_wire(codec.report_to_wire(both)) == both
+    assert protobuf.report_from_wire(protobuf.report_to_wire(both)) == both
     with pytest.raises(WireError, match="lists 4098 ranks, more than 4096"):
-        codec.report_to_wire(
+        protobuf.report_to_wire(
             m.Holdings(None, (long, long, structs.replace(HOLDING, contents=(1, 1))))
         )
     with pytest.raises(WireError, match="lists 9, more than 8"):
-        codec.report_to_wire(m.Holdings(None, (HOLDING,) * 9))
+        protobuf.report_to_wire(m.Holdings(None, (HOLDING,) * 9))
 
 
 # ---------------------------------------------------------------- the proto

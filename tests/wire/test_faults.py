@@ -5,34 +5,34 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from elasticrun.wire import env as faults
+from elasticrun.wire import env
 from elasticrun.wire.env import BadFault, Fault, FaultKind
 
 
 def test_a_list_is_read_with_its_defaults() -> None:
     text = "probe-fail@n0, probe-fail=wrong@n1,probe-hang@n2,probe-hang=meet@n3,slow=3x@*"
-    assert [(f.words, f.node) for f in faults.read(text)] == [
+    assert [(f.words, f.node) for f in env.read_faults(text)] == [
         ("probe-fail=comm", "n0"),
         ("probe-fail=wrong", "n1"),
         ("probe-hang=comm", "n2"),
         ("probe-hang=meet", "n3"),
         ("slow=3x", "*"),
     ]
-    assert faults.read("") == ()
+    assert env.read_faults("") == ()
 
 
 def test_a_node_has_its_own_and_those_of_every_node() -> None:
     text = "slow=2x@*,probe-fail=compute@rank-1,probe-hang@rank-10"
-    assert faults.own_words(faults.of_node(text, "rank-1")) == "slow=2x,probe-fail=compute"
-    assert faults.own_words(faults.of_node(text, "n7")) == "slow=2x"
+    assert env.own_fault_words(env.faults_of_node(text, "rank-1")) == "slow=2x,probe-fail=compute"
+    assert env.own_fault_words(env.faults_of_node(text, "n7")) == "slow=2x"
 
 
 def test_what_a_process_is_told_reads_back() -> None:
-    there = faults.own("probe-hang=compute,slow=2.5x")
-    assert faults.value_of(there, FaultKind.PROBE_HANG) == "compute"
-    assert faults.value_of(there, FaultKind.PROBE_FAIL) == ""
-    assert faults.slowness(there) == 2.5
-    assert faults.slowness(faults.own("")) == 1.0
+    there = env.own_faults("probe-hang=compute,slow=2.5x")
+    assert env.fault_value(there, FaultKind.PROBE_HANG) == "compute"
+    assert env.fault_value(there, FaultKind.PROBE_FAIL) == ""
+    assert env.slowness(there) == 2.5
+    assert env.slowness(env.own_faults("")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_a_process_is_told_reads_back() -> None:
 )
 def test_what_cannot_be_read_is_one_sentence(text: str, words: str) -> None:
     with pytest.raises(BadFault) as caught:
-        faults.read(text)
+        env.read_faults(text)
     sentence = str(caught.value)
     assert sentence.startswith("ELASTICRUN_FAULT")
     assert words in sentence
@@ -63,17 +63,17 @@ def test_what_cannot_be_read_is_one_sentence(text: str, words: str) -> None:
 
 @given(st.text(max_size=200))
 def test_whatever_a_process_finds_in_its_environment_is_read_or_left(text: str) -> None:
-    for fault in faults.own(text):
+    for fault in env.own_faults(text):
         assert isinstance(fault, Fault)
-        assert faults.own(fault.words) == (fault,)
+        assert env.own_faults(fault.words) == (fault,)
 
 
 @given(st.text(max_size=200))
 def test_whatever_the_operator_writes_is_read_or_refused(text: str) -> None:
     try:
-        found = faults.read(text)
+        found = env.read_faults(text)
     except BadFault:
         return
     assert all(fault.node.strip() for fault in found)
     again = ",".join(f"{fault.words}@{fault.node}" for fault in found)
-    assert faults.read(again) == found
+    assert env.read_faults(again) == found

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
-from elasticrun.wire import auth as p, messages as m
+from elasticrun.wire import auth, messages as m
 from tests.wire import strategies as draw
 from tests.wire.test_codec import HELLO
 
@@ -19,16 +19,16 @@ TOKEN = "open sesame"
 JOB, NODE, LIFE = HELLO.spec.job_id, HELLO.node, HELLO.incarnation
 
 
-def guest(token: str = TOKEN, role: m.Role = m.Role.AGENT, **changes: str) -> p.Guest:
+def guest(token: str = TOKEN, role: m.Role = m.Role.AGENT, **changes: str) -> auth.Guest:
     said = {"job_id": JOB, "node": NODE, "incarnation": LIFE, **changes}
-    return p.Guest(token, "1", role, **(said if role is m.Role.AGENT else {}))
+    return auth.Guest(token, "1", role, **(said if role is m.Role.AGENT else {}))
 
 
-def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> p.Doorkeeper:
-    return p.Doorkeeper(token, "1", JOB, term, role)
+def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> auth.Doorkeeper:
+    return auth.Doorkeeper(token, "1", JOB, term, role)
 
 
-def knock(at: p.Doorkeeper, who: p.Guest) -> m.Challenge:
+def knock(at: auth.Doorkeeper, who: auth.Guest) -> m.Challenge:
     """The challenge to a knock."""
     challenge = at.hear(who.knock)
     assert challenge is not None
@@ -46,24 +46,24 @@ def test_an_agent_comes_in(token: str) -> None:
 
 
 def test_a_reader_comes_in_with_what_was_made_for_readers() -> None:
-    who = p.Guest(p.reader_token(TOKEN), "1")
+    who = auth.Guest(auth.reader_token(TOKEN), "1")
     door = keeper(role=m.Role.READER)
     assert door.hear(who.answer(knock(door, who))) is None
     assert door.is_in
 
 
 def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_away() -> None:
-    made = p.reader_token(TOKEN)
-    assert p.reader_token(made) != made != TOKEN
-    assert p.reader_token("") == ""
+    made = auth.reader_token(TOKEN)
+    assert auth.reader_token(made) != made != TOKEN
+    assert auth.reader_token("") == ""
     door = keeper()
     who = guest(made)
     challenge = knock(door, who)
-    with pytest.raises(p.Denied, match="does not know this job's token"):
+    with pytest.raises(auth.Denied, match="does not know this job's token"):
         who.answer(challenge)
-    with pytest.raises(p.OutOfTurn, match="role reader"):
-        keeper().hear(p.Guest(made, "1").knock)
-    with pytest.raises(p.OutOfTurn, match="role agent"):
+    with pytest.raises(auth.OutOfTurn, match="role reader"):
+        keeper().hear(auth.Guest(made, "1").knock)
+    with pytest.raises(auth.OutOfTurn, match="role agent"):
         keeper(role=m.Role.READER).hear(guest().knock)
 
 
@@ -71,29 +71,29 @@ def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_
 
 
 def test_the_token_is_wanted_of_who_has_none() -> None:
-    with pytest.raises(p.Denied, match="set ELASTICRUN_TOKEN or --token-file"):
+    with pytest.raises(auth.Denied, match="set ELASTICRUN_TOKEN or --token-file"):
         keeper().hear(guest("").knock)
 
 
 def test_who_has_a_token_follows_no_master_without() -> None:
     door = keeper("")
-    with pytest.raises(p.Denied, match="the master has none, so it is not followed"):
+    with pytest.raises(auth.Denied, match="the master has none, so it is not followed"):
         door.hear(guest().knock)
     who = guest()  # a master that does not say so, and shows nothing or something made up
     for shown, said in ((b"", "the master has none"), (b"x" * 32, "does not know")):
-        with pytest.raises(p.Denied, match=said):
+        with pytest.raises(auth.Denied, match=said):
             who.answer(m.Challenge(m.PROTOCOL_VERSION, "1", 7, b"n" * 32, shown))
 
 
 def test_who_has_no_token_is_told_so_by_a_challenge_with_a_proof() -> None:
-    with pytest.raises(p.Denied, match="this job has a token and this side has none"):
+    with pytest.raises(auth.Denied, match="this job has a token and this side has none"):
         guest("").answer(m.Challenge(m.PROTOCOL_VERSION, "1", 7, b"n" * 32, b"x" * 32))
 
 
 def test_a_proof_where_none_is_wanted_is_wrong() -> None:
     door = keeper("")
     knock(door, guest(""))
-    with pytest.raises(p.Denied, match="proof of the job's token is wrong"):
+    with pytest.raises(auth.Denied, match="proof of the job's token is wrong"):
         door.hear(m.Proof(b"x" * 32))
 
 
@@ -101,7 +101,7 @@ def test_a_proof_where_none_is_wanted_is_wrong() -> None:
 def test_a_wrong_proof(shown: bytes) -> None:
     door = keeper()
     knock(door, guest())
-    with pytest.raises(p.Denied, match="proof of the job's token is wrong"):
+    with pytest.raises(auth.Denied, match="proof of the job's token is wrong"):
         door.hear(m.Proof(shown))
     assert not door.is_in
 
@@ -110,10 +110,10 @@ def test_a_wrong_proof(shown: bytes) -> None:
 def test_two_tokens_part_both_ways(other: str) -> None:
     who, door = guest(other), keeper()
     challenge = knock(door, who)
-    with pytest.raises(p.Denied, match="does not know this job's token"):
+    with pytest.raises(auth.Denied, match="does not know this job's token"):
         who.answer(challenge)
-    said = p.prove(other, p.Side.PEER, door._exchange)
-    with pytest.raises(p.Denied, match="is wrong"):
+    said = auth.prove(other, auth.Side.PEER, door._exchange)
+    with pytest.raises(auth.Denied, match="is wrong"):
         door.hear(m.Proof(said))
 
 
@@ -122,7 +122,7 @@ def test_two_tokens_part_both_ways(other: str) -> None:
 
 def test_a_masters_proof_reflected_to_it_is_none() -> None:
     who, door = guest(), keeper()
-    with pytest.raises(p.Denied, match="is wrong"):
+    with pytest.raises(auth.Denied, match="is wrong"):
         door.hear(m.Proof(knock(door, who).proof))
 
 
@@ -131,9 +131,9 @@ def test_an_agents_proof_reflected_to_it_is_none() -> None:
     who, door = guest(), keeper()
     challenge = knock(door, who)
     shown = who.answer(challenge).proof
-    with pytest.raises(p.Denied, match="does not know"):
+    with pytest.raises(auth.Denied, match="does not know"):
         guest().answer(structs.replace(challenge, proof=shown))
-    with pytest.raises(p.Denied, match="does not know"):
+    with pytest.raises(auth.Denied, match="does not know"):
         who.answer(structs.replace(challenge, proof=shown))
 
 
@@ -143,10 +143,10 @@ def test_no_proof_is_good_twice() -> None:
     door.hear(proof)
     again = keeper()
     knock(again, who)  # the very same knock
-    with pytest.raises(p.Denied, match="is wrong"):
+    with pytest.raises(auth.Denied, match="is wrong"):
         again.hear(proof)
     challenge = knock(keeper(), guest())  # an older challenge for a new knock
-    with pytest.raises(p.Denied, match="does not know"):
+    with pytest.raises(auth.Denied, match="does not know"):
         guest().answer(challenge)
 
 
@@ -156,7 +156,7 @@ def test_a_proof_gotten_from_one_session_opens_no_other() -> None:
     honest = guest()
     challenge = knock(one, honest)
     knock(other, guest())
-    with pytest.raises(p.Denied, match="is wrong"):
+    with pytest.raises(auth.Denied, match="is wrong"):
         other.hear(honest.answer(challenge))
 
 
@@ -173,32 +173,32 @@ def test_a_proof_gotten_from_one_session_opens_no_other() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-@pytest.mark.parametrize("side", p.Side)
-def test_everything_that_was_said_is_in_the_proof(change: dict[str, Any], side: p.Side) -> None:
-    said = p.Exchange(JOB, m.Role.AGENT, NODE, LIFE, b"a" * 32, b"b" * 32, 7)
-    shown = p.prove(TOKEN, side, said)
-    assert p.is_right(TOKEN, side, said, shown)
-    assert not p.is_right(TOKEN, side, dataclasses.replace(said, **change), shown)
+@pytest.mark.parametrize("side", auth.Side)
+def test_everything_that_was_said_is_in_the_proof(change: dict[str, Any], side: auth.Side) -> None:
+    said = auth.Exchange(JOB, m.Role.AGENT, NODE, LIFE, b"a" * 32, b"b" * 32, 7)
+    shown = auth.prove(TOKEN, side, said)
+    assert auth.is_right(TOKEN, side, said, shown)
+    assert not auth.is_right(TOKEN, side, dataclasses.replace(said, **change), shown)
 
 
 def test_words_do_not_run_together() -> None:
-    one = p.Exchange("ab", m.Role.AGENT, "c", LIFE, b"a" * 32, b"b" * 32, 7)
+    one = auth.Exchange("ab", m.Role.AGENT, "c", LIFE, b"a" * 32, b"b" * 32, 7)
     other = dataclasses.replace(one, job_id="a", node="bc")
-    assert p.prove(TOKEN, p.Side.PEER, one) != p.prove(TOKEN, p.Side.PEER, other)
+    assert auth.prove(TOKEN, auth.Side.PEER, one) != auth.prove(TOKEN, auth.Side.PEER, other)
 
 
 def test_the_proof_is_an_hmac_sha256_as_the_page_says() -> None:
     """Written out once more, so that a change of the bytes is a change of the protocol."""
-    said = p.Exchange("j", m.Role.AGENT, "n", "i", b"a" * 32, b"b" * 32, 5)
+    said = auth.Exchange("j", m.Role.AGENT, "n", "i", b"a" * 32, b"b" * 32, 5)
     parts = (b"j", b"agent", b"n", b"i", b"5", b"a" * 32, b"b" * 32)
     text = b"elasticrun/6 peer" + b"".join(len(x).to_bytes(4, "big") + x for x in parts)
-    assert p.prove("t", p.Side.PEER, said) == hmac.digest(b"t", text, hashlib.sha256)
+    assert auth.prove("t", auth.Side.PEER, said) == hmac.digest(b"t", text, hashlib.sha256)
 
 
 def test_a_term_changed_on_the_way_is_noticed() -> None:
     who, door = guest(), keeper(term=7)
     challenge = knock(door, who)
-    with pytest.raises(p.Denied, match="does not know"):
+    with pytest.raises(auth.Denied, match="does not know"):
         who.answer(structs.replace(challenge, term=8))
 
 
@@ -206,17 +206,17 @@ def test_a_term_changed_on_the_way_is_noticed() -> None:
 def test_a_session_is_its_nodes_own(change: dict[str, str]) -> None:
     who, door = guest(), keeper()
     door.hear(who.answer(knock(door, who)))
-    with pytest.raises(p.OutOfTurn, match="another node"):
+    with pytest.raises(auth.OutOfTurn, match="another node"):
         door.hear(structs.replace(HELLO, **change))
     assert not door.is_in
 
 
 def test_another_job_is_named_where_there_is_no_secret_and_only_there() -> None:
-    with pytest.raises(p.Denied, match=r"'mine'.*'job'"):
+    with pytest.raises(auth.Denied, match=r"'mine'.*'job'"):
         keeper("").hear(guest("", job_id="mine").knock)
-    with pytest.raises(p.Denied) as told:
+    with pytest.raises(auth.Denied) as told:
         keeper().hear(guest(job_id="mine").knock)
-    assert str(told.value) == p.OTHER_JOB
+    assert str(told.value) == auth.OTHER_JOB
 
 
 @pytest.mark.slow
@@ -234,11 +234,11 @@ def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: 
         assert not door.is_in
 
 
-def _told(door: p.Doorkeeper, report: m.Report) -> str:
+def _told(door: auth.Doorkeeper, report: m.Report) -> str:
     """The refusal of this message, "" if it was taken."""
     try:
         door.hear(report)
-    except (p.Denied, p.OutOfTurn) as refused:
+    except (auth.Denied, auth.OutOfTurn) as refused:
         return str(refused)
     return ""
 
@@ -246,10 +246,10 @@ def _told(door: p.Doorkeeper, report: m.Report) -> str:
 def test_after_a_refusal_the_right_proof_is_too_late() -> None:
     who, door = guest(), keeper()
     right = who.answer(knock(door, who))
-    with pytest.raises(p.Denied):
+    with pytest.raises(auth.Denied):
         door.hear(m.Proof(b"x" * 32))
-    with pytest.raises(p.OutOfTurn):
+    with pytest.raises(auth.OutOfTurn):
         door.hear(right)
-    with pytest.raises(p.OutOfTurn):
+    with pytest.raises(auth.OutOfTurn):
         door.hear(who.knock)
     assert not door.is_in

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.system.processes import start_time
-from elasticrun.wire import run_folder as record_folder
+from elasticrun.wire import run_folder
 from elasticrun.wire.run_folder import (
     DEAD_KEPT,
     PREFIX,
@@ -104,14 +104,14 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name in ("run", "scratch", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setattr(record_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(run_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
     return {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
 
 
 def _remote(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
     """Have these folders (and what is below) be on NFS."""
     monkeypatch.setattr(
-        record_folder,
+        run_folder,
         "_file_system_type",
         lambda path: NFS if any(part in folders for part in path.parts) else 0xEF53,
     )
@@ -228,10 +228,10 @@ def test_a_named_folder_is_made_or_refused_in_a_sentence(
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     """What this kernel says of its own ones: no network."""
-    assert record_folder.network_file_system(tmp_path) == ""
-    assert record_folder._file_system_type(Path("/proc")) == 0x9FA0  # PROC_SUPER_MAGIC
+    assert run_folder.network_file_system(tmp_path) == ""
+    assert run_folder._file_system_type(Path("/proc")) == 0x9FA0  # PROC_SUPER_MAGIC
     with pytest.raises(FileNotFoundError):
-        record_folder.network_file_system(tmp_path / "missing")
+        run_folder.network_file_system(tmp_path / "missing")
 
 
 def test_one_holder_alone(tmp_path: Path) -> None:

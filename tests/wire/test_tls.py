@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import Tls
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.rpc import channel as c
 from elasticrun.wire.types import Endpoint
 from tests.certificates import Authority
@@ -36,12 +36,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tls]:
     }
 
 
-def raw(files: Tls | None) -> tls.Pem | None:
+def raw(files: Tls | None) -> auth.Pem | None:
     """Their contents, whether they fit or not."""
     if files is None:
         return None
     parts = (files.cert, files.key, files.ca)
-    return tls.Pem(*(Path(path).read_bytes() if path else b"" for path in parts))
+    return auth.Pem(*(Path(path).read_bytes() if path else b"" for path in parts))
 
 
 # ---------------------------------------------------------------- files
@@ -49,11 +49,11 @@ def raw(files: Tls | None) -> tls.Pem | None:
 
 @pytest.mark.parametrize("kind", ["good", "elsewhere", "foreign", "ca-only", "no-ca"])
 def test_what_fits_is_read(files: Mapping[str, Tls], kind: str) -> None:
-    assert tls.read(files[kind]) == raw(files[kind])
+    assert auth.read_pem(files[kind]) == raw(files[kind])
 
 
 def test_a_key_is_not_shown(files: Mapping[str, Tls]) -> None:
-    assert "PRIVATE" not in repr(tls.read(files["good"]))
+    assert "PRIVATE" not in repr(auth.read_pem(files["good"]))
 
 
 def test_each_misfit_is_a_sentence(files: Mapping[str, Tls], tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_each_misfit_is_a_sentence(files: Mapping[str, Tls], tmp_path: Path) -> 
     half = tmp_path / "half.pem"
     half.write_bytes(Path(good.ca).read_bytes()[:100])
     huge = tmp_path / "huge.pem"
-    huge.write_bytes(Path(good.ca).read_bytes() + b"\n" * tls.MAX_PEM_BYTES)
+    huge.write_bytes(Path(good.ca).read_bytes() + b"\n" * auth.MAX_PEM_BYTES)
     cases = {
         "has expired": files["expired"],
         "is not signed by --tls-ca": files["intruder"],
@@ -75,16 +75,16 @@ def test_each_misfit_is_a_sentence(files: Mapping[str, Tls], tmp_path: Path) -> 
         "and --tls-key": dataclasses.replace(good, cert=good.key),
     }
     for said, wrong in cases.items():
-        with pytest.raises(tls.TlsError) as told:
-            tls.read(wrong)
+        with pytest.raises(auth.TlsError) as told:
+            auth.read_pem(wrong)
         assert said in str(told.value)
         assert "--tls-" in str(told.value)
         assert "\n" not in str(told.value)
 
 
 def test_a_master_needs_a_certificate(files: Mapping[str, Tls]) -> None:
-    with pytest.raises(tls.TlsError, match="needs a certificate"):
-        tls.read(files["ca-only"], serving=True)
+    with pytest.raises(auth.TlsError, match="needs a certificate"):
+        auth.read_pem(files["ca-only"], serving=True)
 
 
 # ---------------------------------------------------------------- who is served

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Final
 
 from elasticrun.agent.runtime import in_thread
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
 
 GREETING: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -53,7 +53,7 @@ Found = tuple[Answer, str]
 
 
 async def probe(
-    endpoint: Endpoint, limit: float, files: tls.Files | None = None, name: str = ""
+    endpoint: Endpoint, limit: float, files: auth.Files | None = None, name: str = ""
 ) -> Found:
     """Connect, greet (in TLS, where there are `files`), and look at the first frame; `limit`
     seconds for each. `name`: what the certificate must bear, "" for the endpoint's host."""
@@ -63,7 +63,7 @@ async def probe(
             return Answer.INSECURE, THEY_WANT_TLS
         return answer, ""
     try:
-        context = await in_thread(lambda: tls.client_context(files), limit=limit, name="tls")
+        context = await in_thread(lambda: auth.client_context(files), limit=limit, name="tls")
         answer = await _look(endpoint, limit, context, name or endpoint.host)
         # A server that does not like the client's certificate closes without a word.
         refused = answer is Answer.CLOSED
@@ -79,7 +79,7 @@ async def probe(
             return answer, ""
         reason = (wrong.reason or "it was broken off").lower().replace("_", " ")
         return Answer.INSECURE, f"the TLS handshake with the master failed: {reason}"
-    except (tls.TlsError, OSError, TimeoutError):
+    except (auth.TlsError, OSError, TimeoutError):
         return Answer.NOBODY, ""
 
 

@@ -23,7 +23,7 @@ from elasticrun.config import EXIT_FAILED, HEARTBEAT_TIMEOUT
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.operator_log import logger
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.messages import Hello, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import LinkError, Unproved
 from elasticrun.wire.types import Endpoint
@@ -157,7 +157,7 @@ class Link:
 
     def _silent(self, session: Session, silent: bool) -> None:
         """Of a pulled cable no kernel tells for a quarter of an hour. The master's fence counts on
-        it that we notice, and start to wait for a master, as soon as it does (`rendezvous`)."""
+        it that we notice, and start to wait for a master, as soon as it does (`core.rounds`)."""
         if session is not self._session:
             return
         if silent:
@@ -256,7 +256,7 @@ class Link:
             return FailedDial(str(error), code_of(Ending.REFUSED))
         except LinkError as error:
             return FailedDial(str(error), EXIT_FAILED if error.rejected else None)
-        except tls.TlsError as error:
+        except auth.TlsError as error:
             return FailedDial(str(error))
         except TimeoutError:
             return FailedDial("no answer")
@@ -282,12 +282,12 @@ class Link:
             moved.cancel()
             await asyncio.gather(opening, moved, return_exceptions=True)
 
-    async def _pem(self) -> tls.Pem | None:
+    async def _pem(self) -> auth.Pem | None:
         """Our certificates as they stand now. TlsError, TimeoutError."""
         files = self._trust.files
         if files is None:
             return None
-        return await in_thread(lambda: tls.read(files), limit=WELCOME_LIMIT, name="tls")
+        return await in_thread(lambda: auth.read_pem(files), limit=WELCOME_LIMIT, name="tls")
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._strange = 0

@@ -11,7 +11,7 @@ from typing import Any, Final
 from elasticrun.agent.link.trust import Trust
 from elasticrun.agent.runtime import tell_failure
 from elasticrun.operator_log import logger
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import Attendance, LinkError, attend, open_channel
@@ -32,7 +32,7 @@ MOST_TOLD: Final = 32
 class Session:
     """One stream on one channel of its own, from the proof of the token to its end."""
 
-    def __init__(self, endpoint: Endpoint, trust: Trust, pem: tls.Pem | None) -> None:
+    def __init__(self, endpoint: Endpoint, trust: Trust, pem: auth.Pem | None) -> None:
         self.endpoint = endpoint
         self._channel = open_channel(endpoint, tls=pem, name=trust.name)
         self._stream: Attendance = attend(self._channel)

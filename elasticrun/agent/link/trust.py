@@ -57,10 +57,10 @@ def with_trust(config: AgentConfig) -> AgentConfig:
 
 def unusable(files: Files) -> str:
     """Why TLS is not to be had with these files, "" if it is. Blocks."""
-    from elasticrun.wire import auth as tls  # which imports ssl: most jobs need none of it so early
+    from elasticrun.wire import auth  # which imports ssl: most jobs need none of it so early
 
     try:
-        tls.read(files)
-    except tls.TlsError as wrong:
+        auth.read_pem(files)
+    except auth.TlsError as wrong:
         return str(wrong)
     return ""

@@ -40,7 +40,7 @@ from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import End
-from elasticrun.wire.rpc import etcd, protobuf as codec
+from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, mint_incarnation
 
@@ -204,7 +204,7 @@ class EtcdRendezvous:
         late = not self._known.is_set()
         self._known.set()
         try:
-            end = codec.order_from_wire(item.value)
+            end = protobuf.order_from_wire(item.value)
         except WireError as wrong:
             self._context.fatal(f"{item.key} in etcd is {wrong}")
             return

@@ -40,7 +40,7 @@ from elasticrun.agent.story import directed
 from elasticrun.config import AgentConfig
 from elasticrun.operator_log import logger
 from elasticrun.system.network import is_loopback, is_ours, routed_address
-from elasticrun.wire import auth as tls
+from elasticrun.wire import auth
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.rpc.channel import LinkError, get_status
 from elasticrun.wire.types import Endpoint
@@ -100,7 +100,7 @@ async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Fo
         search.cancel()
         await asyncio.gather(search, return_exceptions=True)
         return config, Found(interrupted=True)
-    except (HostError, ClaimError, tls.TlsError) as wrong:
+    except (HostError, ClaimError, auth.TlsError) as wrong:
         return config, Found(wrong=str(wrong))
     finally:
         stopped.cancel()
@@ -274,7 +274,7 @@ async def answers(claim: Claim, config: AgentConfig) -> bool:
     pem = None
     if config.tls is not None:
         files = config.tls
-        pem = await in_thread(lambda: tls.read(files), limit=ASK_LIMIT, name="tls")
+        pem = await in_thread(lambda: auth.read_pem(files), limit=ASK_LIMIT, name="tls")
     token = reader_token(config.token or claim.text("token"))
     try:
         page = await get_status(place_of(claim), ASK_LIMIT, token=token, tls=pem)

@@ -62,7 +62,6 @@ class Shards:
     def __init__(self, local: Local) -> None:
         self._local = local
         self._tasks = Tasks(logger.error)
-        self._open = 0  # questions of ranks
         self._checks: dict[tuple[int, int, int], asyncio.Task[tuple[bool, str]]] = {}
         self._holders: dict[int, asyncio.Future[m.Holder]] = {}
         self._copies: dict[int, asyncio.Task[Held]] = {}
@@ -267,15 +266,11 @@ class Shards:
         return self._local.inventory.find(name, step, rank)
 
     def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
-        if self._open >= MAX_ASKED:
+        if len(self._tasks) >= MAX_ASKED:
             work.close()
             peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
             return
-        self._open += 1
-        self._tasks.start(work, "bringing a shard").add_done_callback(self._answered)
-
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._open -= 1
+        self._tasks.start(work, "bringing a shard")
 
 
 class Replicas:

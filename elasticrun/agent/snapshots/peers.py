@@ -14,6 +14,7 @@ import os
 import socket
 from typing import Final, Protocol
 
+from elasticrun.agent.runtime import keep_sending
 from elasticrun.operator_log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
@@ -30,7 +31,6 @@ FIRST_WORD: Final = 30.0
 
 REST: Final = 1.0
 """Seconds until connections are taken again after one could not be."""
-
 
 TEXT_MOST: Final = 500
 """Characters of a peer's sentence that are shown."""
@@ -80,7 +80,7 @@ class Peer:
         except NotRead as error:
             self.break_off(str(error))
             return
-        self._watch()
+        keep_sending(self._loop, self._connection)
 
     def break_off(self, why: str) -> None:
         """Close it, with one line."""
@@ -100,16 +100,6 @@ class Peer:
         self._loop.remove_writer(self._connection)
         self._connection.close()
         self._server.gone(self)
-
-    def _flush(self) -> None:
-        self._connection.flush()
-        self._watch()
-
-    def _watch(self) -> None:
-        if self._connection.unsent:
-            self._loop.add_writer(self._connection, self._flush)
-        else:
-            self._loop.remove_writer(self._connection)
 
     def _read(self) -> None:
         try:

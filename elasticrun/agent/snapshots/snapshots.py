@@ -372,7 +372,8 @@ class Snapshots:
             self._whole(snapshot.step if same else self._inventory.whole_here(current))
         mark = generation.watermark
         if any(mark < step < snapshot.step for step in steps):
-            self._give_up(self._inventory.passed_over(current, mark))
+            given = [rank.held for rank in generation.ranks if rank.held is not None]
+            self._give_up(self._inventory.passed_over(given, mark))  # one that is gone holds none
         self._hashing.soon(held)
         if self._replicas.wanted and self._several:
             rank = start.first_rank + local_rank

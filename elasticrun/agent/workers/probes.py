@@ -143,8 +143,8 @@ class Probing:
                 probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
 
     def lost(self, child: Child) -> None:
-        """Reaped. Where its spawner died, too, the node has called the order off: the brain knows
-        of it, and answers for itself."""
+        """Reaped. Where its spawner died, the node calls the order off next: its state machine
+        knows of it, and answers for itself."""
         del self._children.pop(child).children[child]
 
     # ------------------------------------------------------------ starting

@@ -206,8 +206,10 @@ class Ranks:
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
         """Send a signal to these ranks' process groups."""
         life = self._life
-        for child, local_rank in life.children.items() if life is not None else ():
-            if life is None or local_rank not in local_ranks:
+        if life is None:
+            return
+        for child, local_rank in life.children.items():
+            if local_rank not in local_ranks:
                 continue
             if life.signalled.get(local_rank) != signum:
                 pid = life.pids.get(local_rank)

@@ -173,19 +173,19 @@ async def examine(subject: Subject, master: Question | None) -> list[Finding]:
 async def _asked(master: Question) -> list[Finding]:
     from elasticrun.agent.checkup import ask
     from elasticrun.agent.runtime import in_thread
-    from elasticrun.wire import auth as tls
+    from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
     where, files = master.endpoint, master.files
     try:
         answers, dialled = await ask(where, master.reader, files)
-        pem = None if files is None else tls.read(files)
+        pem = None if files is None else auth.read_pem(files)
         page = await get_status(
             where, ANSWER_LIMIT, token=master.reader, tls=pem, version=__version__
         )
     except LinkError as wrong:
         return [await _no_answer(master, wrong)]
-    except tls.TlsError as wrong:
+    except auth.TlsError as wrong:
         raise UsageError(str(wrong)) from None
     except OSError as wrong:
         todo = "close what holds this host's ports, or raise ulimit -n"

@@ -15,7 +15,7 @@ from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
-from elasticrun.wire import env, run_folder as record_folder
+from elasticrun.wire import env, run_folder
 from elasticrun.wire.bounds import WireError
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint
@@ -29,7 +29,7 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
     """The endpoint of the master that leads `job_id`. NoLeader."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.wire.messages import End
-    from elasticrun.wire.rpc import etcd, protobuf as codec
+    from elasticrun.wire.rpc import etcd, protobuf
 
     tls = files or Tls()
     keys = Keys(job_id)
@@ -48,7 +48,7 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
         return leader.endpoint
     if keys.outcome in there:
         try:
-            end = codec.order_from_wire(there[keys.outcome])
+            end = protobuf.order_from_wire(there[keys.outcome])
         except WireError:
             end = None
         if isinstance(end, End):
@@ -146,7 +146,7 @@ def state_dir(text: str) -> str:
         return ""
     folder = Path(text).absolute()
     try:
-        record_folder.prepare(folder)
-    except record_folder.Unusable as wrong:
+        run_folder.prepare(folder)
+    except run_folder.Unusable as wrong:
         raise UsageError(f"--state-dir: {wrong}", EXIT_USAGE) from None
     return str(folder)

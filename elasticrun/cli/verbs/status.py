@@ -234,11 +234,11 @@ def _ask(
     """The pages of those who answer, with their addresses; a sentence for each who is silent."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import Answer, probe
-    from elasticrun.wire import auth as tls
+    from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
     async def ask(question: Question) -> JobStatus:
-        pem = None if question.files is None else tls.read(question.files)
+        pem = None if question.files is None else auth.read_pem(question.files)
         where = question.endpoint
         try:
             return await get_status(
@@ -264,7 +264,7 @@ def _ask(
             sentence = f"the master at {where} {verb}: {answer}"
             todo = f"; to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
             silent.append(sentence if answer.rejected else sentence + todo)
-        elif isinstance(answer, tls.TlsError):
+        elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):
             raise answer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
 
 from elasticrun.forkserver.helpers import probe, store
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.system.title import set_title
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.spawning import (
@@ -291,10 +291,10 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
     """Be a helper of this kind, forked or exec'd: shielded, ended with its parent."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
-    linux.die_with_parent(signal.SIGKILL)
+    processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    linux.set_name(f"elasticrun-{kind[:4]}".encode())
+    processes.set_name(f"elasticrun-{kind[:4]}".encode())
     set_title(f"elasticrun: {kind}".encode())
     if kind == StoreHelper.kind:  # one that waits for its order has torch when it comes
         with suppress(Exception):  # `store.host` imports it again, and says what is wrong

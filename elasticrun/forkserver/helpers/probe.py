@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, NoReturn
 
-from elasticrun.wire import env as faults
+from elasticrun.wire import env
 from elasticrun.wire.env import OMP_NUM_THREADS, FaultKind
 from elasticrun.wire.spawning import ProbePlan, ProbeSaid
 
@@ -93,10 +93,10 @@ class _Probe:
         self._plan = plan
         self._say = say
         self._end = time.monotonic() + plan.limit
-        planted = faults.own(plan.fault)
-        self._fail = faults.value_of(planted, FaultKind.PROBE_FAIL)
-        self._hang = faults.value_of(planted, FaultKind.PROBE_HANG)
-        self._slow = faults.slowness(planted)
+        planted = env.own_faults(plan.fault)
+        self._fail = env.fault_value(planted, FaultKind.PROBE_FAIL)
+        self._hang = env.fault_value(planted, FaultKind.PROBE_HANG)
+        self._slow = env.slowness(planted)
         self._torch: Any = None
         self._device: Any = None
         self._store: Any = None

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
-from elasticrun.system import processes as linux, sweep
+from elasticrun.system import processes, sweep
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import encode, peer_of
 from elasticrun.wire.spawning import SHIELDED
@@ -42,8 +42,8 @@ def become_guard(
     os.setsid()
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
-    linux.set_name(b"elasticrun-guar")
-    linux.become_subreaper()
+    processes.set_name(b"elasticrun-guar")
+    processes.become_subreaper()
     words = [b"elasticrun:", b"guard", b"of", b"agent", str(peer_of(conn)[0]).encode()]
     set_command_line(words, shown)
     guard = os.getpid()

@@ -28,7 +28,7 @@ from elasticrun.forkserver.prepare import Poisoned, Preloader, installed_folders
 from elasticrun.forkserver.renew import C_READS
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
-from elasticrun.system import processes as linux
+from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode, peer_of
 from elasticrun.wire.spawning import SHIELDED, server_words
@@ -92,7 +92,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     """Be a warm process. Returns in forked fork servers alone: the words of their command line, and
     what is imported. `modules`: the names that a plain interpreter has imported."""
     arguments = Arguments.parse(words)
-    linux.set_name(b"elasticrun-warm")
+    processes.set_name(b"elasticrun-warm")
     _shield(signal.SIG_DFL)  # whoever kills us is obeyed; a terminal's signals do not come here
     os.chdir("/")
     gc.disable()
@@ -474,7 +474,7 @@ class Keeper:
             self._learning = _Learning(pid, reading, modules)
             return
         os.close(reading)
-        linux.die_with_parent(signal.SIGKILL)
+        processes.die_with_parent(signal.SIGKILL)
         try:
             self.stock.preloader.import_modules(modules, self.refused)
             self.stock.preloader.look_at_all()
@@ -484,7 +484,7 @@ class Keeper:
         except BaseException:
             os._exit(1)
         self.stock.stash.seal()
-        linux.die_with_parent(0)
+        processes.die_with_parent(0)
         gc.collect()
         gc.freeze()
         for descriptor in self._guards:

@@ -33,7 +33,7 @@ from elasticrun.wire.messages import (
     Report,
     Role,
 )
-from elasticrun.wire.rpc import protobuf as codec
+from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import Endpoint
 
 MAX_WORDS: Final = 400
@@ -221,7 +221,7 @@ class Attendance:
 
     async def send(self, report: Report) -> None:
         """Hand one report to the transport, waiting while its window is full. LinkError."""
-        data = codec.report_to_wire(report)
+        data = protobuf.report_to_wire(report)
         try:
             await self._call.write(data)
         except grpc.aio.AioRpcError as broken:
@@ -241,7 +241,7 @@ class Attendance:
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken) from None
         try:
-            return codec.order_from_wire(data)
+            return protobuf.order_from_wire(data)
         except WireError as wrong:
             self._call.cancel()
             raise LinkError(f"the master sent {wrong}", rejected=True) from None
@@ -317,14 +317,14 @@ async def ask(
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
         call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
         try:
-            await call.write(codec.report_to_wire(guest.knock))
+            await call.write(protobuf.report_to_wire(guest.knock))
             answer = await _answer(call)
             if not isinstance(answer, Challenge | Refused):
                 raise Denied("it shows a page and proves nothing")
             if isinstance(answer, Challenge):
-                await call.write(codec.report_to_wire(guest.answer(answer)))
+                await call.write(protobuf.report_to_wire(guest.answer(answer)))
                 if asked is not None:
-                    await call.write(codec.report_to_wire(asked))
+                    await call.write(protobuf.report_to_wire(asked))
                 answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken) from None
@@ -347,7 +347,7 @@ async def _answer(call: Any) -> Any:
     data = await call.read()
     if data is grpc.aio.EOF:
         raise _link_error_of(await call.code(), await call.details())
-    return codec.answer_from_wire(data)
+    return protobuf.answer_from_wire(data)
 
 
 def _link_error(broken: Any) -> LinkError:

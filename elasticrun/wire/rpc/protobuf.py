@@ -106,11 +106,11 @@ class _Many:
     def store(self, where: str, message: Any, name: str, value: tuple[Any, ...]) -> None:
         self.bound(where, value)
         target = getattr(message, name)
-        if isinstance(self.each, _Scalar):
+        if isinstance(self.each, _Part):
+            for item in value:
+                _store(item, target.add(), where)
+        else:
             target.extend(self.each.bound(where, number) for number in value)
-            return
-        for item in value:
-            _store(item, target.add(), where)
 
 
 _BOUNDS: Final[dict[type, Bound]] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.link import port_proxy_child as proxy
+from elasticrun.agent.link import port_proxy_child
 from elasticrun.system.processes import state
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import get_status
@@ -51,7 +51,7 @@ def opened() -> Iterator[Opened]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]
     fds = (listener.fileno(), theirs.fileno())
-    popen = subprocess.Popen(proxy.command(*fds), pass_fds=fds, start_new_session=True)
+    popen = subprocess.Popen(port_proxy_child.command(*fds), pass_fds=fds, start_new_session=True)
     listener.close()
     theirs.close()
     try:
@@ -104,7 +104,7 @@ def test_the_first_bytes_decide() -> None:
     with opened() as gate, Behind() as store, Behind() as master:
         gate.tell(store=store.where)
         gate.tell(master=master.where)
-        for first, behind in ((b"\x00hello", store), (proxy.PREFACE + b"\r\n", master)):
+        for first, behind in ((b"\x00hello", store), (port_proxy_child.PREFACE + b"\r\n", master)):
             with gate.visit(first) as visitor, behind.accept() as inner:
                 assert read(inner, len(first)) == first
                 inner.sendall(b"answer")
@@ -169,11 +169,11 @@ def test_a_new_store_closes_the_connections_of_the_older_round() -> None:
         with (
             gate.visit(b"a") as zombie,
             old.accept() as inner,
-            gate.visit(proxy.PREFACE) as agent,
+            gate.visit(port_proxy_child.PREFACE) as agent,
             master.accept() as session,
         ):
             assert read(inner, 1) == b"a"
-            assert read(session, len(proxy.PREFACE)) == proxy.PREFACE
+            assert read(session, len(port_proxy_child.PREFACE)) == port_proxy_child.PREFACE
             gate.tell(store=old.where)  # the same again: nothing happens
             gate.tell(store=new.where)
             assert ended(zombie)
@@ -234,7 +234,7 @@ def test_killed_it_leaves_its_port_free() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     where = listener.getsockname()
     fds = (listener.fileno(), theirs.fileno())
-    popen = subprocess.Popen(proxy.command(*fds), pass_fds=fds)
+    popen = subprocess.Popen(port_proxy_child.command(*fds), pass_fds=fds)
     listener.close()
     theirs.close()
     popen.kill()
@@ -249,7 +249,9 @@ def within(most: int) -> Iterator[tuple[tuple[str, int], socket.socket]]:
     stream."""
     ours, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener, theirs:
-        running = threading.Thread(target=proxy.Proxy(listener, theirs.fileno(), most).run)
+        running = threading.Thread(
+            target=port_proxy_child.Proxy(listener, theirs.fileno(), most).run
+        )
         running.start()
         try:
             yield listener.getsockname(), ours
@@ -260,7 +262,7 @@ def within(most: int) -> Iterator[tuple[tuple[str, int], socket.socket]]:
 
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a shorter limit: thirty seconds are too long to wait."""
-    monkeypatch.setattr(proxy, "HEAD_LIMIT", 0.2)
+    monkeypatch.setattr(port_proxy_child, "HEAD_LIMIT", 0.2)
     with within(16) as (where, _), socket.create_connection(where, timeout=LIMIT) as silent:
         assert ended(silent)
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.link import answering as p
+from elasticrun.agent.link import answering
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
 from elasticrun.config import EXIT_FAILED, AgentConfig, Rendezvous, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Guest
-from elasticrun.wire.rpc import channel as c, protobuf as codec
+from elasticrun.wire.rpc import channel as c, protobuf
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.agent.configs import agent_config
@@ -99,8 +99,8 @@ async def _impostor(port: int, answer: m.Order, tries: int) -> list[m.Report]:
 
     async def attend(context: Any) -> None:
         while (data := await context.read()) is not c.grpc.aio.EOF:
-            said.append(codec.report_from_wire(data))
-            await context.write(codec.order_to_wire(answer))
+            said.append(protobuf.report_from_wire(data))
+            await context.write(protobuf.order_to_wire(answer))
             if len(said) >= tries:
                 enough.set()
 
@@ -145,7 +145,7 @@ async def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus 
     async def show(context: Any) -> None:
         await context.read()
         challenge = m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32)
-        await context.write(codec.answer_to_wire(page or challenge))
+        await context.write(protobuf.answer_to_wire(page or challenge))
 
     server = c.make_server(show, show, most=4)
     port = c.listen(server, "127.0.0.1", 0)
@@ -188,9 +188,9 @@ async def test_a_master_over_tls_is_followed_by_the_name_it_was_given(
 @pytest.mark.parametrize(
     ("master", "ours", "said"),
     [
-        ("good", None, p.THEY_WANT_TLS),
-        (None, "good", p.THEY_HAVE_NO_TLS),
-        ("good", "ca-only", p.THEY_REFUSE_US),
+        ("good", None, answering.THEY_WANT_TLS),
+        (None, "good", answering.THEY_HAVE_NO_TLS),
+        ("good", "ca-only", answering.THEY_REFUSE_US),
         ("foreign", "good", "the master's certificate is refused: unable to get local issuer"),
         ("elsewhere", "good", "certificate is not valid for '127.0.0.1'"),
         ("expired", "good", "the master's certificate is refused: certificate has expired"),
@@ -204,8 +204,8 @@ async def test_tls_that_does_not_fit_is_one_sentence(
         refused = await refusal(served.endpoint, Trust(files=mine))
         assert said in refused.reason
         assert refused.exit_code == EXIT_FAILED
-        found, why = await p.probe(served.endpoint, LIMIT, mine)
-        assert found is p.Answer.INSECURE
+        found, why = await answering.probe(served.endpoint, LIMIT, mine)
+        assert found is answering.Answer.INSECURE
         assert said in why
 
 
@@ -213,8 +213,11 @@ def test_the_probe_knows_a_master_over_tls_and_nobody(files: Mapping[str, Tls]) 
     async def run(port: int) -> None:
         async with serving(tls=raw(files["good"]), port=port) as served:
             where = served.endpoint
-            assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.HTTP2, "")
-        assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.NOBODY, "")
+            assert await answering.probe(where, LIMIT, files["good"]) == (
+                answering.Answer.HTTP2,
+                "",
+            )
+        assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.NOBODY, "")
 
     with held_port() as port:
         aio.run(run(port))
@@ -229,7 +232,7 @@ def test_the_probe_knows_a_stranger_who_speaks_no_tls(files: Mapping[str, Tls]) 
     async def run() -> None:
         server = await asyncio.start_server(rude, "127.0.0.1", 0)
         where = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-        assert await p.probe(where, LIMIT, files["good"]) == (p.Answer.FOREIGN, "")
+        assert await answering.probe(where, LIMIT, files["good"]) == (answering.Answer.FOREIGN, "")
         server.close()
         await server.wait_closed()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.agent.rendezvous import c10d as host
+from elasticrun.agent.rendezvous import c10d
 from elasticrun.agent.rendezvous.c10d import (
     Bind,
     HostError,
@@ -77,9 +77,9 @@ def test_an_address_at_which_somebody_else_answers_is_not_ours(
             made.settimeout(0.2)
             return made
 
-        monkeypatch.setattr(host, "is_loopback", lambda address: False)
+        monkeypatch.setattr(c10d, "is_loopback", lambda address: False)
         assert leads_here("127.0.0.1")
-        monkeypatch.setattr(host, "_socket_for", misled)
+        monkeypatch.setattr(c10d, "_socket_for", misled)
         assert not leads_here("127.0.0.1")
 
 
@@ -131,7 +131,7 @@ def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
 
 def test_a_name_that_does_not_resolve_may_yet() -> None:
     with pytest.raises(NotYet, match=r"no-such-host\.invalid"):
-        resolve("no-such-host.invalid", 1)
+        resolve("no-such-c10d.invalid", 1)
 
 
 def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:

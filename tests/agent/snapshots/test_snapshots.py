@@ -19,7 +19,7 @@ from msgspec import structs
 
 from elasticrun.agent.snapshots import (
     fetching as shards_module,
-    peers as snapshot_peers,
+    peers,
     saver as savers_module,
 )
 from elasticrun.shm import memory
@@ -678,7 +678,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(
 
 @played()
 async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_peers, "FIRST_WORD", 0.05)
+    monkeypatch.setattr(peers, "FIRST_WORD", 0.05)
     name, _ = read_place(node.snapshots.place(0))
     assert await (await node.call(Client, name)).hangs_up()
 
@@ -686,7 +686,7 @@ async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch: pytest.Mo
 @played()
 async def test_there_are_not_more_connections_than_there_can_be(node: Node) -> None:
     name, _ = read_place(node.snapshots.place(0))
-    most = 2 * 2 + snapshot_peers.SPARE
+    most = 2 * 2 + peers.SPARE
     for _ in range(most):
         await node.call(Client, name)
     one_more = await node.call(Client, name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elasticrun.agent.workers import exits as errorfiles
+from elasticrun.agent.workers import exits
 from elasticrun.agent.workers.exits import NEAR_US, Killers, OomKills, count_files
 from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Failure, FailureKind
@@ -31,7 +31,7 @@ def describe(path: Path | str, **more: Any) -> Failure:
         "host": "here", "rank": 5, "local_rank": 1, "pid": 77, "exitcode": 1,
         "time_us": now_us(), "error_file": str(path), "stopping": False,
     }  # fmt: skip
-    return errorfiles.describe(**(words | more))
+    return exits.describe(**(words | more))
 
 
 def recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_the_new_format(tmp_path: Path) -> None:
 
 
 def test_no_file() -> None:
-    assert describe("").message == errorfiles.NO_TRACEBACK
+    assert describe("").message == exits.NO_TRACEBACK
     failure = describe("/nowhere/error.json", exitcode=-9)
     assert failure.message == "Signal 9 (SIGKILL) received by PID 77"
     assert failure.error_file == ""
@@ -100,7 +100,7 @@ def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
     assert len(failure.traceback) == MAX_TEXT
     assert failure.traceback.startswith("begin\n")
     assert failure.traceback.endswith("\nTheError: end")
-    assert len(failure.message) == errorfiles.MAX_MESSAGE_CHARS
+    assert len(failure.message) == exits.MAX_MESSAGE_CHARS
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_long_traceback_keeps_its_end(tmp_path: Path) -> None:
         (b"[" * 100_000, "not JSON"),
         (b"[]", "no message"),
         (b"{}", "no message"),
-        (b'{"message": "%s"}' % (b"x" * errorfiles.MAX_ERROR_FILE_BYTES), "longer than"),
+        (b'{"message": "%s"}' % (b"x" * exits.MAX_ERROR_FILE_BYTES), "longer than"),
     ],
 )
 def test_rubbish_is_named(tmp_path: Path, content: bytes, why: str) -> None:
@@ -165,7 +165,7 @@ def test_the_launchers_copy_is_torchs(tmp_path: Path, monkeypatch: pytest.Monkey
     rank_file, own, theirs = (tmp_path / name for name in ("rank.json", "own.json", "torch.json"))
     recorded(rank_file, monkeypatch)
     failure = describe(rank_file, exitcode=3)
-    assert errorfiles.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)}) == str(own)
+    assert exits.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)}) == str(own)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(theirs))
     ErrorHandler().dump_error_file(str(rank_file), 3)
     assert json.loads(own.read_text()) == json.loads(theirs.read_text())
@@ -178,7 +178,7 @@ def test_the_launchers_copy_of_a_failure_on_another_node(tmp_path: Path) -> None
         "there", 9, 1, 5, -11, 1_795_229_851_500_000, FailureKind.SIGNAL, "Signal 11", "tb",
         "/on/another/node/error.json",
     )  # fmt: skip
-    errorfiles.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)})
+    exits.write_own(failure, {"TORCHELASTIC_ERROR_FILE": str(own)})
     message = json.loads(own.read_text())["message"]
     assert message == {
         "message": "Signal 11",
@@ -190,15 +190,15 @@ def test_the_launchers_copy_of_a_failure_on_another_node(tmp_path: Path) -> None
 
 def test_no_copy_where_torchrun_makes_none(tmp_path: Path) -> None:
     own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "own.json")}
-    assert errorfiles.write_own(describe(""), own) == ""
-    assert errorfiles.write_own(describe(""), {}) == ""
-    assert errorfiles.write_own_words("SignalException", "s", 1, {}) == ""
+    assert exits.write_own(describe(""), own) == ""
+    assert exits.write_own(describe(""), {}) == ""
+    assert exits.write_own_words("SignalException", "s", 1, {}) == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_copy_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "no" / "such" / "folder")}
-    assert errorfiles.write_own_words("SignalException", "sentence", 1, own) == ""
+    assert exits.write_own_words("SignalException", "sentence", 1, own) == ""
 
 
 # ---------------------------------------------------------------- out of memory
@@ -252,7 +252,7 @@ def test_oom_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
     kills = OomKills(lambda: [events])
-    monkeypatch.setattr(errorfiles, "oom_kills", lambda: kills)
+    monkeypatch.setattr(exits, "oom_kills", lambda: kills)
     events.write_text("oom_kill 1\n")
     failure = describe("", exitcode=-9)
     assert failure.kind is FailureKind.OOM
