@@ -159,12 +159,13 @@ def test_a_task_that_fails_ends_the_node_or_is_told(caplog: pytest.LogCaptureFix
 OWNED_ELSEWHERE = {
     ("fetching.py", "_check"): "whoever asks awaits it",
     ("fetching.py", "_pass_over"): "whoever asks awaits it",
+    ("runtime.py", "awaited"): "who calls it is looked at, too",
 }
 
 
 def test_every_task_has_an_owner() -> None:
     """In the agent a task is awaited where it is made, or its failure is told."""
-    makers = {"create_task", "ensure_future"}
+    makers = {"create_task", "ensure_future", "awaited"}
     for file in sorted(AGENT.rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

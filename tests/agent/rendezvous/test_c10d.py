@@ -131,7 +131,7 @@ def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
 
 def test_a_name_that_does_not_resolve_may_yet() -> None:
     with pytest.raises(NotYet, match=r"no-such-host\.invalid"):
-        resolve("no-such-c10d.invalid", 1)
+        resolve("no-such-host.invalid", 1)
 
 
 def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:
