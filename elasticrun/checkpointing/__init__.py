@@ -2,5 +2,6 @@
 
 Imported by `elasticrun.training` when `Checkpointer` is first named. Forbidden here: collectives,
 threads that outlive a restore (but for a storage that hangs), storage in a training step, to raise
-into the script for a save that failed, grpc, and every room but `dcp`, `storage` and `wire`.
+into the script for a save that failed, grpc, and every room but `dcp`, `storage`,
+`shm` and `wire`.
 """

@@ -50,8 +50,8 @@ from elasticrun.dcp.loading import NotAllowed, deserialise
 from elasticrun.dcp.torches import DTensor, no_collection
 from elasticrun.shm.layout import Item, ItemKind, Layout
 
-NAME: Final = "__rng"
-"""Below `__rank3`, beside what `per_rank` was given."""
+RNG: Final = "__rng"
+"""Of the random states: below `__rank3`, beside what `per_rank` was given."""
 
 _HEAD: Final = struct.Struct("<8sHHI")
 """Whose state follows, the number of the device, whether it was the current one, and the bytes."""
@@ -259,7 +259,7 @@ class State:
         self.own: dict[str, Own] = {}
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
-            self.own[NAME] = Own(self._rng, None)
+            self.own[RNG] = Own(self._rng, None)
         self.parts = self._sort(*_spread(parts))
         self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
@@ -315,7 +315,7 @@ class State:
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
         """State of this rank alone. StateError."""
-        if name == NAME:
+        if name == RNG:
             raise StateError(f"{name!r} cannot be a name: the random states have it")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
             raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
@@ -338,7 +338,7 @@ class State:
 
     def not_had(self, name: str, why: str) -> None:
         """Own state of this name is not what it was."""
-        if name == NAME:
+        if name == RNG:
             text = "random states are as the script has them now, not as they were"
             self._remark(f"{text}: {why}")
         else:
@@ -517,8 +517,8 @@ class State:
             names = {item.path[len(prefix) :]: item.fqn for item in below.values()}
             if not below:
                 now = part.loose()
-                if prefix[-1] == NAME:
-                    self.not_had(NAME, f"those of rank {self.rank} were not saved")
+                if prefix[-1] == RNG:
+                    self.not_had(RNG, f"those of rank {self.rank} were not saved")
                 elif part.steady() is not None or (now is not None and now != {}):
                     self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun import config as settings
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.settings import NoProgram, NothingToDo, UsageError
 from elasticrun.cli.trust import notes, withdraw
+from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, Rendezvous
 from elasticrun.wire.types import Entry, EntryKind
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _do(verb: str, words: Sequence[str]) -> int:
     try:
         return VERBS[verb](words[1:]) if verb else _launch(words)
     except SystemExit as end:  # argparse has printed a page of help
-        if end.code or not (code := _printed(lambda: settings.EXIT_OK)):
+        if end.code or not (code := _printed(lambda: EXIT_OK)):
             raise
         return code
 
@@ -135,7 +135,7 @@ def _launch(words: Sequence[str]) -> int:
     try:
         return _run(words, ns)
     except UsageError as error:
-        if ns.exit_codes == "scheduler" and error.exit_code == settings.EXIT_FAILED:
+        if ns.exit_codes == "scheduler" and error.exit_code == EXIT_FAILED:
             error.exit_code = error.for_scheduler
         raise
 
@@ -154,7 +154,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         config = resolve(ns, environ, machine)
     except NothingToDo as why:
         say(str(why))
-        return settings.EXIT_OK
+        return EXIT_OK
     if ns.dry_run:
         return _printed(lambda: _dry_run(config, ns, environ, machine))
     hint = _check(config)
@@ -177,7 +177,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
 
 def _dry_run(
-    config: settings.AgentConfig,
+    config: AgentConfig,
     ns: argparse.Namespace,
     environ: Mapping[str, str],
     machine: Machine,
@@ -186,10 +186,10 @@ def _dry_run(
     from elasticrun.cli.verbs.dry_run import describe
 
     print(describe(config, ns, environ, look(Asked(ns, environ), machine)), end="")
-    return settings.EXIT_OK
+    return EXIT_OK
 
 
-def _check(config: settings.AgentConfig) -> str:
+def _check(config: AgentConfig) -> str:
     """Refuse a program that is not there. On one node of several only say so, and let the rank
     fail: then the job ends everywhere, instead of waiting for this node."""
     try:
@@ -221,7 +221,7 @@ def _master(words: Sequence[str]) -> int:
     from elasticrun.cli.verbs.master import configure
 
     config = configure(words, withdraw())
-    where = settings.Rendezvous("elastic", config.host, config.port)
+    where = Rendezvous("elastic", config.host, config.port)
     for note in notes(where, config.spec.max_nodes if config.spec else 0, config.token, config.tls):
         say(note)
     from elasticrun.master.main import main as run_master

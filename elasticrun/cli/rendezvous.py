@@ -13,21 +13,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli import settings
-from elasticrun.cli.settings import UsageError
+from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import Rendezvous
-
-if TYPE_CHECKING:
-    from elasticrun.cli.settings import Asked
-from collections.abc import Iterable
-from typing import NamedTuple
-
-from elasticrun.cli.settings import Asked
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 

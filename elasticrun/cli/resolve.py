@@ -25,15 +25,6 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind
 
-HEALTH_TIMES: Final = {
-    "probe_timeout": config.PROBE_LIMIT,
-    "straggler_time": config.SLOW_FOR,
-}
-"""Keys of --rdzv-conf that are times of node health, with their defaults."""
-
-AUTO_CHECK_NODES: Final = 4
-"""From so many nodes on, --auto-config checks the network, as dlrover-run does."""
-
 __all__ = ["Machine", "UsageError", "resolve"]
 
 LOGS_GROUP: Final = "torchrun.logs_specs"
@@ -46,6 +37,15 @@ _TIMES: Final = {
     "grow_cooldown": config.GROW_COOLDOWN,
 }
 """Keys of --rdzv-conf that are times, with their defaults."""
+
+_HEALTH_TIMES: Final = {
+    "probe_timeout": config.PROBE_LIMIT,
+    "straggler_time": config.SLOW_FOR,
+}
+"""Keys of --rdzv-conf that are times of node health, with their defaults."""
+
+AUTO_CHECK_NODES: Final = 4
+"""From so many nodes on, --auto-config checks the network, as dlrover-run does."""
 
 _OTHER_KEYS: Final = ("is_host", "store_type", "node_unit", "rank")
 _ALIASES: Final = {"lastcall_timeout": "last_call_timeout", "heartbeat": "heartbeat_timeout"}
@@ -329,7 +329,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
     if idle:
         notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
-    times = (*_TIMES, *HEALTH_TIMES)
+    times = (*_TIMES, *_HEALTH_TIMES)
     unknown = [key for key in conf if key not in {*times, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
     if unknown:
         known = ", ".join([*times, "is_host", "node_unit"])
@@ -388,7 +388,7 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
     auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
     times = {
         key: settings.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}")
-        for key, default in HEALTH_TIMES.items()
+        for key, default in _HEALTH_TIMES.items()
     }
     return CheckSpec(
         network=asked.switch("network_check") or level >= 1 or auto,

@@ -352,8 +352,6 @@ class PendingHandshakes:
     """
 
     def __init__(self) -> None:
-        self._limit = PROVE_LIMIT
-        self._most = MAX_UNPROVED
         self._waiting: dict[asyncio.Timeout, None] = {}  # in the order of arrival
         self._pushed: set[asyncio.Timeout] = set()
 
@@ -364,11 +362,11 @@ class PendingHandshakes:
     async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
         """For as long as a stream introduces itself. Wrong when it has to go; `awaits`: what of
         it is still to come."""
-        limit = asyncio.timeout(self._limit)
+        limit = asyncio.timeout(PROVE_LIMIT)
         try:
             async with limit:
                 self._waiting[limit] = None
-                if len(self._waiting) > self._most:
+                if len(self._waiting) > MAX_UNPROVED:
                     self._push_off()
                 yield
         except TimeoutError:

@@ -14,10 +14,10 @@ from typing import Any, Final, TypeVar
 
 from elasticrun.saver import transfer, work
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.parts import PartWritten
 from elasticrun.saver.pool import Piece, WorkerPool
 from elasticrun.saver.transfer import Broken, Refused
 from elasticrun.saver.work import Outcome
+from elasticrun.saver.written import PartWritten
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk
 from elasticrun.wire.snapshots import (

@@ -8,14 +8,12 @@ the coordinator's saver has to know of a part is a `PartWritten`.
 
 from __future__ import annotations
 
-import json
 import re
 import struct
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Final
+from functools import cache
+from typing import Final
 
 import torch
 import xxhash
@@ -23,20 +21,15 @@ import xxhash
 from elasticrun.dcp import image
 from elasticrun.dcp.metadata import MetadataError, Part, build, items_of, stretch_of
 from elasticrun.dcp.writing import write_data
+from elasticrun.saver.written import MAX_LAYOUTS, PartWritten
 from elasticrun.shm.layout import (
-    MAX_ITEMS,
-    MAX_LAYOUT_BYTES,
-    MAX_SIZE,
     Item,
-    ItemKind,
     Layout,
-    LayoutError,
-    decode,
 )
 from elasticrun.shm.segment import Segment, Snapshot, block_of
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.folder import MARKER, Folder
-from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError, file_of, plain_file
+from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.timeline import (
     PERIODIC,
     Found,
@@ -48,116 +41,15 @@ from elasticrun.storage.timeline import (
 )
 from elasticrun.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.bounds import MAX_ATTEMPT
-from elasticrun.wire.snapshots import Named, PartOf, PersistParts
-
-_LENGTH: Final = struct.Struct("<I")
-
-MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
-"""Of an encoded part, with its layout."""
+from elasticrun.wire.snapshots import PartOf, PersistParts
 
 OLD: Final = 3600.0
 """Seconds after which a checkpoint that was never committed is removed."""
-
-MAX_LAYOUTS: Final = 64
-"""Layouts that are kept decoded."""
 
 _ATTEMPT: Final = re.compile(rf"[A-Za-z0-9_.\-]{{1,{MAX_ATTEMPT}}}\Z")
 _NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
 _DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
 _layouts: dict[int, Layout] = {}
-
-
-class PartError(ValueError):
-    """The bytes are no part, or one that cannot be; a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartWritten:
-    """One rank's share, on stable storage. `lengths`: of the opaque values in the file. `places`:
-    where each item lies in it (dcp.metadata.Part), () if as in the layout."""
-
-    file: FileEntry
-    step: int
-    round: Named
-    attempt: str
-    torch: str
-    lengths: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]
-    layout: Layout
-
-    def encode(self) -> bytes:
-        """Compressed JSON, then the layout. LayoutError if it is beyond all bounds."""
-        plain = {
-            "file": plain_file(self.file),
-            "step": self.step,
-            "round": [self.round.term, self.round.number, self.round.nonce],
-            "attempt": self.attempt,
-            "lengths": self.lengths,
-            "places": self.places,
-        }
-        text = zlib.compress(json.dumps(plain, separators=(",", ":")).encode("ascii"), 1)
-        return _LENGTH.pack(len(text)) + text + self.layout.encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> PartWritten:
-        """Back from `encode`, with every number checked. PartError."""
-        if len(data) > MAX_BYTES or len(data) < _LENGTH.size:
-            raise PartError(f"{len(data)} bytes are no part")
-        (length,) = _LENGTH.unpack_from(data)
-        try:
-            layout = _layout(data[_LENGTH.size + length :])
-            stream = zlib.decompressobj()
-            text = stream.decompress(data[_LENGTH.size : _LENGTH.size + length], MAX_LAYOUT_BYTES)
-            if not stream.eof:
-                raise PartError("a part is too long, or cut")
-            return _checked(json.loads(text), layout)
-        except (LayoutError, ManifestError) as error:
-            raise PartError(f"this is no part: {error}") from None
-        except PartError:
-            raise
-        except (ValueError, TypeError, KeyError, zlib.error, RecursionError) as error:
-            raise PartError(f"this is no part ({type(error).__name__})") from None
-
-
-@lru_cache(maxsize=MAX_LAYOUTS)
-def _layout(encoded: bytes) -> Layout:
-    """The same comes with every checkpoint of a round."""
-    return decode(encoded)
-
-
-def _checked(plain: Any, layout: Layout) -> PartWritten:
-    file = file_of(plain["file"])
-    term, number, nonce = plain["round"]
-    attempt = plain["attempt"]
-    lengths = tuple(plain["lengths"])
-    places = tuple((offset, length) for offset, length in plain["places"])
-    numbers = [plain["step"], term, number, *lengths, *(n for place in places for n in place)]
-    if (
-        not all(type(n) is int and 0 <= n < MAX_SIZE for n in numbers)
-        or len(numbers) > 3 * MAX_ITEMS
-    ):
-        raise PartError("a part has impossible sizes")
-    if not isinstance(nonce, str) or len(nonce) > MAX_ATTEMPT:
-        raise PartError("a part names no round")
-    if not isinstance(attempt, str) or len(attempt) > MAX_ATTEMPT:
-        raise PartError("a part names no attempt")
-    if file.layout != layout.key:
-        raise PartError("a part is of another layout than it says")
-    if not places:
-        _check_size(file, layout, lengths)
-    elif any(offset + length > file.size for offset, length in places):
-        raise PartError("an item reaches beyond the file of its part")
-    return PartWritten(
-        *(file, plain["step"], Named(term, number, nonce), attempt, layout.torch),
-        *(lengths, places, layout),
-    )
-
-
-def _check_size(file: FileEntry, layout: Layout, lengths: tuple[int, ...]) -> None:
-    values = sum(1 for i in layout.items if i.kind is ItemKind.BYTES and (file.shared or i.own))
-    stretch = layout.own_bytes + (layout.shared_bytes if file.shared else 0)
-    if (len(lengths), file.stretch, file.size) != (values, stretch, stretch + sum(lengths)):
-        raise PartError(f"{file.name} is not as long as its items are together")
 
 
 class PersistError(Exception):
@@ -456,7 +348,7 @@ class Swept:
 def sweep(
     folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
 ) -> Swept:
-    """Remove what is not to be kept (storage.retention), what was condemned and is older than all
+    """Remove what is not to be kept (storage.timeline), what was condemned and is older than all
     that is kept, and what was begun and never committed. To be called after a commit."""
     removed, remarks = [], []
     try:

@@ -18,8 +18,8 @@ from typing import Final
 
 from elasticrun.saver import transfer
 from elasticrun.saver.attempts import tried
-from elasticrun.saver.parts import PartError, PartWritten
 from elasticrun.saver.pool import Piece, Post, WorkerPool
+from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire.bulk import MAX_TEXT, Get, Put, Refusal

@@ -20,10 +20,10 @@ from typing import Any, Final, NoReturn
 from elasticrun.saver import hashing
 from elasticrun.saver.attempts import Attempts
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.parts import PartWritten
 from elasticrun.saver.peers import Fetches, Peers, listen
 from elasticrun.saver.pool import Full, Inbox, Piece, WorkerPool
 from elasticrun.saver.transfer import Answer, Served
+from elasticrun.saver.written import PartWritten
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk

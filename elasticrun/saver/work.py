@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.saver import hashing
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.parts import PartWritten
+from elasticrun.saver.written import PartWritten
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire.snapshots import PersistParts
 
@@ -59,11 +59,11 @@ def write_parts(
     opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
 ) -> Outcome:
     """Every part of this node, one after the other. The agent has had them compared before."""
-    from elasticrun.saver import parts as persist
+    from elasticrun.saver import parts as saver_parts
 
     folder = _folder(order.folder)
     ranks = {part.rank for part in order.parts}
-    persist.clear_earlier(folder, order.step, ranks, order.attempt)
+    saver_parts.clear_earlier(folder, order.step, ranks, order.attempt)
     parts = []
     for part in order.parts:
         if stop():
@@ -72,25 +72,25 @@ def write_parts(
         if held is None:
             raise hashing.Gone(f"the saver does not have the segment of rank {part.rank}")
         held.drop_others(held.snapshot(part.slot, part.sequence))
-        parts.append(persist.write_part(held.segment, part, order, folder, stop=stop))
+        parts.append(saver_parts.write_part(held.segment, part, order, folder, stop=stop))
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
 
 
 def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[], bool]) -> Outcome:
     """Write manifest and marker."""
-    from elasticrun.saver import parts as persist
+    from elasticrun.saver import parts as saver_parts
 
     folder = _folder(order.folder)
-    persist.commit(folder, order, parts, stop)
+    saver_parts.commit(folder, order, parts, stop)
     return Outcome("", tuple(folder.take_remarks()))
 
 
 def sweep(order: PersistParts) -> Outcome:
     """Remove what is not to be kept any more."""
-    from elasticrun.saver import parts as persist
+    from elasticrun.saver import parts as saver_parts
 
     folder = _folder(order.folder)
-    swept = persist.sweep(
+    swept = saver_parts.sweep(
         folder,
         keep_last=order.keep_last,
         keep_every=order.keep_every,
@@ -101,20 +101,20 @@ def sweep(order: PersistParts) -> Outcome:
 
 def clean(order: PersistParts) -> Outcome:
     """Remove the files of an attempt that came to nothing."""
-    from elasticrun.saver import parts as persist
+    from elasticrun.saver import parts as saver_parts
 
     folder = _folder(order.folder)
-    persist.give_up(folder, order.step, order.attempt)
+    saver_parts.give_up(folder, order.step, order.attempt)
     return Outcome("", tuple(folder.take_remarks()))
 
 
 def tidy(order: PersistParts) -> Outcome:
     """Remove what was begun long ago, and no checkpoint: where no attempt comes through there is no
     sweep."""
-    from elasticrun.saver import parts as persist
+    from elasticrun.saver import parts as saver_parts
 
     folder = _folder(order.folder)
-    swept = persist.sweep(folder, keep_last=0, keep_every=0, in_use=(order.step,))
+    swept = saver_parts.sweep(folder, keep_last=0, keep_every=0, in_use=(order.step,))
     return Outcome("", (*swept.remarks, *folder.take_remarks()))
 
 

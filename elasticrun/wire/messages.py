@@ -141,7 +141,7 @@ class JobSpec(Struct, frozen=True):
     master_lost_timeout: float
     checks: CheckSpec = field(default_factory=CheckSpec)
     saves: SaveSpec = field(default_factory=SaveSpec)
-    scheduler_codes: bool = False  # --exit-codes=scheduler (core.failures.CONTRACT)
+    scheduler_codes: bool = False  # --exit-codes=scheduler (core.rounds.failures.CONTRACT)
 
     def agree(self, where: str) -> None:
         if self.min_nodes > self.max_nodes:

@@ -1,19 +1,28 @@
-"""What an agent has imported before its fork server and its master are started: they import while
-it goes on."""
+"""What a process has imported before the slow things it starts are started: they import while it
+goes on."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-TOO_SOON = ("asyncio", "grpc", "google.protobuf", "ssl", "torch", "numpy")
+import pytest
+
+AGENT = "elasticrun.__main__, elasticrun.cli.resolve, elasticrun.agent.main, \
+elasticrun.agent.link.master_process"
 
 
-def test_nothing_heavy_comes_before_the_fork_server_and_the_master() -> None:
+@pytest.mark.parametrize(
+    ("imported", "too_soon"),
+    [
+        (AGENT, ("asyncio", "grpc", "google.protobuf", "ssl", "torch", "numpy")),
+        ("elasticrun.saver.saver", ("torch", "numpy", "asyncio", "grpc")),
+    ],
+    ids=["an-agent", "a-saver"],
+)
+def test_nothing_heavy_comes_first(imported: str, too_soon: tuple[str, ...]) -> None:
     code = (
-        "import sys; import elasticrun.__main__, elasticrun.cli.resolve\n"
-        "import elasticrun.agent.main, elasticrun.agent.link.master_process\n"
-        f"print([name for name in {TOO_SOON!r} if name in sys.modules])\n"
+        f"import sys, {imported}\nprint([name for name in {too_soon!r} if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

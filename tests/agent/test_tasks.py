@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent import node, node as introduction, runtime
+from elasticrun.agent import node, runtime
 from elasticrun.agent.link import identity, master_process
 from elasticrun.agent.runtime import AgentLoop, NoThread, Tasks, in_thread, own_defect
 from elasticrun.config import EXIT_FAILED
@@ -100,10 +100,10 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch)
         return identity.Identity("late", Slot())  # type: ignore[arg-type]
 
     monkeypatch.setattr(identity, "identify", identify)
-    monkeypatch.setattr(introduction, "SLOT_LIMIT", 0.01)
+    monkeypatch.setattr(node, "SLOT_LIMIT", 0.01)
 
     async def body() -> str:
-        found = await introduction.introduce(agent_config(), StderrWriter())
+        found = await node.introduce(agent_config(), StderrWriter())
         return found.identity.note
 
     assert "only as long as this agent: no run folder (no answer of the disk" in asyncio.run(body())

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from elasticrun.checkpointing import line as departing
+from elasticrun.checkpointing import line
 from elasticrun.checkpointing.line import Departure, Line, PutOff
 from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
@@ -65,13 +65,13 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from elasticrun.checkpointing import line as departing
+from elasticrun.checkpointing import line
 from elasticrun.checkpointing.line import Departure, PutOff
 
 class Line:
     def say(self, message): print(message, flush=True)
 
-departing.WORD_LIMIT = departing.SAID_AGAIN = 240.0
+line.WORD_LIMIT = line.SAID_AGAIN = 240.0
 rank = Departure(Line(), (15, 10), PutOff())
 me = os.getpid()
 def step(number, asked=-1):
@@ -112,7 +112,7 @@ step(2, 1)
     "without a word a snapshot is taken all the same": (-15, (), """
 os.kill(me, signal.SIGTERM)
 assert not step(1)
-departing.WORD_LIMIT = 0.0
+line.WORD_LIMIT = 0.0
 assert step(2)
 rank.answer(2, saved=True)
 rank.end()
@@ -174,7 +174,7 @@ rank.end()
 assert step(1, 1)
 rank.answer(1, saved=False)
 os.kill(me, signal.SIGTERM)
-departing.WORD_LIMIT = 0.0
+line.WORD_LIMIT = 0.0
 assert step(2, 1)
 rank.answer(2, saved=False)
 assert rank.is_ending
@@ -211,7 +211,7 @@ def test_a_second_signal_is_obeyed_at_once() -> None:
     for first, second in ((10, 10), (10, 15), (15, 10)):
         body = f"os.kill(me, {first})\nos.kill(me, {second})"
         assert ended(body) == (-second, [PUTS_OFF])
-    body = "departing.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
+    body = "line.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
     assert ended(body) == (-15, [PUTS_OFF])
 
 
@@ -292,12 +292,12 @@ newer.close()
 WITH_AN_AGENT = """
 import os, signal, threading
 from dataclasses import replace
-from elasticrun.checkpointing import backends as ways
+from elasticrun.checkpointing import backends
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import AwaitRoom
 from tests.checkpointing.played import NOTHING, playing
 
-ways.WHOLE_LIMIT = 240.0
+backends.WHOLE_LIMIT = 240.0
 with playing() as agent:
     agent.resume, agent.watermark = replace(NOTHING, put_off=(15,)), False
     os.environ["ELASTICRUN_SNAPSHOTS"] = agent.place(0)
@@ -329,4 +329,4 @@ def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> 
 def test_limits_are_below_those_of_the_agent() -> None:
     from elasticrun.config import DEPARTURE_GRACE
 
-    assert departing.ASKED_LIMIT + departing.WHOLE_LIMIT < DEPARTURE_GRACE
+    assert line.ASKED_LIMIT + line.WHOLE_LIMIT < DEPARTURE_GRACE

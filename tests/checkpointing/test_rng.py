@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from elasticrun.checkpointing import state as rng
 from elasticrun.checkpointing.parts import StateError
+from elasticrun.checkpointing.state import RNG, RandomPart
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import NeedSegment, Remark
 from tests.checkpointing.played import PlayedAgent, playing
@@ -124,10 +124,10 @@ def test_any_reader_of_torch_finds_them_as_bytes(tmp_path: Path) -> None:
     found: dict[str, Any] = {"n": {"x": 0}}
     dcp.load(found, checkpoint_id=str(tmp_path / "step-000000001"), no_dist=True)
     assert found == {"n": {"x": 1}}
-    states = rng.RandomPart(lambda _: None).loose()
-    found = {"__rank0": {rng.NAME: torch.zeros_like(states)}}
+    states = RandomPart(lambda _: None).loose()
+    found = {"__rank0": {RNG: torch.zeros_like(states)}}
     dcp.load(found, checkpoint_id=str(tmp_path / "step-000000001"), no_dist=True)
-    assert torch.equal(found["__rank0"][rng.NAME], states)
+    assert torch.equal(found["__rank0"][RNG], states)
     assert states.dtype == torch.uint8
     assert 10_000 < states.numel() < 12_000
 
@@ -166,21 +166,21 @@ class Device:
 
 def test_a_rank_on_another_device_takes_its_state_along(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "xpu", Device(0))
-    saved = rng.RandomPart(lambda _: None).loose()
+    saved = RandomPart(lambda _: None).loose()
     for initialised, states in ((True, [1, 0]), (False, [0, 1])):
         monkeypatch.setattr(torch, "xpu", now := Device(1, initialised))
         now.states = [torch.full((16,), 9, dtype=torch.uint8) for _ in range(2)]
-        part = rng.RandomPart(pytest.fail)
+        part = RandomPart(pytest.fail)
         part.adopt({(): saved})
         part.put_back()
         assert [int(state[0]) for state in now.states] == states
     monkeypatch.setattr(torch, "xpu", Device(0, initialised=False))
-    assert rng.RandomPart(lambda _: None).loose().numel() < saved.numel()
+    assert RandomPart(lambda _: None).loose().numel() < saved.numel()
 
 
 def test_their_name_is_taken(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="the random states have it"):
-        new(tmp_path).per_rank(rng.NAME, {})
+        new(tmp_path).per_rank(RNG, {})
 
 
 @pytest.fixture(scope="module")

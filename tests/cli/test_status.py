@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticrun.cli.verbs import status, status as verb
+from elasticrun.cli.verbs import status as verb
 from elasticrun.system.processes import start_time
 from elasticrun.wire import auth, run_folder
 from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, reader_token
@@ -174,8 +174,8 @@ def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     shown = structs.replace(
         page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2
     )
-    rows = [status.running(shown, "h:1"), status.running(page(job_id="b"), "h:2")]
-    lines = status.lines(rows, 80)
+    rows = [verb.running(shown, "h:1"), verb.running(page(job_id="b"), "h:2")]
+    lines = verb.lines(rows, 80)
     assert max(map(len, lines)) <= 80
     assert lines[1] == long
     assert lines[2].split() == ["running", "1/2", "1234567", "3s", "2/3", "2d07h"]

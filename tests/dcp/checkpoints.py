@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elasticrun.saver import parts as persist
-from elasticrun.saver.parts import PartWritten
+from elasticrun.saver import parts as saver_parts
+from elasticrun.saver.written import PartWritten
 from elasticrun.storage.folder import Folder
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.dcp.slots import NAMED, HandMade
@@ -33,7 +33,7 @@ def save(
     what is said of that."""
     order = ordered(step=step, attempt=attempt)
     parts = [
-        persist.write_part(
+        saver_parts.write_part(
             one.segment(step),
             PartOf(key=0, slot=0, sequence=1, rank=one.rank, shared=one.rank not in alone),
             order,
@@ -48,7 +48,7 @@ def save(
 
 def commit(folder: Folder, parts: Sequence[PartWritten], **changes: Any) -> None:
     """`changes`: fields of the order."""
-    persist.commit(folder, ordered(world_size=len(parts), **changes), parts)
+    saver_parts.commit(folder, ordered(world_size=len(parts), **changes), parts)
 
 
 def ordered(**changes: Any) -> PersistParts:

@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.testing import processes
-from elasticrun.wire import run_folder as published
+from elasticrun.wire import run_folder
 from elasticrun.wire.auth import TOKEN_WANTED, reader_token
 from elasticrun.wire.rpc.channel import LinkError, get_status
 from elasticrun.wire.types import Endpoint
@@ -145,10 +145,10 @@ def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
     (master,) = masters(launched)
     listening = [c for c in master.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
-    run_folder = world.scratch / "run"
-    await_true(lambda: list(run_folder.rglob("master-*.json")), "master's file")
-    (folder,) = {path.parent for path in run_folder.rglob("master-*.json")}
-    (entry,) = published.published(folder)
+    home = world.scratch / "run"
+    await_true(lambda: list(home.rglob("master-*.json")), "master's file")
+    (folder,) = {path.parent for path in home.rglob("master-*.json")}
+    (entry,) = run_folder.published(folder)
     assert folder.stat().st_mode & 0o077 == 0
     for endpoint in (entry.endpoint, Endpoint("127.0.0.1", port))[: 1 + static]:
         with pytest.raises(LinkError) as refused:

@@ -203,7 +203,7 @@ def test_a_master_of_another_version(world: World) -> None:
         async def attend(context: object) -> None:
             await context.read()  # type: ignore[attr-defined]
             await context.write(  # type: ignore[attr-defined]
-                channel.codec.order_to_wire(m.Refused(sentence, 78))
+                channel.protobuf.order_to_wire(m.Refused(sentence, 78))
             )
 
         async def status(_: object) -> bytes:

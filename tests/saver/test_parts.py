@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from elasticrun.saver import parts
-from elasticrun.saver.parts import PartError, PartWritten, PersistError
+from elasticrun.saver.parts import PersistError
+from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import Segment
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError

@@ -1,6 +1,7 @@
 """Seventeen nodes of a large job die and return: two rounds for the deaths, two for the returns.
 
-The rule is in `core.burst`. A sample runs here; all seeds and 10,000 nodes are in `make soak`.
+The rule is in `core.rounds.join_window`. A sample runs here; all seeds and 10,000 nodes are in
+`make soak`.
 """
 
 from __future__ import annotations

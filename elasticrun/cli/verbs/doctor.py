@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
-from elasticrun.cli import resolve, settings as values, trust
+from elasticrun.cli import resolve, settings, trust
 from elasticrun.cli.flags import Parser, add_flags
 from elasticrun.cli.place import PLACE_FLAGS, explain
 from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, look, setting
@@ -138,7 +138,7 @@ def _subject(
 def _nodes(asked: Asked, place: Whereabouts) -> int:
     """How many nodes the job may have. Where nobody says it, as many as the scheduler has given:
     from a batch script a bare command is a job of one, but its nodes are looked at for more."""
-    _, nodes = values.nodes(asked.text("nnodes"))
+    _, nodes = settings.nodes(asked.text("nnodes"))
     if asked.explicitly("nnodes") or asked.switch("standalone") or place.found is None:
         return nodes
     return max(nodes, amount(place.found.nodes))

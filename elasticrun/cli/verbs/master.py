@@ -1,6 +1,4 @@
-"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks. And which
-master leads a job, asked of etcd.
-"""
+"""`elasticrun master`: a job master by hand, for a host or a pod that runs no ranks."""
 
 from __future__ import annotations
 
@@ -14,47 +12,8 @@ from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import ETCD_CALL_LIMIT, EXIT_USAGE, MasterConfig, Rendezvous, Tls
+from elasticrun.config import EXIT_USAGE, MasterConfig, Rendezvous
 from elasticrun.wire import env, run_folder
-from elasticrun.wire.bounds import WireError
-from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
-from elasticrun.wire.types import Endpoint
-
-
-class NoLeader(Exception):
-    """Nobody leads; the text is a sentence."""
-
-
-async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
-    """The endpoint of the master that leads `job_id`. NoLeader."""
-    # Late: grpc takes longer to import than everything else here together.
-    from elasticrun.wire.messages import End
-    from elasticrun.wire.rpc import etcd, protobuf
-
-    tls = files or Tls()
-    keys = Keys(job_id)
-    try:
-        client = etcd.Etcd(
-            parse_place(store), ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
-        )
-        try:
-            there = {item.key: item.value for item in (await client.read(keys.lead)).items}
-        finally:
-            await client.close()
-    except (PlaceError, etcd.EtcdError) as wrong:
-        raise NoLeader(str(wrong)) from None
-    leader = leader_from_bytes(there.get(keys.master, b""))
-    if leader is not None:
-        return leader.endpoint
-    if keys.outcome in there:
-        try:
-            end = protobuf.order_from_wire(there[keys.outcome])
-        except WireError:
-            end = None
-        if isinstance(end, End):
-            raise NoLeader(f"job {job_id!r} is over: {end.reason}")
-    raise NoLeader(f"no master leads a job {job_id!r} in {store} now")
-
 
 JOB_FLAGS: Final = (
     "nnodes",

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from elasticrun import __version__
-from elasticrun.cli.verbs.master import NoLeader, leading
-from elasticrun.config import Tls
+from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import some
 from elasticrun.wire.auth import reader_token
+from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import JobStatus
+from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.run_folder import Ended, Published, ended, prune_ended, published, run_folder
 from elasticrun.wire.types import Endpoint
 
@@ -38,7 +39,42 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from elasticrun.wire.messages import JobStatus, NodeStatus
+    from elasticrun.wire.messages import NodeStatus
+
+
+class NoLeader(Exception):
+    """Nobody leads; the text is a sentence."""
+
+
+async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
+    """The endpoint of the master that leads `job_id`. NoLeader."""
+    # Late: grpc takes longer to import than everything else here together.
+    from elasticrun.wire.messages import End
+    from elasticrun.wire.rpc import etcd, protobuf
+
+    tls = files or Tls()
+    keys = Keys(job_id)
+    try:
+        client = etcd.Etcd(
+            parse_place(store), ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
+        )
+        try:
+            there = {item.key: item.value for item in (await client.read(keys.lead)).items}
+        finally:
+            await client.close()
+    except (PlaceError, etcd.EtcdError) as wrong:
+        raise NoLeader(str(wrong)) from None
+    leader = leader_from_bytes(there.get(keys.master, b""))
+    if leader is not None:
+        return leader.endpoint
+    if keys.outcome in there:
+        try:
+            end = protobuf.order_from_wire(there[keys.outcome])
+        except WireError:
+            end = None
+        if isinstance(end, End):
+            raise NoLeader(f"job {job_id!r} is over: {end.reason}")
+    raise NoLeader(f"no master leads a job {job_id!r} in {store} now")
 
 
 TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")

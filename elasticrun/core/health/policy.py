@@ -36,7 +36,7 @@ MAX_TURNS = 64
 """Passes and verdicts that may follow from one answer; more would be a check that does not end."""
 
 DOUBTED = "the network check could not tell whether this node is well; it is tried with another one"
-AT_THE_GATE = "at the door: this node is probed before it may be let in"
+AT_THE_DOOR = "at the door: this node is probed before it may be let in"
 
 Sentence = tuple[str, str, str]
 """A node that is to be excluded: its id, the kind, and the reason."""
@@ -177,7 +177,7 @@ class HealthPolicy:
 
     # ------------------------------------------------------------ at the gate of a running round
 
-    def _is_probed_at_gate(self, node: str) -> bool:
+    def _is_probed_at_door(self, node: str) -> bool:
         """A node has joined. Whether it must be probed by itself before the rendezvous may know,
         because a round runs that it would stop."""
         check, rdzv = self._netcheck, self._rdzv
@@ -188,8 +188,8 @@ class HealthPolicy:
         if node in self._unresolved:
             rdzv.keep_out(node, self._unresolved[node])
         elif check.standing(node) is Standing.UNKNOWN:
-            rdzv.keep_out(node, AT_THE_GATE)
-            self._probe_at_gate(check, node)
+            rdzv.keep_out(node, AT_THE_DOOR)
+            self._probe_at_door(check, node)
         else:
             return False
         self._tell_why_kept_out(node)
@@ -203,14 +203,14 @@ class HealthPolicy:
             return
         for node in self._rdzv.barred:
             if check.standing(node) is Standing.UNKNOWN:
-                self._probe_at_gate(check, node)
+                self._probe_at_door(check, node)
 
-    def _probe_at_gate(self, check: NetCheck, node: str) -> None:
+    def _probe_at_door(self, check: NetCheck, node: str) -> None:
         if node not in self._pending:
             self._pending[node] = None
             self._order((check.at_door(node, self._time()),))
 
-    def _passed_gate(self) -> None:
+    def _passed_door(self) -> None:
         """Those that have been probed by themselves and have not failed may join."""
         check, answered = self._netcheck, self._answered
         self._answered = []
@@ -223,7 +223,7 @@ class HealthPolicy:
     def join(self, node: str) -> None:
         """No rank lives on this node, and it is ready. Probed by itself where it must be, it may be
         in a round."""
-        if not self._is_probed_at_gate(node):
+        if not self._is_probed_at_door(node):
             self._joined(node)
 
     def _joined(self, node: str) -> None:
@@ -266,7 +266,7 @@ class HealthPolicy:
                 break
         else:
             raise RuntimeError("the network check does not come to rest")
-        self._passed_gate()
+        self._passed_door()
         if self._is_checking and not check.busy:
             self._is_checking = False
             self._tell_summary(check)

@@ -37,6 +37,8 @@ MAX_DECISIONS = 8
 
 ALL_LEFT = "every node has left"
 
+_OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
+
 
 class Job:
     """One job's master; see the module's head. Its parts are there from the first agent on, or from
@@ -119,7 +121,6 @@ class Job:
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
-        node: str | None = None
         match event:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
@@ -221,8 +222,7 @@ class Job:
     def _heard_of_round(self, node: str, report: m.Report) -> None:
         """Of the present round; of one that is over nothing is of interest."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
-        of_a_round = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
-        if not isinstance(report, of_a_round) or ctx.round is None:
+        if not isinstance(report, _OF_A_ROUND) or ctx.round is None:
             return
         if report.round != ctx.round.name:
             return

@@ -94,15 +94,16 @@ class Recorder:
         self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
         if facts.round is not None:
             ctx.round = Round(facts.round, inherited=True, why_stopped=facts.round.over)
-        if facts.outcome is None and facts.round is not None:
-            self._load_round(facts.round, facts.starved)
+        if facts.outcome is None and ctx.round is not None:
+            self._load_round(ctx.round, facts.starved)
         elif facts.outcome is None:
             ctx.rdzv.restore(None, facts.starved, now, 0.0)
             if facts.blind:
                 ctx.rdzv.takeover.expect_round(now)
         ctx.note(_in_words(facts))
 
-    def _load_round(self, was: RoundFacts, starved: float) -> None:
+    def _load_round(self, round_: Round, starved: float) -> None:
+        was = round_.facts
         ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
         ctx.settlement.new_round(adopted=was.adopted)  # its agents tell its failures again
         ctx.settlement.window.excuse(was.excuse)
@@ -114,7 +115,7 @@ class Recorder:
             else:
                 ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
         ctx.rdzv.restore(was, starved, now, redial)
-        seats = {seat.node: seat.group_rank for seat in was.seats}
+        seats = round_.seats  # itself: members of an adopted round are seated as they come
         self._snapshots.begin_round(was.name, was.world_size, was.restore, seats)
         self._snapshots.points.expect(node for node in seats if node not in gone)
 

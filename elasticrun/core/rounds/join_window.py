@@ -1,6 +1,6 @@
 """How long to wait for nodes before a round forms or is given up for another.
 
-*Last call* waits for nodes that nobody has announced.
+*Last call*, before the first round, waits for nodes that nobody has announced: see `rendezvous`.
 
 A *burst* is things that befall nodes one after another: is it one event that goes on? A switch
 fails and its nodes are lost over a minute; a rack gets its power back and they return over two. A
@@ -31,7 +31,7 @@ some.
   between newcomers). Last call counts from the moment an agent appears, since its join comes only
   when its torch is imported, and waits for those who have appeared and not joined; but one that
   comes and goes counts when it joins. It is spent before ranks are stopped, not after.
-* While the job is still *being started* newcomers are let in together, when `burst` takes the start
+* While the job is still *being started* newcomers are let in together, when `Burst` takes the start
   for over: one larger round, and not one for each of eight nodes that start over forty seconds. It
   is, in its first round, if the nodes of that round came apart, or if with the first newcomer not
   more are there than missing and more than two are missing. (That one newcomer is alone cannot be

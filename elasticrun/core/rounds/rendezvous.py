@@ -244,7 +244,7 @@ class Rendezvous:
         """Its stream broke; it may come back within `patience` seconds, and joins again then."""
         if node in self._announced or node in self.ready:
             self._door.went(node)
-        self._away_from_gate(node)
+        self._away_from_door(node)
         if self.last.is_concerned(node):
             self.last.unheard.add(node)
         if node in self.last.away:
@@ -289,7 +289,7 @@ class Rendezvous:
             del self.takeover.unseen[node]
             if not reborn:
                 self.takeover.vanished.add(node)
-        self._away_from_gate(node)
+        self._away_from_door(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
         last.unheard.discard(node)
@@ -301,7 +301,7 @@ class Rendezvous:
             last.fenced = last.fenced or reborn or over
             last.last_word = max(last.last_word, last_word)
 
-    def _away_from_gate(self, node: str) -> None:
+    def _away_from_door(self, node: str) -> None:
         self._announced.pop(node, None)
         self._kept.pop(node, None)
         self.barred.lift(node)

@@ -101,7 +101,7 @@ class Snapshots:
         nodes = tuple(nodes)
         unsaved = self.departures.gone(nodes)
         rescue = (signalled or self._at_breakpoint) if unsaved is None else unsaved
-        leaving = [node for node in dict.fromkeys(nodes) if node not in self.points.going]
+        leaving = dict.fromkeys(node for node in nodes if node not in self.points.going)
         newest = self.points.choose().restore if leaving and rescue else None
         ledger = self.points.ledger(newest.round) if newest is not None else None
         if newest is not None and ledger is not None and ledger.needs(newest.step, leaving):

@@ -1,7 +1,5 @@
-"""The ranks of one round on one node: which live, which failed, and of whose signals.
-
-The c10d stores of one node: at most one is ready and unused, at most one is in use.
-"""
+"""The ranks of one round on one node: which live, which failed, and of whose signals; and the
+node's c10d stores: at most one ready and unused, at most one in use."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from elasticrun.agent.link import session
 from elasticrun.agent.link.answering import Answer, probe
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
-from elasticrun.core import events as effects
+from elasticrun.core import events
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.operator_log import logger
 from elasticrun.wire.messages import PROTOCOL_VERSION, Hello, Join, Missed, Refused, Start, Welcome
@@ -137,7 +137,7 @@ def test_what_cannot_be_said_is_left_out(
                 link.say(Missed(RoundName(1, 1, "a"), 5, -1))
             link.say(join)
             await served.brain.until(
-                lambda event: isinstance(event, effects.Heard) and event.report == join
+                lambda event: isinstance(event, events.Heard) and event.report == join
             )
             assert not heard.count(LinkLost)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.rendezvous import claims, claims as folder_claim
+from elasticrun.agent.rendezvous import claims
 from elasticrun.agent.rendezvous.claims import NAME, FolderClaim, NotOurs
 
 
@@ -17,7 +17,7 @@ from elasticrun.agent.rendezvous.claims import NAME, FolderClaim, NotOurs
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look takes what it takes; only the waits between looks and renewals are short."""
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.02)
-    monkeypatch.setattr(folder_claim, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(claims, "LOOK_EVERY", 0.1)
     monkeypatch.setattr(claims, "died_here", lambda claim: False)  # the others are elsewhere
 
 
@@ -98,9 +98,7 @@ async def test_what_is_in_the_way_is_said_before_the_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(
-        folder_claim.logger, "warning", lambda form, *args: said.put_nowait(form % args)
-    )
+    monkeypatch.setattr(claims.logger, "warning", lambda form, *args: said.put_nowait(form % args))
     one, two = claim("one"), claim("two")
     await one.sure(str(tmp_path))
     two.want(str(tmp_path))
@@ -122,9 +120,7 @@ def test_a_folder_that_cannot_be_claimed_is_written_to_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(
-        folder_claim.logger, "warning", lambda form, *args: said.append(form % args)
-    )
+    monkeypatch.setattr(claims.logger, "warning", lambda form, *args: said.append(form % args))
     (tmp_path / "file").touch()
     asyncio.run(claim().sure(str(tmp_path / "file" / "ckpt")))
     assert "checkpoints are written without a claim of their folder" in said[0]

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
-from elasticrun.shm import memory, memory as large_pages
+from elasticrun.shm import memory
 from elasticrun.shm.memory import LARGE, NoRoom
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
@@ -140,7 +140,7 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
     fd = os.memfd_create("test")
     try:
         os.ftruncate(fd, 3 * LARGE + 4096)
-        large_pages.take(fd, 3 * LARGE + 4096)  # whether there are any is the machine's affair
+        memory.take(fd, 3 * LARGE + 4096)  # whether there are any is the machine's affair
         os.posix_fallocate(fd, 0, 3 * LARGE + 4096)
         assert os.fstat(fd).st_blocks * 512 >= 3 * LARGE + 4096
         assert os.pread(fd, LARGE, 2 * LARGE) == bytes(LARGE)
@@ -149,7 +149,7 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
 
 
 def test_why_there_are_no_large_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages, "MADV_COLLAPSE", 9999)  # as a kernel before 6.1 takes it
+    monkeypatch.setattr(memory, "MADV_COLLAPSE", 9999)  # as a kernel before 6.1 takes it
     told: list[str] = []
     fd = memory.take_anonymous("test", 2 * LARGE, 2 * LARGE, told.append)
     try:

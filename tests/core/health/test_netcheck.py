@@ -605,6 +605,16 @@ def test_a_good_newcomer_at_the_door() -> None:
     assert netcheck.standing("n9") is Standing.ALONE
 
 
+def test_both_failures_of_a_newcomer_are_named() -> None:
+    netcheck = fresh()
+    (again,) = hear(netcheck, failing(netcheck.at_door("n9", 0.0), "no memory"), 1.0)
+    assert hear(netcheck, failing(again, "too hot"), 2.0) == ()
+    (verdict,) = netcheck.verdicts()
+    assert isinstance(verdict, Verdict)
+    assert "no memory" in verdict.reason
+    assert "too hot" in verdict.reason
+
+
 @pytest.mark.parametrize("kind", ["compute", "silent"])
 def test_a_bad_newcomer_at_the_door(kind: str) -> None:
     """Two failures convict, and both are named; who does not answer has failed."""

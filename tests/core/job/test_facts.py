@@ -310,3 +310,27 @@ def test_all_else_is_as_it_was_and_no_time_is_no_change() -> None:
         == LAIN
     )
     assert aged(facts(round=None), 5.0) == facts(round=None)
+
+
+def test_a_successor_has_replicas_made_of_a_round_that_it_learns_bit_by_bit() -> None:
+    """Of an adopted round the record has those that had come; others are seated as they come, and
+    what is to be copied is divided among all of them."""
+    first = Master()
+    name = first.running()
+    store = Endpoint("10.0.0.1", 4000)
+    reports = {
+        node: m.RoundReport(name, at, 2, 2 * at, 4, 0, store) for at, node in enumerate("ab")
+    }
+    second = Master(now=100.0)
+    second.feed(fx.Attached(1, hello("a", attached=reports["a"], last_term=1)))
+    third = successor(second)
+    third.feed(fx.Tick())
+    for at, node in enumerate("ab"):
+        third.feed(fx.Attached(at + 1, hello(node, attached=reports[node], last_term=2)))
+    assert third.job.status().phase == "running"
+    for at in range(2):
+        third.hear(at + 1, m.Running(name, (11, 12)))
+        held = m.Holding(name, 7, 2 * at, 4, (2 * at + 1, 2 * at + 2), False)
+        third.hear(at + 1, m.Holdings(Endpoint("10.0.0.9", 5000 + at), (held,), replicas=True))
+    copied = [order for at in (1, 2) for order in third.told[at] if isinstance(order, m.Replicate)]
+    assert {order.ranks for order in copied} == {(0, 1), (2, 3)}

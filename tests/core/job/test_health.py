@@ -326,6 +326,7 @@ def test_the_perf_test_is_not_made_again_by_a_successor() -> None:
     master, _ = training(2, structs.replace(SPEC, checks=m.CheckSpec(perf=True)))
     again = Master(None, facts=master.facts, now=1000.0)
     again.feed(fx.Tick())
+    assert again.job._streams.health._netcheck is None
     assert again.job.status().check == ""
 
 

@@ -266,6 +266,17 @@ def test_a_second_node_ends_the_patience_with_the_first(comes: float, dies: floa
     assert crowd.deaths(dies) == ["a"]
 
 
+def test_half_of_the_nodes_or_two_nodes_are_not_a_mass() -> None:
+    crowd = Crowd("a", "b", "c", "d")
+    crowd.breaks("a", 10.0)
+    crowd.breaks("b", 10.0)
+    assert sorted(crowd.deaths(15.0)) == ["a", "b"]
+    pair = Crowd("a", "b")
+    pair.breaks("a", 10.0)
+    pair.breaks("b", 10.0)
+    assert sorted(pair.deaths(15.0)) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("silent", "size", "held"),
     [

@@ -17,7 +17,7 @@ from elasticrun.config import (
     STUCK_AFTER,
 )
 from elasticrun.core import events as fx
-from elasticrun.core.worker.ranks import MAX_LOSSES
+from elasticrun.core.worker.ranks import MAX_LOSSES, LocalRanks
 from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
@@ -90,7 +90,9 @@ def test_sigterm_first_then_sigkill_then_stuck() -> None:
     ]
     assert agent.wait() == [fx.SignalRanks((0, 1), 9)]
     assert agent.now == 10.0
-    outcome = ended(agent.wait())
+    effects = agent.wait()
+    outcome = ended(effects)
+    assert effects[0] == fx.Say(m.Leaving(outcome.reason, 0))
     assert agent.now == 10.0 + STUCK_AFTER
     assert outcome.code == EXIT_BAD_NODE
     assert "50, 51" in outcome.reason
@@ -162,6 +164,18 @@ def test_a_newer_start_while_ranks_live_stops_them_first() -> None:
     assert agent.state is State.STOPPING
 
 
+@pytest.mark.parametrize(("delay", "kind"), [(4.9, "stopped"), (5.1, "signal")])
+def test_a_signal_that_the_agent_got_too_within_five_seconds(delay: float, kind: str) -> None:
+    """The rank had it from elsewhere."""
+    ranks = LocalRanks(2, "here")
+    ranks.begin(0)
+    ranks.signalled(10, 100.0)
+    event = fx.RankExited(0, -10, own(0, -10, "signal"))
+    failure = ranks.failed(event, 100.0 + delay)
+    assert failure is not None
+    assert failure.kind == kind
+
+
 def test_a_start_with_a_store_that_is_gone_is_handed_back() -> None:
     agent = Agent().joined()
     assert agent.feed(fx.StoreLost(STORE)) == [fx.PrepareStore()]
@@ -177,7 +191,8 @@ def test_stores_that_end_again_and_again_end_the_agent() -> None:
         assert agent.feed(fx.StoreLost(store)) == [fx.PrepareStore()]
         store = Endpoint("here", 5000 + attempt)
         agent.feed(fx.StoreReady(store))
-    assert ended(agent.feed(fx.StoreLost(store))).code == EXIT_FAILED
+    (outcome,) = agent.feed(fx.StoreLost(store))
+    assert ended([outcome]).code == EXIT_FAILED
 
 
 def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() -> None:
@@ -263,7 +278,8 @@ def test_no_master_for_too_long_after_success() -> None:
     agent.feed(fx.LinkLost("refused"))
     agent.exit(0, 0)
     agent.exit(1, 0)
-    outcome = ended(agent.wait())
+    (only,) = agent.wait()
+    outcome = ended([only])
     assert outcome.code == EXIT_OK
     assert "unknown" in outcome.reason
 

@@ -93,7 +93,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert said == [fx.Say(m.Stopped(ROUND))]
     assert agent.state is State.HOLDING
     assert agent.feed(fx.Signalled(10, "SIGUSR1", False)) == []
-    outcome = ended(agent.feed(fx.Signalled(15, "SIGTERM", True)))
+    (only,) = agent.feed(fx.Signalled(15, "SIGTERM", True))
+    outcome = ended([only])
     assert (outcome.code, outcome.signum) == (EXIT_FAILED, 15)
 
 
