@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elasticrun.checkpointing.capture import Taker
-from elasticrun.checkpointing.choosing import Board, Choice, Setting
-from elasticrun.checkpointing.line import WHOLE_LIMIT, Departure, Line, LineError
+from elasticrun.checkpointing.choosing import Board, RankOptions, RestoreChoice
+from elasticrun.checkpointing.line import WHOLE_LIMIT, AgentLine, Departure, LineError
 from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.restore import Recall, Unusable
-from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.restore import BadShard, Recall
+from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.torches import save_alone
 from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.storage.timeline import chain
@@ -82,11 +82,11 @@ class AgentWay(Way):
 
     snapshots = True
 
-    def __init__(self, setting: Setting, state: State, place: str) -> None:
+    def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
         """LineError if there is no agent at `place`."""
         self._setting = setting
         self._state = state
-        self._line = Line(place)
+        self._line = AgentLine(place)
         here = RankHere(
             *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
             *(setting.folder.url, setting.keep_last, setting.keep_every, setting.replicas),
@@ -106,7 +106,7 @@ class AgentWay(Way):
             self.remark(
                 f"checkpoints of step {rewound} and later ones come last: training was taken back"
             )
-        choice = Choice(
+        choice = RestoreChoice(
             *(self._setting, board, self.remark, self._resume.step, rewound),
             suspect=self._resume.suspect,
             restore_step=asked,
@@ -133,7 +133,7 @@ class AgentWay(Way):
         recall = Recall(self._line, self._state, self._resume)
         try:
             recall.run(self._setting.world_size)
-        except Unusable as error:
+        except BadShard as error:
             self._line.say(CannotRestore(error.rank, error.reason[:1000]))
             self._line.await_end(END_LIMIT)
             raise RuntimeError(
@@ -214,7 +214,7 @@ class TorchWay(Way):
 
     snapshots = False
 
-    def __init__(self, setting: Setting, state: State) -> None:
+    def __init__(self, setting: RankOptions, state: TrainingState) -> None:
         self._setting = setting
         self._state = state
         self._running: list[_Saving] = []
@@ -222,7 +222,7 @@ class TorchWay(Way):
         self._group: Any = None  # made by the first save
 
     def resume(self, board: Board) -> int:
-        self.source, step = Choice(self._setting, board, self.remark).restore(self._state)
+        self.source, step = RestoreChoice(self._setting, board, self.remark).restore(self._state)
         return step
 
     def save(self, step: int, persist: bool, wait: float) -> bool:

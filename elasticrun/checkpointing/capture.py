@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.line import AgentLine
 from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.state import Plan, State
+from elasticrun.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.dcp.image import arrange, views, write_envelopes
 from elasticrun.dcp.restoring import copy_all
 from elasticrun.shm.layout import PAGE, Layout
@@ -100,7 +100,7 @@ class Taker:
     """One rank's snapshots of a life."""
 
     def __init__(
-        self, line: Line, state: State, slots: int, present: RoundName, least: int = 0
+        self, line: AgentLine, state: TrainingState, slots: int, present: RoundName, least: int = 0
     ) -> None:
         """`least`: slots that will do where there is no room for more; 0: no fewer."""
         self._line = line
@@ -109,7 +109,7 @@ class Taker:
         self._present = present
         self._mapped: Mapped | None = None
         self._layout: Layout | None = None
-        self._plan: Plan | None = None
+        self._plan: SnapshotPlan | None = None
         self._refused: dict[int, str] = {}
         self._sequence = 0
         self.spare: Mapped | None = None  # the segment that was restored from
@@ -124,7 +124,7 @@ class Taker:
         if slot is not None:
             mapped.warm(slot)
 
-    def _ready(self) -> tuple[Plan, bytes, Mapped, Layout]:
+    def _ready(self) -> tuple[SnapshotPlan, bytes, Mapped, Layout]:
         """The state as it is, its opaque values as they lie in a slot, and where there is room for
         both."""
         plan = self._state.take()
@@ -183,7 +183,7 @@ class Taker:
         self._line.say(Committed(step, slot, self._sequence, persist))
         return True
 
-    def _fit(self, plan: Plan, values_bytes: int) -> tuple[Mapped, Layout]:
+    def _fit(self, plan: SnapshotPlan, values_bytes: int) -> tuple[Mapped, Layout]:
         """A segment for this plan: the present one, or a new one if the state has changed."""
         layout = self._layout
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:

@@ -17,11 +17,11 @@ from typing import Any, Final, Literal, TypeVar
 import torch.distributed as dist
 
 from elasticrun.checkpointing.backends import AgentWay, TorchWay, Way
-from elasticrun.checkpointing.choosing import Board, BoardError, Setting
+from elasticrun.checkpointing.choosing import Board, BoardError, RankOptions
 from elasticrun.checkpointing.line import ASKED_LIMIT, LineError, own_place
 from elasticrun.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
 from elasticrun.checkpointing.parts import StateError, why_no_state
-from elasticrun.checkpointing.state import OnResize, State
+from elasticrun.checkpointing.state import OnResize, TrainingState
 from elasticrun.dcp.torches import no_collection
 from elasticrun.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.storage.folder import MAX_STEP, Folder
@@ -150,12 +150,12 @@ class Checkpointer:
         keep = keep or Keep()
         url = os.fspath(folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
-        self._setting = Setting(
+        self._setting = RankOptions(
             *(Folder(url), rank, world_size, wanted, keep.last, keep.every, verify, replicas),
             least_slots=least,
             weights_only=weights_only,
         )
-        self._state = State(state, rank, rng, weights_only)
+        self._state = TrainingState(state, rank, rng, weights_only)
         self._every: Every = AUTO if pace is None else pace
         self._persist_every = persists
         self._busy = BUSY_LIMIT if on_busy == "wait" else 0.0

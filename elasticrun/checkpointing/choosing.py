@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from elasticrun.checkpointing.parts import Path, StateError
-from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import OWN_PREFIX, own_key
 from elasticrun.dcp.loading import Loading, NotAllowed, read_metadata
 from elasticrun.dcp.torches import load_alone
@@ -77,7 +77,7 @@ class NotThere(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RankOptions:
     """What both ways need to know."""
 
     folder: Folder
@@ -171,7 +171,7 @@ def _first(store: Any, name: str, text: str) -> str:
 class Stored:
     """One checkpoint, as one rank of many sees it. StorageError if it cannot be reached."""
 
-    def __init__(self, setting: Setting, step: int) -> None:
+    def __init__(self, setting: RankOptions, step: int) -> None:
         self._setting, self._folder = setting, setting.folder
         self._step = step
         self._where = f"step {step} in {self._folder.url}"
@@ -242,7 +242,7 @@ class Stored:
             "mend the script (or the storage), or move that folder away to go on from an older one"
         ) from error
 
-    def load(self, state: State) -> None:
+    def load(self, state: TrainingState) -> None:
         """After `fault`. SpoiledError, UnreadableError, StateError, StorageError."""
         saved, ranks = self._saved
         mine = own_key(self._setting.rank)
@@ -315,11 +315,11 @@ def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
 
 
 @dataclass(slots=True)
-class Choice:
+class RestoreChoice:
     """One restore. Checkpoints of step `rewound_from` and later ones come last, and so does memory
     if it is `suspect`."""
 
-    setting: Setting
+    setting: RankOptions
     board: Board
     tell: Callable[[str], None]  # a sentence to the operator
     memory: int = -1  # the step that can be had from memory, -1: none
@@ -330,7 +330,7 @@ class Choice:
     _spoiled: int = field(default=-1, init=False)  # what was found so last: none from there on
     _round: int = field(default=0, init=False)  # of choosing
 
-    def restore(self, state: State) -> tuple[str, int]:
+    def restore(self, state: TrainingState) -> tuple[str, int]:
         """Choose; from storage it is loaded too. Its name ("memory", "storage", "nothing") and the
         step. SpoiledError, NotAgreed, NotThere, and whatever `Stored` raises."""
         for self._round in range(MOST_SPOILED):

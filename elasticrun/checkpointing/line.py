@@ -66,11 +66,11 @@ class LineError(OSError):
     """The agent does not speak with this rank (any more); a sentence."""
 
 
-class NoAnswer(LineError):
+class NotInTime(LineError):
     """Not in time; a sentence."""
 
 
-class Line:
+class AgentLine:
     """The socket. LineError wherever the agent cannot be reached or does not answer in time; after
     one the line is of no more use."""
 
@@ -126,7 +126,7 @@ class Line:
         while True:
             try:
                 answers = self._receive(deadline, message)
-            except NoAnswer:
+            except NotInTime:
                 return False
             for found in answers:
                 if isinstance(found, RoomThere):
@@ -141,7 +141,7 @@ class Line:
             self._fds += fds
             answers = list(self._buffer.feed(data))
         except TimeoutError:
-            raise NoAnswer(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
+            raise NotInTime(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
         except (FrameError, OSError) as error:
             raise LineError(f"the agent's answer to {what} was lost ({error})") from None
         if not data:
@@ -272,7 +272,7 @@ _put_off = PutOff()
 class Departure:
     """What one rank does when its node, or another one, leaves."""
 
-    def __init__(self, line: Line, signals: Iterable[int], put_off: PutOff = _put_off) -> None:
+    def __init__(self, line: AgentLine, signals: Iterable[int], put_off: PutOff = _put_off) -> None:
         """`signals`: those to put off."""
         self._line = line
         self._put_off = put_off

@@ -40,7 +40,7 @@ class StateError(ValueError):
 
 
 @dataclass(slots=True)
-class Watch:
+class TensorWatch:
     """Whether tensors still are as they were found: the very objects, with the same memory in the
     same shape."""
 
@@ -84,10 +84,10 @@ class Watch:
         )
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """One named part of the state."""
 
-    def steady(self) -> tuple[Nested, Watch] | None:
+    def steady(self) -> tuple[Nested, TensorWatch] | None:
         """Its steady tensors, nested as a checkpoint names them; None: it has none."""
 
     def loose(self) -> Any:
@@ -290,14 +290,14 @@ class ModulePart:
                 )
         self._name = name
         self.module = module
-        self._steady: tuple[Nested, Watch] | None = None
+        self._steady: tuple[Nested, TensorWatch] | None = None
         self._loaded: Nested | None = None
 
-    def steady(self) -> tuple[Nested, Watch] | None:
+    def steady(self) -> tuple[Nested, TensorWatch] | None:
         """All of it, if every entry of the state dict is the memory of a parameter or buffer."""
         if self._steady is not None and self._steady[1].holds():
             return self._steady
-        watch, self._steady = Watch(), None
+        watch, self._steady = TensorWatch(), None
         for inner in self.module.modules():
             for holder in (inner._parameters, inner._buffers):
                 watch.add(holder)
@@ -420,8 +420,8 @@ class OptimizerPart:
             },
         )
 
-    def steady(self) -> tuple[Nested, Watch]:
-        names, watch = self._names(), Watch()
+    def steady(self) -> tuple[Nested, TensorWatch]:
+        names, watch = self._names(), TensorWatch()
         watch.sizes.append((self._optimizer.state, len(self._optimizer.state)))
         state: dict[str, dict[str, torch.Tensor]] = {}
         for parameter, entries in self._optimizer.state.items():

@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 
 from elasticrun.checkpointing.capture import Mapped, values_at
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.line import AgentLine
 from elasticrun.checkpointing.parts import Path, StateError
-from elasticrun.checkpointing.state import Known, State
+from elasticrun.checkpointing.state import Known, TrainingState
 from elasticrun.dcp.items import PLAIN, own_key, pieces
 from elasticrun.dcp.loading import NotAllowed, deserialise
 from elasticrun.dcp.restoring import Cover, RestoreError, copy, copy_all, names_of
@@ -115,7 +115,7 @@ def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) 
     return [share for share in shares if share]
 
 
-class Unusable(Exception):
+class BadShard(Exception):
     """The snapshot cannot be used: `rank`, whose shard it is about, and a sentence."""
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -155,7 +155,7 @@ def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[in
 class Recall:
     """One restore."""
 
-    def __init__(self, line: Line, state: State, resume: Resume) -> None:
+    def __init__(self, line: AgentLine, state: TrainingState, resume: Resume) -> None:
         self._line = line
         self._state = state
         self._resume = resume
@@ -168,7 +168,7 @@ class Recall:
         self.kept: Mapped | None = None  # this rank's own segment, its pages mapped: the caller's
 
     def run(self, world_size: int) -> None:
-        """Unusable, LineError; RuntimeError where this process has no room for it."""
+        """BadShard, LineError; RuntimeError where this process has no room for it."""
         same = self._resume.world_size == world_size
         self._order = asking_order(
             self._state.rank, world_size, self._resume.world_size, here=self._resume.same
@@ -200,12 +200,12 @@ class Recall:
             snapshot = mapped.segment.read(here.slot)
             fits = snapshot is not None and snapshot.sequence == here.sequence
             if snapshot is None or not fits or not snapshot.is_of(self._round):
-                raise Unusable(rank, f"the snapshot of rank {here.rank} is not the one promised")
+                raise BadShard(rank, f"the snapshot of rank {here.rank} is not the one promised")
             layout = mapped.segment.layout(snapshot.layout)
             if snapshot.step != self._resume.step:
-                raise Unusable(rank, f"the snapshot of rank {here.rank} is of another state")
+                raise BadShard(rank, f"the snapshot of rank {here.rank} is of another state")
         except (SegmentError, RuntimeError, ValueError) as error:
-            raise Unusable(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
+            raise BadShard(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
         self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
         return self._shards[rank]
 
@@ -216,7 +216,7 @@ class Recall:
             return Mapped(fd)
         except (OSError, RuntimeError, ValueError) as error:
             if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # it has no bytes
-                raise Unusable(
+                raise BadShard(
                     rank, f"the snapshot of rank {rank} cannot be mapped: {error}"
                 ) from error
             raise RuntimeError(
@@ -249,7 +249,7 @@ class Recall:
                 self._finish(saved, *found, same)
                 return
             why = f"{found[0].missing[0]} is held by no rank that was asked"
-        raise Unusable(self._order[0], why)
+        raise BadShard(self._order[0], why)
 
     def _names_in(self, shard: Shard) -> dict[str, Item]:
         """Without what belongs to other ranks: each has its own, and what is needed would have to
@@ -304,7 +304,7 @@ class Recall:
             except NotAllowed:  # the snapshot is as it was written
                 raise
             except Exception as error:  # whatever a user's class makes of its bytes
-                raise Unusable(rank, f"{fqn} cannot be read: {error!r:.200}") from error
+                raise BadShard(rank, f"{fqn} cannot be read: {error!r:.200}") from error
         self._state.adopt(saved, values, own)
 
     def _check(self, rank: int) -> None:
@@ -316,9 +316,9 @@ class Recall:
         assert fd is None
         shard = self._shards[rank]
         if not whole.ok:
-            raise Unusable(rank, whole.reason)
+            raise BadShard(rank, whole.reason)
         if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
-            raise Unusable(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
+            raise BadShard(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
         """The state of one old rank, {} if it is lost."""

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from elasticrun.checkpointing.parts import (
     ModulePart,
     OptimizerPart,
-    Part,
     Path,
     PlainPart,
     RestPart,
     StateError,
     StatefulPart,
-    Watch,
+    StatePart,
+    TensorWatch,
     fitting,
     unflatten,
 )
@@ -213,7 +213,7 @@ OnResize = Callable[[list[Any]], None]
 
 
 @dataclass(slots=True)
-class Plan:
+class SnapshotPlan:
     """What a snapshot is made of, as a layout orders it."""
 
     tensors: list[torch.Tensor]  # this rank's parts, not copies
@@ -237,14 +237,14 @@ class Known:
 
 
 @dataclass(slots=True)
-class Own:
+class OwnState:
     """One object of this rank alone."""
 
-    part: Part
+    part: StatePart
     on_resize: OnResize | None
 
 
-class State:
+class TrainingState:
     """The parts by their names."""
 
     def __init__(
@@ -256,25 +256,25 @@ class State:
         self._vouched: set[tuple[str, type]] = set()  # names and types that can be loaded
         self.remarks: list[str] = []
         self.rank = rank
-        self.own: dict[str, Own] = {}
+        self.own: dict[str, OwnState] = {}
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
-            self.own[RNG] = Own(self._rng, None)
+            self.own[RNG] = OwnState(self._rng, None)
         self.parts = self._sort(*_spread(parts))
         self.known: Known | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
-        self._plan: Plan | None = None
-        self._watches: list[Watch] = []
+        self._plan: SnapshotPlan | None = None
+        self._watches: list[TensorWatch] = []
         self._signature: tuple[Any, ...] = ()
         self._places: dict[str, tuple[bool, int]] = {}
         self._serialised: dict[tuple[type, str], bytes] = {}
 
-    def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, Part]:
+    def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, StatePart]:
         """`among`: those of `parts` that stand in the dict `state`, which is one of them."""
         for name in parts:
             if name.startswith(OWN_PREFIX):
                 raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
-        made: dict[str, Part] = {
+        made: dict[str, StatePart] = {
             name: ModulePart(name, value)
             for name, value in parts.items()
             if isinstance(value, nn.Module)
@@ -286,7 +286,7 @@ class State:
                 made[name] = self._part(name, value, list(made.values()))
         return {name: made[name] for name in parts}
 
-    def _part(self, name: str, value: Any, others: Iterable[Part]) -> Part:
+    def _part(self, name: str, value: Any, others: Iterable[StatePart]) -> StatePart:
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(name, value, [p for p in others if isinstance(p, ModulePart)])
         if isinstance(value, Stateful):
@@ -302,7 +302,7 @@ class State:
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
-    ) -> Part:
+    ) -> StatePart:
         """By its parameters' names if one of the modules has them all, or all together have."""
         for candidates in [*([module] for module in modules), modules]:
             try:
@@ -319,7 +319,7 @@ class State:
             raise StateError(f"{name!r} cannot be a name: the random states have it")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
             raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
-        self.own[name] = Own(self._part(name, value, ()), on_resize)
+        self.own[name] = OwnState(self._part(name, value, ()), on_resize)
         self._plan = None
 
     def resize(
@@ -377,7 +377,7 @@ class State:
                     raise StateError(str(error)) from error
             self._vouched.add((fqn, type(value)))
 
-    def take(self) -> Plan:
+    def take(self) -> SnapshotPlan:
         """What there is now. Not a copy: it is to be copied before training goes on. StateError,
         or whatever a Stateful raises."""
         loose = self._loose()
@@ -414,7 +414,7 @@ class State:
             found[own_key(self.rank)] = {n: own.part.loose() for n, own in self.own.items()}
         return found
 
-    def _planned(self) -> Plan:
+    def _planned(self) -> SnapshotPlan:
         whole = self.whole()
         try:
             ordered = in_order(pieces(whole, own_key(self.rank)))
@@ -422,7 +422,9 @@ class State:
             raise StateError(str(error)) from error
         return self._keep([(one.item, one.value) for one in ordered])
 
-    def _keep(self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None) -> Plan:
+    def _keep(
+        self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None
+    ) -> SnapshotPlan:
         """The plan of these items, in the order of a layout, with what each is of."""
         items: list[Item] = []
         tensors: list[torch.Tensor] = []
@@ -434,10 +436,10 @@ class State:
             of_its_kind = tensors if is_tensor else values
             self._places[item.fqn] = (is_tensor, len(of_its_kind))
             of_its_kind.append(value)
-        self._plan = Plan(tensors, values, items, layout)
+        self._plan = SnapshotPlan(tensors, values, items, layout)
         return self._plan
 
-    def _as_known(self, known: Known) -> Plan | None:
+    def _as_known(self, known: Known) -> SnapshotPlan | None:
         """The plan, if the state is laid out so: what is compared item by item need not be laid out
         anew, which takes three times as long."""
         layout, filled = known.layout, known.filled
@@ -483,7 +485,7 @@ class State:
                 state.setdefault(key, {}).update(entries)
             whole[name] = {**value, "state": state}
 
-    def _refresh(self, plan: Plan, flat: Flat) -> None:
+    def _refresh(self, plan: SnapshotPlan, flat: Flat) -> None:
         for fqn, value in flat.values.items():
             place = self._places.get(fqn)
             if place is None:  # sharded over a mesh that this rank is not in
@@ -537,8 +539,8 @@ class State:
             self._below = (saved, groups)
         return self._below[1].get(prefix, {})
 
-    def _restored(self, own: bool) -> list[tuple[tuple[str, ...], Part]]:
-        listed: list[tuple[tuple[str, ...], Part]] = [((n,), p) for n, p in self.parts.items()]
+    def _restored(self, own: bool) -> list[tuple[tuple[str, ...], StatePart]]:
+        listed: list[tuple[tuple[str, ...], StatePart]] = [((n,), p) for n, p in self.parts.items()]
         if own:
             listed += [((own_key(self.rank), name), one.part) for name, one in self.own.items()]
         return listed

@@ -49,7 +49,7 @@ class MetadataError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartFile:
     """What one rank has written, into one file. `lengths`: bytes of its opaque values, those that
     are in the file. `places`: (offset, length) of each item in the file, in the order of
     `items_of`; () where they lie as the layout says."""
@@ -116,7 +116,7 @@ class _Plan:
 _last: list[_Plan] = []
 
 
-def build(parts: Sequence[Part], checkpoint: str, attempt: str) -> bytes:
+def build(parts: Sequence[PartFile], checkpoint: str, attempt: str) -> bytes:
     """The bytes of `.metadata` for these parts. MetadataError if they are not one whole state:
     chunks overlap or are missing, or two ranks disagree on a tensor.
 
@@ -138,7 +138,7 @@ def build(parts: Sequence[Part], checkpoint: str, attempt: str) -> bytes:
     return writer.written
 
 
-def _planned(parts: Sequence[Part]) -> _Plan:
+def _planned(parts: Sequence[PartFile]) -> _Plan:
     for part in parts:
         items = items_of(part.layout, part.shared)
         values = sum(1 for item in items if item.kind is ItemKind.BYTES)
@@ -159,7 +159,7 @@ def _planned(parts: Sequence[Part]) -> _Plan:
     return _last[0]
 
 
-def _plan(parts: Sequence[Part], key: tuple[tuple[int, int, bool], ...]) -> _Plan:
+def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> _Plan:
     known: dict[str, Any] = {}
     plans = []
     for part in parts:
@@ -180,7 +180,7 @@ def _plan(parts: Sequence[Part], key: tuple[tuple[int, int, bool], ...]) -> _Pla
     return _Plan(key, metadata, tuple(left))
 
 
-def _results(part: Part, left: Iterable[tuple[int, MetadataIndex]]) -> list[WriteResult]:
+def _results(part: PartFile, left: Iterable[tuple[int, MetadataIndex]]) -> list[WriteResult]:
     places = list(_places(part))
     return [
         WriteResult(index, places[number][1], _StorageInfo(part.file, *places[number]))
@@ -188,7 +188,7 @@ def _results(part: Part, left: Iterable[tuple[int, MetadataIndex]]) -> list[Writ
     ]
 
 
-def _check(parts: Sequence[Part]) -> None:
+def _check(parts: Sequence[PartFile]) -> None:
     ranks, own, shapes = set(), set(), dict[str, Any]()
     for part in parts:
         if part.rank in ranks:
@@ -250,7 +250,7 @@ def _properties(item: Item, known: dict[str, Any]) -> TensorProperties:
     return found
 
 
-def _places(part: Part) -> Iterator[tuple[int, int]]:
+def _places(part: PartFile) -> Iterator[tuple[int, int]]:
     if part.places:
         yield from part.places
         return

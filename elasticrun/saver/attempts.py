@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 from elasticrun.saver import transfer, work
 from elasticrun.saver.hashing import OpenSegment
-from elasticrun.saver.pool import Piece, WorkerPool
-from elasticrun.saver.transfer import Broken, Refused
+from elasticrun.saver.pool import WorkerPool, WorkItem
+from elasticrun.saver.transfer import Broken, PeerRefused
 from elasticrun.saver.work import Outcome
 from elasticrun.saver.written import PartWritten
 from elasticrun.system.reasons import reason_of
@@ -57,27 +57,27 @@ MAX_OVER: Final = 16
 
 def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
     """What `work` returns, tried again while the other side is away or busy, for `limit` seconds or
-    until `stop`. Broken, Denied, Refused."""
+    until `stop`. Broken, Denied, PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE
     while True:
         try:
             return work()
-        except (Broken, Refused) as error:
-            final = isinstance(error, Refused) and not error.again
+        except (Broken, PeerRefused) as error:
+            final = isinstance(error, PeerRefused) and not error.again
             if final or time.monotonic() + pause > end or stop.wait(pause):
                 raise
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 @dataclass(eq=False)
-class Attempt:
+class WriteAttempt:
     """One attempt as this node sees it."""
 
     order: PersistParts
     began: float
     parts: dict[int, PartWritten] = field(default_factory=dict)  # by rank; of this node and others
-    running: Piece[Any] | None = None
+    running: WorkItem[Any] | None = None
     on_disk: bool = False  # whether what is running needs storage
     wrote: PartsDone | None = None
     committing: bool = False
@@ -92,7 +92,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class HangLimit:
     """A piece of work that must come to its end, `limit` seconds after `since` or, where that is
     None, after its turn has come."""
 
@@ -100,7 +100,7 @@ class Watch:
     limit: float
     since: float | None = None
 
-    def due(self, piece: Piece[Any]) -> float | None:
+    def due(self, piece: WorkItem[Any]) -> float | None:
         since = piece.began if self.since is None else self.since
         return None if since is None else since + self.limit
 
@@ -121,8 +121,8 @@ class Attempts:
         self._say = say
         self._disk = disk
         self._puts = puts
-        self._attempts: dict[str, Attempt] = {}
-        self._watched: dict[Piece[Any], Watch] = {}
+        self._attempts: dict[str, WriteAttempt] = {}
+        self._watched: dict[WorkItem[Any], HangLimit] = {}
 
     def get_ready(self) -> None:
         """Import what the first attempt would have to wait for."""
@@ -130,7 +130,7 @@ class Attempts:
         def done(outcome: Outcome) -> None:
             self._remark("checkpoints cannot be written", outcome)
 
-        self._disk.add(Piece(lambda stop: work.get_ready(), Outcome.failed, done))
+        self._disk.add(WorkItem(lambda stop: work.get_ready(), Outcome.failed, done))
 
     def next_deadline(self) -> float | None:
         """When `hung` is to be asked."""
@@ -160,7 +160,7 @@ class Attempts:
             reason = f"{MAX_ATTEMPTS} attempts are under way already"
             self._say(PartsDone(order.attempt, False, reason, 0, 0.0))
             return
-        attempt = self._attempts[order.attempt] = Attempt(order, time.monotonic())
+        attempt = self._attempts[order.attempt] = WriteAttempt(order, time.monotonic())
         opened = {part.key: self._segments.get(part.key) for part in order.parts}
 
         def write(stop: Event) -> Outcome:
@@ -177,9 +177,9 @@ class Attempts:
             else:
                 self._hand_on(attempt)
 
-        self._to_disk(attempt, Piece(write, Outcome.failed, done, name=order.attempt))
+        self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
-    def _hand_on(self, attempt: Attempt) -> None:
+    def _hand_on(self, attempt: WriteAttempt) -> None:
         """Have the coordinator know what it needs of our parts."""
         order = attempt.order
         place = Endpoint(order.coordinator_host, order.coordinator_port)
@@ -203,10 +203,10 @@ class Attempts:
             if not attempt.over:
                 self._parts_done(attempt, reason)
 
-        attempt.running = Piece(hand_on, failed, done, name=order.attempt)
+        attempt.running = WorkItem(hand_on, failed, done, name=order.attempt)
         self._puts.add(attempt.running)
 
-    def _parts_done(self, attempt: Attempt, reason: str) -> None:
+    def _parts_done(self, attempt: WriteAttempt, reason: str) -> None:
         name = attempt.order.attempt
         ours = {part.rank for part in attempt.order.parts}
         nbytes = sum(part.file.size for rank, part in attempt.parts.items() if rank in ours)
@@ -250,7 +250,7 @@ class Attempts:
         else:
             self._commit(attempt)
 
-    def _commit(self, attempt: Attempt) -> None:
+    def _commit(self, attempt: WriteAttempt) -> None:
         order = attempt.order
         parts = [attempt.parts[rank] for rank in sorted(attempt.parts)]
 
@@ -274,7 +274,7 @@ class Attempts:
             return work.commit(order, parts, stop.is_set)
 
         attempt.committing = True
-        self._to_disk(attempt, Piece(write, Outcome.failed, done, name=order.attempt))
+        self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
     def _sweep(
         self, order: PersistParts, how: Callable[[PersistParts], Outcome] = work.sweep
@@ -285,9 +285,9 @@ class Attempts:
             self._watched.pop(piece, None)
             self._remark("older checkpoints were not removed", outcome)
 
-        piece = Piece(lambda stop: how(order), Outcome.failed, done, urgent=False)
+        piece = WorkItem(lambda stop: how(order), Outcome.failed, done, urgent=False)
         what = f"{order.folder} did not come to an end of removing old checkpoints"
-        self._watched[piece] = Watch(what, SWEEP_LIMIT)
+        self._watched[piece] = HangLimit(what, SWEEP_LIMIT)
         self._disk.add(piece)
 
     # ------------------------------------------------------------ the end of an attempt
@@ -311,20 +311,20 @@ class Attempts:
         if attempt.on_disk:
             limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
             what = f"{attempt.order.folder} did not let go of an attempt"
-            self._watched[piece] = Watch(what, limit, now)
+            self._watched[piece] = HangLimit(what, limit, now)
         else:
             self._clean(attempt.order)  # what still runs is a conversation, which ends by itself
 
-    def _to_disk(self, attempt: Attempt, piece: Piece[Any]) -> None:
+    def _to_disk(self, attempt: WriteAttempt, piece: WorkItem[Any]) -> None:
         attempt.running, attempt.on_disk = piece, True
         self._disk.add(piece)
 
-    def _came_back(self, attempt: Attempt) -> None:
+    def _came_back(self, attempt: WriteAttempt) -> None:
         if attempt.running is not None:
             self._watched.pop(attempt.running, None)
         attempt.running, attempt.on_disk = None, False
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: WriteAttempt) -> None:
         attempt.over = True
         self._forget()
 
@@ -344,9 +344,9 @@ class Attempts:
             self._watched.pop(piece, None)
             self._remark(f"files of a given-up attempt stay in {order.folder}", outcome)
 
-        piece = Piece(lambda stop: work.clean(order), Outcome.failed, done)
+        piece = WorkItem(lambda stop: work.clean(order), Outcome.failed, done)
         what = f"{order.folder} did not let go of the files of an attempt"
-        self._watched[piece] = Watch(what, CLEAN_LIMIT)
+        self._watched[piece] = HangLimit(what, CLEAN_LIMIT)
         self._disk.add(piece, first=True)  # the next attempt may need the room
         if order.coordinates:
             self._sweep(order, work.tidy)

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from elasticrun.dcp import image
-from elasticrun.dcp.metadata import MetadataError, Part, build, items_of, stretch_of
+from elasticrun.dcp.metadata import MetadataError, PartFile, build, items_of, stretch_of
 from elasticrun.dcp.writing import write_data
 from elasticrun.saver.written import MAX_LAYOUTS, PartWritten
 from elasticrun.shm.layout import (
@@ -32,7 +32,7 @@ from elasticrun.storage.folder import MARKER, Folder
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.timeline import (
     PERIODIC,
-    Found,
+    Listed,
     Timeline,
     chain,
     join,
@@ -259,7 +259,7 @@ def commit(
     folder.put(step, manifests.NAME, manifests.encode(made))
     if line.file:
         folder.put(step, line.file, line.sentence.encode())
-    folder.acquit(step)
+    folder.clear_condemned(step)
     folder.put(step, MARKER, marker)
     try:
         _all_there(folder, made)  # another node may have given up and removed its part meanwhile
@@ -270,7 +270,7 @@ def commit(
     return made
 
 
-def _tell_later(folder: Folder, found: Sequence[Found], line: Timeline, step: int) -> None:
+def _tell_later(folder: Folder, found: Sequence[Listed], line: Timeline, step: int) -> None:
     """One sentence where a start would rather go on from something else than what is written."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
     later = sorted({one for one in chain(found) if one > step} - lost)
@@ -295,9 +295,9 @@ def _is_of_attempt(name: str) -> bool:
     return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
-def _told(part: PartWritten) -> Part:
+def _told(part: PartWritten) -> PartFile:
     entry = part.file
-    return Part(entry.rank, part.layout, entry.name, entry.shared, part.lengths, part.places)
+    return PartFile(entry.rank, part.layout, entry.name, entry.shared, part.lengths, part.places)
 
 
 def _all_there(folder: Folder, made: Manifest) -> None:
@@ -338,7 +338,7 @@ def give_up(folder: Folder, step: int, attempt: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepResult:
     """Steps whose checkpoints were removed, and sentences about those that could not be."""
 
     removed: tuple[int, ...]
@@ -347,7 +347,7 @@ class Swept:
 
 def sweep(
     folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
-) -> Swept:
+) -> SweepResult:
     """Remove what is not to be kept (storage.timeline), what was condemned and is older than all
     that is kept, and what was begun and never committed. To be called after a commit."""
     removed, remarks = [], []
@@ -357,14 +357,14 @@ def sweep(
         gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
         gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
     except StorageError as error:
-        return Swept((), (f"old checkpoints are not removed: {error}",))
+        return SweepResult((), (f"old checkpoints are not removed: {error}",))
     for step in gone:
         try:
             folder.remove(step)
             removed.append(step)
         except StorageError as error:
             remarks.append(str(error))
-    return Swept(tuple(removed), tuple(remarks))
+    return SweepResult(tuple(removed), tuple(remarks))
 
 
 def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ from typing import Final
 
 from elasticrun.saver import transfer
 from elasticrun.saver.attempts import tried
-from elasticrun.saver.pool import Piece, Post, WorkerPool
+from elasticrun.saver.pool import Post, WorkerPool, WorkItem
 from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
@@ -87,7 +87,7 @@ class Fetches:
                 del self._orders[order.key]
             self._say(size)
 
-        self._pool_of(order).add(Piece(work, failed, done))
+        self._pool_of(order).add(WorkItem(work, failed, done))
 
     def go_on(self, into: FetchInto, descriptor: int) -> None:
         """The memory is there; takes the descriptor over. Fetched follows."""
@@ -113,7 +113,7 @@ class Fetches:
         def failed(error: BaseException) -> Fetched:
             return Fetched(key, False, self._about(order, error))
 
-        self._pool_of(order).add(Piece(work, failed, self._say))
+        self._pool_of(order).add(WorkItem(work, failed, self._say))
 
     def _pool_of(self, order: Fetch) -> WorkerPool:
         return self._replicas if order.replica else self._pool

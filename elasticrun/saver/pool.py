@@ -28,7 +28,7 @@ class Full(Exception):
 
 
 @dataclass(eq=False)
-class Piece(Generic[T]):
+class WorkItem(Generic[T]):
     """Some work. `work` is called in a thread with this piece's `stop`; then `done` in the loop,
     with the result, or with `failed(error)` in its place."""
 
@@ -49,9 +49,9 @@ class WorkerPool:
         self._width = width
         self._post = post
         self._running = 0
-        self._waiting: list[Piece[Any]] = []
+        self._waiting: list[WorkItem[Any]] = []
 
-    def add(self, piece: Piece[Any], *, first: bool = False) -> None:
+    def add(self, piece: WorkItem[Any], *, first: bool = False) -> None:
         """Do it when its turn comes: urgent ones first, and each kind in order, but for one that is
         to be `first`. A waiting piece of the same name (but None) is dropped. Full."""
         if piece.name is not None:
@@ -78,14 +78,14 @@ class WorkerPool:
                 target=self._work, args=(piece,), name=f"elasticrun-{self._name}", daemon=True
             ).start()
 
-    def _work(self, piece: Piece[Any]) -> None:
+    def _work(self, piece: WorkItem[Any]) -> None:
         try:
             result = piece.work(piece.stop)
         except BaseException as error:  # a reason for whoever waits for it
             result = piece.failed(error)
         self._post(lambda: self._over(piece, result))
 
-    def _over(self, piece: Piece[Any], result: Any) -> None:
+    def _over(self, piece: WorkItem[Any], result: Any) -> None:
         self._running -= 1
         try:
             piece.done(result)

@@ -21,7 +21,7 @@ from elasticrun.saver import hashing
 from elasticrun.saver.attempts import Attempts
 from elasticrun.saver.hashing import OpenSegment
 from elasticrun.saver.peers import Fetches, Peers, listen
-from elasticrun.saver.pool import Full, Inbox, Piece, WorkerPool
+from elasticrun.saver.pool import Full, Inbox, WorkerPool, WorkItem
 from elasticrun.saver.transfer import Answer, Served
 from elasticrun.saver.written import PartWritten
 from elasticrun.shm.segment import VERSION, round_key
@@ -239,7 +239,7 @@ class Saver:
                 about = f"a snapshot of {opened.whose} was not hashed"
                 self.say(Remark(f"{about}: {reason}"))
 
-        self._memory.add(Piece(work, failed, done, urgent=False, name=order.key))
+        self._memory.add(WorkItem(work, failed, done, urgent=False, name=order.key))
 
     def _check(self, order: CheckSnapshot) -> None:
         which = (order.key, order.slot, order.sequence)
@@ -254,7 +254,7 @@ class Saver:
         def failed(error: BaseException) -> Checked:
             return Checked(*which, False, reason_of(error))
 
-        self._memory.add(Piece(work, failed, self.say))
+        self._memory.add(WorkItem(work, failed, self.say))
 
     def _serve(self, order: Serve) -> None:
         name = (round_key(round_name(order.round)), order.step, order.rank)

@@ -43,7 +43,7 @@ class Spoiled(Exception):
     """What came is not what was written; a sentence. Another try would bring the same."""
 
 
-class Refused(Exception):
+class PeerRefused(Exception):
     """The other side cannot do it; a sentence. `again`: it may in a moment."""
 
     def __init__(self, reason: str, again: bool) -> None:
@@ -51,7 +51,7 @@ class Refused(Exception):
         self.again = again
 
 
-class Link:
+class PeerLink:
     """One end of one connection. Raises Broken."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -134,14 +134,14 @@ def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]
     """Answer the one request of a connection, which stays the caller's: "" or a sentence about a
     peer that was refused. `proved` is called once it has said what only a saver of the job can."""
     try:
-        return _let_in(Link(sock), secret, ask, proved)
+        return _let_in(PeerLink(sock), secret, ask, proved)
     except bulk.Denied as denied:
         return str(denied)
     except (Broken, FrameError, SegmentError) as error:
         return str(error)
 
 
-def _let_in(link: Link, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
+def _let_in(link: PeerLink, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
     dial = bulk.read(link.payload(), bulk.CLIENT_TYPES, bulk.Dial)
     if dial.version != bulk.VERSION:
         return _refuse(link, f"this saver speaks version {bulk.VERSION}, not {dial.version}")
@@ -163,12 +163,12 @@ def _let_in(link: Link, secret: str, ask: Ask, proved: Callable[[], None]) -> st
             return _take_part(link, put, ask)
 
 
-def _refuse(link: Link, reason: str, *, again: bool = False) -> str:
+def _refuse(link: PeerLink, reason: str, *, again: bool = False) -> str:
     link.say(bulk.Refusal(reason[: bulk.MAX_TEXT], again))
     return "" if again else reason
 
 
-def _send_snapshot(link: Link, get: bulk.Get, ask: Ask) -> str:
+def _send_snapshot(link: PeerLink, get: bulk.Get, ask: Ask) -> str:
     served = ask(get, b"")
     if not isinstance(served, Served):
         assert isinstance(served, bulk.Refusal)
@@ -213,7 +213,7 @@ def _send_snapshot(link: Link, get: bulk.Get, ask: Ask) -> str:
     return ""
 
 
-def _take_part(link: Link, put: bulk.Put, ask: Ask) -> str:
+def _take_part(link: PeerLink, put: bulk.Put, ask: Ask) -> str:
     if not 0 < put.length <= MAX_LAYOUT_BYTES:
         return _refuse(link, f"no part has {put.length} bytes")
     answer = ask(put, b"")
@@ -232,13 +232,15 @@ def _take_part(link: Link, put: bulk.Put, ask: Ask) -> str:
 # ---------------------------------------------------------------- the client's end
 
 
-def _dial(place: Endpoint, secret: str, request: bulk.Get | bulk.Put) -> tuple[socket.socket, Link]:
-    """Connect, prove, ask. Broken, Denied, Refused."""
+def _dial(
+    place: Endpoint, secret: str, request: bulk.Get | bulk.Put
+) -> tuple[socket.socket, PeerLink]:
+    """Connect, prove, ask. Broken, Denied, PeerRefused."""
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
         raise Broken(f"nobody answers there: {error.strerror or error}") from None
-    link = Link(sock)
+    link = PeerLink(sock)
     try:
         nonce = bulk.fresh_nonce()
         link.say(bulk.Dial(bulk.VERSION, nonce, bool(secret)))
@@ -254,18 +256,18 @@ def _dial(place: Endpoint, secret: str, request: bulk.Get | bulk.Put) -> tuple[s
     return sock, link
 
 
-def _hear(link: Link, wanted: type) -> bulk.FromHost:
+def _hear(link: PeerLink, wanted: type) -> bulk.FromHost:
     try:
         message = bulk.read(link.payload(), bulk.HOST_TYPES, wanted, bulk.Refusal)
     except FrameError as error:
         raise Broken(str(error)) from None
     if isinstance(message, bulk.Refusal):
-        raise Refused(message.reason, message.again)
+        raise PeerRefused(message.reason, message.again)
     found: bulk.FromHost = message
     return found
 
 
-def _head(link: Link) -> bulk.Head:
+def _head(link: PeerLink) -> bulk.Head:
     head = _hear(link, bulk.Head)
     assert isinstance(head, bulk.Head)
     numbers = (head.layout_length, head.slot_bytes, head.tensor_bytes, head.values_bytes)
@@ -277,7 +279,7 @@ def _head(link: Link) -> bulk.Head:
 
 
 def ask_size(place: Endpoint, secret: str, get: bulk.Get) -> bulk.Head:
-    """What a snapshot takes. Broken, Denied, Refused."""
+    """What a snapshot takes. Broken, Denied, PeerRefused."""
     sock, link = _dial(place, secret, get)
     with sock:
         return _head(link)
@@ -295,7 +297,7 @@ def fetch(
 ) -> None:
     """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
     this layout (0: any; another slot's snapshot would lose its own).
-    Broken, Denied, Refused, Spoiled, SegmentError, OSError: nothing is committed then."""
+    Broken, Denied, PeerRefused, Spoiled, SegmentError, OSError: nothing is committed then."""
     mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # ends with its last view
     segment = Segment(memoryview(mapping))
     if not 0 <= slot < segment.slots:
@@ -332,7 +334,7 @@ def fetch(
     keep(descriptor, segment.slot_at(slot), snapshot, hashes)
 
 
-def _receive(link: Link, head: bulk.Head, payload: memoryview) -> tuple[int, ...]:
+def _receive(link: PeerLink, head: bulk.Head, payload: memoryview) -> tuple[int, ...]:
     """The stretches of a snapshot; their hashes. Broken, Spoiled."""
     block = block_of(head.tensor_bytes)
     ends = [*range(block, head.tensor_bytes, block)]
@@ -355,7 +357,7 @@ def _receive(link: Link, head: bulk.Head, payload: memoryview) -> tuple[int, ...
 
 
 def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
-    """Hand a part to its attempt's coordinator. Broken, Denied, Refused."""
+    """Hand a part to its attempt's coordinator. Broken, Denied, PeerRefused."""
     request = bulk.Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
     sock, link = _dial(place, secret, request)
     with sock:

@@ -18,7 +18,7 @@ import xxhash
 from elasticrun.storage import manifest as manifests
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.storage.places import Entry, LocalPlace, Place, UrlPlace
-from elasticrun.storage.timeline import Found, Timeline, chain, timeline_of
+from elasticrun.storage.timeline import Listed, Timeline, chain, timeline_of
 from elasticrun.storage.writing import PIECE, Calls, Sink, StorageError
 
 MARKER: Final = manifests.MARKER
@@ -83,11 +83,11 @@ class Folder:
     def _entries(self, step: int) -> dict[str, Entry]:
         return {entry.name: entry for entry in self._place.entries(step_name(step))}
 
-    def survey(self) -> list[Found]:
+    def survey(self) -> list[Listed]:
         """Every checkpoint that is there or was begun, by steps; one listing of each."""
         return self._surveyed(self._steps())
 
-    def _surveyed(self, steps: Iterable[int]) -> list[Found]:
+    def _surveyed(self, steps: Iterable[int]) -> list[Listed]:
         return [_found(step, self._entries(step)) for step in steps]
 
     def committed(self) -> list[int]:
@@ -108,7 +108,7 @@ class Folder:
         """Steps that were found to be spoiled, ascending."""
         return [one.step for one in self.survey() if one.condemned]
 
-    def uncommitted(self, older_than: float, found: Iterable[Found] | None = None) -> list[int]:
+    def uncommitted(self, older_than: float, found: Iterable[Listed] | None = None) -> list[int]:
         """Steps without a marker, of our making alone, on which nothing was written for so many
         seconds. The storage's own clock says so: its now is the last change of any checkpoint.
         `found`: a survey of just now."""
@@ -242,7 +242,7 @@ class Folder:
         """Never again list this checkpoint as committed; the first reason stays."""
         self._place.put_first(f"{step_name(step)}/{CONDEMNED}", sentence.encode()[:4096] + b"\n")
 
-    def acquit(self, step: int) -> None:
+    def clear_condemned(self, step: int) -> None:
         """The checkpoint is about to be written anew."""
         self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
 
@@ -276,10 +276,10 @@ class Folder:
         self._place.remove_empty(step_name(step))
 
 
-def _found(step: int, entries: dict[str, Entry]) -> Found:
+def _found(step: int, entries: dict[str, Entry]) -> Listed:
     marker = entries.get(MARKER)
     lines = [line for line in map(timeline_of, entries) if line is not None]
-    return Found(
+    return Listed(
         step,
         marker is not None,
         CONDEMNED in entries,

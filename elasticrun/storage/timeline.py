@@ -47,7 +47,7 @@ def timeline_of(name: str) -> Timeline | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Listed:
     """What the listing of a checkpoint's folder says. Times are the storage's own, 0 if unknown."""
 
     step: int
@@ -64,7 +64,7 @@ class Found:
         return self.marker and not self.condemned
 
 
-def left(found: Iterable[Found]) -> set[int]:
+def left(found: Iterable[Listed]) -> set[int]:
     """Steps whose checkpoints are of a timeline that was left before that step.
 
     What torch alone has written does not say of which timeline it is; it was left if it is older
@@ -82,14 +82,14 @@ def left(found: Iterable[Found]) -> set[int]:
     }
 
 
-def chain(found: Iterable[Found]) -> list[int]:
+def chain(found: Iterable[Listed]) -> list[int]:
     """Steps that a start may go on from, ascending: committed, not spoiled, not left."""
     found = list(found)
     gone = left(found)
     return sorted(one.step for one in found if one.committed and one.step not in gone)
 
 
-def join(found: Iterable[Found], step: int, rewound_from: int) -> Timeline:
+def join(found: Iterable[Listed], step: int, rewound_from: int) -> Timeline:
     """The timeline of a checkpoint that is about to be committed. `rewound_from`: the step from
     which training was taken back since the newest checkpoint; -1: it was not."""
     found = list(found)
@@ -128,7 +128,7 @@ def surplus(
 
 
 def not_kept(
-    found: Iterable[Found],
+    found: Iterable[Listed],
     chain: Sequence[tuple[int, str]],
     *,
     last: int,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrun.checkpointing.line import Line, own_place
+from elasticrun.checkpointing.line import AgentLine, own_place
 from elasticrun.shm.segment import NONE
 from elasticrun.training import Checkpointer
 from elasticrun.wire.snapshots import (
@@ -57,7 +57,7 @@ def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: Pla
     ckpt.step(1)
     ckpt.step(2)
     way: Any = ckpt._way
-    line: Line = way._line
+    line: AgentLine = way._line
     assert not line.await_room(NONE, 0.05)
     agent.current[0].segment.watermark = 2
     agent.look()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from elasticrun.checkpointing.capture import Mapped
 from elasticrun.checkpointing.parts import StateError
-from elasticrun.checkpointing.state import State
+from elasticrun.checkpointing.state import TrainingState
 from elasticrun.dcp.items import pieces
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
@@ -140,7 +140,7 @@ def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
     training = Training(tmp_path)
     training.model(torch.ones(4, 8)).sum().backward()
     training.optim.step()
-    state = State({"model": training.model, "optim": training.optim}, 0)
+    state = TrainingState({"model": training.model, "optim": training.optim}, 0)
     theirs = {
         "model": get_model_state_dict(training.model),
         "optim": get_optimizer_state_dict(training.model, training.optim),
@@ -172,7 +172,7 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: 
     state["late"] = torch.ones(2)
     one.step(1)
     names = {piece.item.fqn for piece in one._state.take().pieces}
-    by_name = State({"m": model, "optim": optim, "state": {"tokens": 7}}, 0)
+    by_name = TrainingState({"m": model, "optim": optim, "state": {"tokens": 7}}, 0)
     assert {piece.item.fqn for piece in by_name.take().pieces} < names
     agent.next_life(1, 1)
     after: dict[str, Any] = {"m": second, "optim": other, "tokens": 0, "seen": {}, "gone": 1}
@@ -193,7 +193,7 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, tmp_path: 
 
 def test_the_plan_is_kept_until_something_is_replaced() -> None:
     model = nn.Linear(3, 3)
-    state = State({"model": model, "loose": {"a": 1, "t": torch.zeros(2)}}, 0)
+    state = TrainingState({"model": model, "loose": {"a": 1, "t": torch.zeros(2)}}, 0)
     plan = state.take()
     assert state.take() is plan
     with torch.no_grad():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elasticrun.checkpointing.choosing import Board, Choice, NotThere, Setting
+from elasticrun.checkpointing.choosing import Board, NotThere, RankOptions, RestoreChoice
 from elasticrun.storage.folder import MARKER, Folder
 
 ALL, NO_OTHER = (60, 80, 100), ()
@@ -24,14 +24,14 @@ def choice(
     rewound_from: int = -1,
     suspect: bool = False,
     restore_step: int = -1,
-) -> tuple[Choice, list[str]]:
+) -> tuple[RestoreChoice, list[str]]:
     place, told = Folder(str(folder)), []
     for step in stored:
         place.begin(step)
         place.put(step, MARKER, b"there")
-    setting = Setting(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
+    setting = RankOptions(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
     more = {"suspect": suspect, "restore_step": restore_step}
-    return Choice(setting, Board("x", 0, 1), told.append, memory, rewound_from, **more), told
+    return RestoreChoice(setting, Board("x", 0, 1), told.append, memory, rewound_from, **more), told
 
 
 @pytest.mark.parametrize(

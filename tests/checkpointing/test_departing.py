@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from elasticrun.checkpointing import line
-from elasticrun.checkpointing.line import Departure, Line, PutOff
+from elasticrun.checkpointing.line import AgentLine, Departure, PutOff
 from elasticrun.shm.segment import NONE
 from elasticrun.wire.snapshots import FromRank, Missed
 from tests.checkpointing.ranks import python
@@ -26,7 +26,7 @@ class Said:
 def rank(at: int) -> tuple[Departure, list[FromRank]]:
     """One that goes on from step `at`."""
     said = Said()
-    made = Departure(cast(Line, said), (), PutOff())
+    made = Departure(cast(AgentLine, said), (), PutOff())
     made.goes_on_from(at)
     return made, said.messages
 

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticrun.checkpointing import restore
 from elasticrun.checkpointing.capture import Taker
-from elasticrun.checkpointing.line import Line
+from elasticrun.checkpointing.line import AgentLine
 from elasticrun.checkpointing.parts import StateError, state_of, unflatten
 from elasticrun.checkpointing.restore import Recall, asking_order
-from elasticrun.checkpointing.state import Known, State
+from elasticrun.checkpointing.state import Known, TrainingState
 from elasticrun.dcp.image import arrange
 from elasticrun.dcp.items import Flat, flatten
 from elasticrun.dcp.restoring import Cover
@@ -88,9 +88,9 @@ def test_names_cost_no_import_of_the_compiler() -> None:
     """That takes half a second, of every life of every rank."""
     text = (
         "import sys, torch\n"
-        "from elasticrun.checkpointing.state import Known, State\n"
+        "from elasticrun.checkpointing.state import Known, TrainingState\n"
         "model = torch.nn.Linear(2, 2)\n"
-        "state = State({'model': model}, 0)\n"
+        "state = TrainingState({'model': model}, 0)\n"
         "assert len(state.take().tensors) == 2\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
@@ -98,19 +98,21 @@ def test_names_cost_no_import_of_the_compiler() -> None:
     assert not done.returncode, done.stderr
 
 
-def a_state(seed: int = 0, steps: int = 1, **more: Any) -> State:
+def a_state(seed: int = 0, steps: int = 1, **more: Any) -> TrainingState:
     torch.manual_seed(seed)
     model = small()
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         model(torch.ones(4, 4)).sum().backward()
         optim.step()
-    state = State({"model": model, "optim": optim, "n": {"x": 1, "t": torch.ones(3)}, **more}, 0)
+    state = TrainingState(
+        {"model": model, "optim": optim, "n": {"x": 1, "t": torch.ones(3)}, **more}, 0
+    )
     state.add_own("own", {"random": torch.ones(5, dtype=torch.uint8)}, None)
     return state
 
 
-def known(state: State, layout: Layout, filled: bool) -> Known:
+def known(state: TrainingState, layout: Layout, filled: bool) -> Known:
     """What a restore leaves of this layout, having filled all tensors that fit, or none."""
     flat = flatten(state.whole()) if filled else Flat({}, {})
     there = ((item.fqn, item.sizes, flat.values.get(item.fqn)) for item in layout.tensors)
@@ -172,7 +174,7 @@ def see_otherwise(module: nn.Module) -> None:
 @pytest.mark.parametrize("change", [turn, halve, see_otherwise])
 def test_a_tensor_that_is_seen_otherwise_is_found_anew(change: Any) -> None:
     module = small()
-    state = State({"model": module}, 0)
+    state = TrainingState({"model": module}, 0)
     state.take()
     plan = state.take()
     change(module)
@@ -187,7 +189,7 @@ def test_an_optimizer_of_a_parameter_that_was_replaced_is_told_of() -> None:
     optim = torch.optim.AdamW(module.parameters())
     module(torch.ones(1, 4)).sum().backward()
     optim.step()
-    state = State({"model": module, "optim": optim}, 0)
+    state = TrainingState({"model": module, "optim": optim}, 0)
     state.take()
     module.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(
@@ -198,7 +200,7 @@ def test_an_optimizer_of_a_parameter_that_was_replaced_is_told_of() -> None:
 
 def test_plain_values_that_change_are_not_kept() -> None:
     values = {"order": list(range(20_000)), "small": [0] * 1000, "same": "word" * 100}
-    state = State({"n": values}, 0)
+    state = TrainingState({"n": values}, 0)
 
     def snapshot() -> list[bytes]:
         values["order"] = [*values["order"][1:], 0]
@@ -242,15 +244,15 @@ def test_no_more_shards_are_asked_for_than_have_what_is_needed(
 
 def test_a_rank_asks_first_where_what_it_needs_was() -> None:
     with playing(8) as agent:
-        lines = [Line(agent.place(rank)) for rank in range(8)]
+        lines = [AgentLine(agent.place(rank)) for rank in range(8)]
         for rank, line in enumerate(lines):
             line.ask(RankHere(VERSION, rank, rank, 8, "/nowhere", 3, 0), Resume)
-            state = State({"x": {"t": torch.full((5,), 7.0)}}, rank)
+            state = TrainingState({"x": {"t": torch.full((5,), 7.0)}}, rank)
             Taker(line, state, 2, RoundName(1, 1, "a")).take(1, persist=False, wait=0.0)
         agent.next_life(1, 8, ranks=4)
         tensor = torch.zeros(5)
         resume, _ = lines[3].ask(agent.of(RankHere)[3], Resume)
-        Recall(lines[3], State({"x": {"t": tensor}}, 3), resume).run(4)
+        Recall(lines[3], TrainingState({"x": {"t": tensor}}, 3), resume).run(4)
         assert torch.equal(tensor, torch.full((5,), 7.0))
         assert [asked.rank for asked in agent.of(WantShard)] == [6]
         for line in lines:

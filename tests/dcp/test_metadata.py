@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from elasticrun.dcp.metadata import MetadataError, Part, build, items_of
+from elasticrun.dcp.metadata import MetadataError, PartFile, build, items_of
 from elasticrun.shm.layout import Layout
 from elasticrun.storage.folder import Folder
 from tests.dcp.checkpoints import bits, load, same, save
@@ -158,9 +158,9 @@ def test_paths_with_numbers_and_dots_come_back_as_they_were(tmp_path: Path) -> N
     assert same({"x": found["list"][0]}, {"x": KINDS["nan"]})
 
 
-def part(rank: int, layout: Layout, shared: bool = True) -> Part:
+def part(rank: int, layout: Layout, shared: bool = True) -> PartFile:
     values = sum(1 for i in items_of(layout, shared) if not i.dtype)
-    return Part(rank, layout, f"__{rank}_1.1.a.distcp", shared, (10,) * values)
+    return PartFile(rank, layout, f"__{rank}_1.1.a.distcp", shared, (10,) * values)
 
 
 def test_what_is_no_whole_state_is_refused() -> None:
@@ -197,7 +197,7 @@ def test_a_marker_of_the_same_layouts_is_as_if_made_anew() -> None:
     later = [replace(one, file=one.file.replace(".1.a.", ".2.b.")) for one in parts]
     longer = [replace(parts[0], lengths=(11, 10)), parts[1]]
     other = [part(0, HandMade().tensor("w", is_=torch.ones(2)).layout())]
-    calls: list[tuple[list[Part], str, str]] = [
+    calls: list[tuple[list[PartFile], str, str]] = [
         *((parts, "/x/step-1", "a"), (later, "/x/step-2", "b"), (longer, "/x/step-2", "b")),
         *((parts, "/x/step-1000", "a"), (later, "/x/step-2", "long attempt")),
     ]

@@ -13,8 +13,8 @@ import pytest
 
 from elasticrun.saver import hashing, transfer
 from elasticrun.saver.hashing import Bad, Gone, OpenSegment
-from elasticrun.saver.pool import Inbox, Piece, WorkerPool
-from elasticrun.saver.transfer import Link, Served
+from elasticrun.saver.pool import Inbox, WorkerPool, WorkItem
+from elasticrun.saver.transfer import PeerLink, Served
 from elasticrun.shm.segment import Snapshot, round_key
 from elasticrun.system.reasons import reason_of
 from elasticrun.wire import bulk
@@ -74,7 +74,7 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         )
         host.start()
         with ours, theirs:
-            link = Link(ours)
+            link = PeerLink(ours)
             link.allow(64 << 20)
             link.say(bulk.Dial(bulk.VERSION, "aa", False))
             bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Counter)
@@ -112,14 +112,14 @@ def test_a_lane_does_urgent_work_first_and_the_newest_of_a_name() -> None:
     pool = WorkerPool("test", 1, loop.inbox.post)
     go, did = threading.Event(), []
 
-    def piece(word: str, *, urgent: bool = True, name: str | None = None) -> Piece[str]:
+    def piece(word: str, *, urgent: bool = True, name: str | None = None) -> WorkItem[str]:
         def work(stop: threading.Event) -> str:
             assert go.wait(LIMIT)
             if word == "bad":
                 raise OSError(28, "no space", "file")
             return word
 
-        return Piece(work, reason_of, did.append, urgent, name)
+        return WorkItem(work, reason_of, did.append, urgent, name)
 
     pool.add(piece("first"))
     pool.add(piece("old hash", urgent=False, name="key"))
@@ -140,7 +140,7 @@ def test_a_wide_lane_does_several_at_a_time() -> None:
     meet = threading.Barrier(2)
     did: list[int] = []
     for _ in range(2):
-        pool.add(Piece(lambda stop: meet.wait(LIMIT), lambda error: -1, did.append))
+        pool.add(WorkItem(lambda stop: meet.wait(LIMIT), lambda error: -1, did.append))
     while len(did) < 2:
         loop.turn()
     assert sorted(did) == [0, 1]

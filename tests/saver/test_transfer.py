@@ -191,7 +191,7 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     def ask_size(*words: Any) -> bulk.Head:
         try:
             return asks(*words)
-        except transfer.Refused:
+        except transfer.PeerRefused:
             refused.set()
             raise
 
@@ -329,7 +329,7 @@ def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.Monkey
         asked = pool.submit(transfer.ask_size, where, SECRET, get)
         asked.add_done_callback(lambda _: opened.inbox.post(lambda: None))
         opened.until(asked.done)
-        with pytest.raises(transfer.Refused, match="nothing of it is here"):
+        with pytest.raises(transfer.PeerRefused, match="nothing of it is here"):
             asked.result()
         assert all(sock.recv(1) == b"" for sock in silent[:7])  # one more had come by then
         for sock in silent:

@@ -83,7 +83,7 @@ def test_what_was_condemned_no_longer_counts(folder: Folder) -> None:
     folder.condemn(6, "another reason")
     assert (folder.committed(), folder.condemned()) == ([5], [6])
     assert "found to be spoiled before" in folder.verify(6)
-    folder.acquit(6)
+    folder.clear_condemned(6)
     assert folder.committed() == [5, 6]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from elasticrun.storage.timeline import (
     PERIODIC,
-    Found,
+    Listed,
     Timeline,
     chain,
     join,
@@ -26,9 +26,9 @@ def found(
     at: float = 0.0,
     marker: bool = True,
     condemned: bool = False,
-) -> Found:
+) -> Listed:
     line = Timeline(number, start)
-    return Found(step, marker, condemned, ours, True, line, at or step, at or step)
+    return Listed(step, marker, condemned, ours, True, line, at or step, at or step)
 
 
 FIRST = [found(4), found(8), found(12)]
@@ -94,7 +94,7 @@ def test_what_torch_alone_writes_is_judged_by_its_time() -> None:
     ],
 )
 def test_the_newer_timeline_is_never_pushed_out(
-    more: list[Found], last: int, every: int, gone: list[int]
+    more: list[Listed], last: int, every: int, gone: list[int]
 ) -> None:
     all_ = [*FIRST, *more]
     told = [(step, PERIODIC) for step in chain(all_)]
