@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 
 from elasticrun.agent.snapshots import segments
-from tests.aio import run
 from tests.harness import LIMIT
 
 
@@ -20,9 +21,18 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on the loop that all tests share."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    """A coroutine is given what its fixtures enter, on a loop of its own, and that is left after
+    it; one without such fixtures runs on the loop that all tests share (tests/conftest.py)."""
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    contexts = {k: v for k, v in given.items() if isinstance(v, AbstractAsyncContextManager)}
+    if not contexts or not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    fixtures = inspect.signature(pyfuncitem.obj).parameters
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in fixtures}))
+
+    async def entered() -> None:
+        async with AsyncExitStack() as stack:
+            for name, context in contexts.items():
+                given[name] = await stack.enter_async_context(context)
+            await pyfuncitem.obj(**given)
+
+    asyncio.run(entered())
     return True

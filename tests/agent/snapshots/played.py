@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import array
 import asyncio
-import functools
-import inspect
+import contextlib
 import mmap
 import os
 import socket
-import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +20,7 @@ from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.messages import Holdings, Report, SaveSpec, Start
+from elasticrun.wire.messages import Holdings, Persist, Report, Restore, SaveSpec, Start
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from elasticrun.wire.types import RoundName
@@ -42,6 +40,32 @@ def layout_of(elements: int = 1000, name: str = "weight") -> Layout:
         tail=100,
     )
     return lay_out([item], PAGE, "2.13")
+
+
+LAYOUT = layout_of()
+CONTENT = LAYOUT.content
+BOTH = (CONTENT, CONTENT)
+ONE = RoundName(7, 1, "n1")
+"""The round of a node's first life."""
+
+
+def persist(step: int, **changes: Any) -> Persist:
+    """The order to write this step of both ranks."""
+    values: dict[str, Any] = {
+        "attempt": "a1",
+        "round": ONE,
+        "step": step,
+        "world_size": 2,
+        "ranks": (0, 1),
+        "shared": (0,),
+        "writers": 2,
+        "coordinates": True,
+        "coordinator": None,
+        "reason": "periodic",
+        "limit": 100.0,
+        **changes,
+    }
+    return Persist(**values)
 
 
 class Client:
@@ -82,16 +106,15 @@ class Client:
         return await asyncio.to_thread(self.ask, message, kind)
 
     async def hangs_up(self) -> bool:
-        return await asyncio.to_thread(self.hung_up)
-
-    def hung_up(self) -> bool:
         """Wait for the end, whatever is said before."""
-        try:
-            while self.socket.recv(65536):
-                pass
-        except ConnectionError:
-            pass
-        return True
+
+        def hung_up() -> bool:
+            with contextlib.suppress(ConnectionError):
+                while self.socket.recv(65536):
+                    pass
+            return True
+
+        return await asyncio.to_thread(hung_up)
 
     def close(self) -> None:
         self.socket.close()
@@ -157,6 +180,83 @@ class Rank(Client):
         if tell:
             self.say(s.Committed(step, slot, sequence, persist))
         return slot
+
+
+class Saver(Client):
+    """The saver: it does what it is told, and copies from nowhere."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.layout = LAYOUT  # of what it copies
+        self.slots: list[int] = []  # that it has copied into
+        self.waiting: list[Any] = []  # orders that it has not looked at
+        self.memory: dict[int, int] = {}  # by the key of a FetchInto: a descriptor
+
+    def _next(self, kind: type[T]) -> T:
+        for order in self.waiting:
+            if isinstance(order, kind):
+                self.waiting.remove(order)
+                return order
+        while True:
+            found: Any = self.hear(object)
+            if isinstance(found, s.SegmentOpen):
+                os.close(self.fds.pop(0))
+            elif isinstance(found, s.FetchInto):
+                self.memory[found.key] = self.fds.pop(0)
+            if isinstance(found, kind):
+                return found
+            self.waiting.append(found)
+
+    async def next(self, kind: type[T]) -> T:
+        """The next order of this kind; others wait."""
+        return await asyncio.to_thread(self._next, kind)
+
+    async def checks(self, count: int = 2, ok: bool = True, why: str = "") -> None:
+        """Find so many shards good, or not."""
+        for _ in range(count):
+            order = await self.next(s.CheckSnapshot)
+            self.say(s.Checked(order.key, order.slot, order.sequence, ok, why))
+
+    async def writes(self, parts: int = 2, nbytes: int = 1, seconds: float = 0.1) -> s.PersistParts:
+        """Check and write so many parts: the order."""
+        await self.checks(parts)
+        order = await self.next(s.PersistParts)
+        self.say(s.PartsDone(order.attempt, True, "", nbytes, seconds))
+        return order
+
+    async def gives_size(self, **changes: int) -> s.Fetch:
+        """Only for a replica is it said which layout it has."""
+        fetch = await self.next(s.Fetch)
+        sizes = {"slot_bytes": self.layout.slot_bytes, **changes}
+        layout = self.layout.key if fetch.replica else 0
+        length = len(self.layout.encode())
+        self.say(s.FetchSize(fetch.key, True, "", length, layout=layout, **sizes))
+        return fetch
+
+    async def fills(self, fetch: s.Fetch) -> None:
+        """With a snapshot whose every byte is its step's."""
+        into = await self.next(s.FetchInto)
+        layout = self.layout.key if fetch.replica else 0
+        assert (into.key, into.layout) == (fetch.key, layout)
+        self.slots.append(into.slot)
+        fd = self.memory.pop(into.key)
+        with mmap.mmap(fd, 0) as mapped:
+            encoded = self.layout.encode()
+            mapped[PAGE : PAGE + len(encoded)] = encoded
+            segment = Segment(memoryview(mapped))
+            segment.payload(into.slot)[:] = bytes([fetch.step]) * segment.slot_bytes
+            name = RoundName(fetch.round.term, fetch.round.number, fetch.round.nonce)
+            how = {"sequence": fetch.step, "step": fetch.step, "layout": self.layout.key}
+            segment.commit(into.slot, round=name, values=0, **how)
+            segment.close()
+        os.close(fd)
+        self.say(s.Fetched(fetch.key, True, ""))
+        return into
+
+    async def copies(self) -> s.Fetch:
+        fetch = await self.gives_size()
+        await self.fills(fetch)
+        return fetch
 
 
 class Master:
@@ -247,12 +347,32 @@ class Node:
         """Such a rank of the present life."""
         return await self.call(Rank, self.snapshots.place(local_rank), self.start)
 
-    async def ranks(self, layout: Layout | None = None) -> list[Rank]:
+    async def ranks(self, layout: Layout = LAYOUT) -> list[Rank]:
         """Both, with segments."""
         found = [await self.rank(0), await self.rank(1)]
         for rank in found:
-            assert (await rank.needs(layout or layout_of())).ok
+            assert (await rank.needs(layout)).ok
         return found
+
+    async def life(self, *steps: int) -> list[Rank]:
+        """The first one of both ranks, who commit these steps."""
+        self.begin(1)
+        ranks = await self.ranks()
+        for step in steps:
+            await self.both(ranks, step)
+        return ranks
+
+    async def life_with_saver(self, step: int) -> tuple[list[Rank], Saver]:
+        """The same with a saver, which is there before they commit."""
+        ranks = await self.life()
+        saver = await self.saver()
+        await self.both(ranks, step)
+        return ranks, saver
+
+    def goes_on(self, **changes: Any) -> Start:
+        """The ranks of the first life are gone; the next one is to go on from its step 1."""
+        self.snapshots.reaped()
+        return self.begin(2, restore=Restore(ONE, 1, 2), **changes)
 
     async def both(self, ranks: list[Rank], step: int, **how: Any) -> None:
         """Both commit a step, and the agent has heard it."""
@@ -265,10 +385,10 @@ class Node:
         for rank in ranks:
             await rank.asks(s.IsWhole(10**6), s.Whole)
 
-    async def saver(self, port: int = 0) -> Client:
+    async def saver(self, port: int = 0) -> Saver:
         """Be the saver that was ordered."""
         order = await asyncio.wait_for(self.spawners.orders.get(), LIMIT)
-        saver = await self.call(Client, order.place)
+        saver = await self.call(Saver, order.place)
         saver.say(s.SaverHere(VERSION, order.key, port))
         await self.snapshots.savers.there()
         return saver
@@ -290,36 +410,16 @@ class Node:
         return self.master.held()
 
 
-def play(body: Callable[[Node], Awaitable[None]], **how: Any) -> None:
-    """Run a test's body with a node; at the end nothing is left in its folder."""
-
-    async def main(shm: Path) -> None:
-        node = Node(shm, **how)
-        await node.snapshots.open("node-a")
-        try:
-            async with asyncio.timeout(2 * LIMIT):
-                await body(node)
-        finally:
-            for client in node.clients:
-                client.close()
-            await node.snapshots.close(job_over=True)
-        assert not os.listdir(shm)
-
-    with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as folder:
-        asyncio.run(main(Path(folder)))
-
-
-def played(**how: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Makes a test of `async def test_x(node: Node, ...)`, which has its other fixtures as ever."""
-
-    def made(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
-            play(lambda node: test(node, **fixtures), **how)
-
-        signature = inspect.signature(test)
-        others = [one for name, one in signature.parameters.items() if name != "node"]
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-        return run
-
-    return made
+@contextlib.asynccontextmanager
+async def opened(shm: Path, **how: Any) -> AsyncIterator[Node]:
+    """A node, until the test is over; then nothing is left in its folder."""
+    node = Node(shm, **how)
+    await node.snapshots.open("node-a")
+    try:
+        async with asyncio.timeout(2 * LIMIT):
+            yield node
+    finally:
+        for client in node.clients:
+            client.close()
+        await node.snapshots.close(job_over=True)
+    assert not os.listdir(shm)

@@ -3,11 +3,12 @@ that one rank alone has."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticrun.wire import messages as m, snapshots as s
-from tests.agent.snapshots.played import Node, layout_of, played
-from tests.agent.snapshots.test_snapshots import ONE, checked, next_of, persist
+from tests.agent.snapshots.played import LAYOUT, ONE, Node, Rank, persist
 
 
 @pytest.mark.parametrize(
@@ -19,38 +20,31 @@ from tests.agent.snapshots.test_snapshots import ONE, checked, next_of, persist
         (1, "", (0, ())),  # nobody has said yet which it is: all are kept
     ],
 )
-@played()
 async def test_a_checkpoint_that_ranks_may_be_reading_is_not_removed(
     node: Node, writers: int, source: str, kept: tuple[int, tuple[int, ...]]
 ) -> None:
-    node.begin(1)
-    ranks = await node.ranks()
+    ranks = await node.life()
     saver = await node.saver()
     if source:
         ranks[0].say(s.Restored(40, source))
     await node.both(ranks, 41)
     one = (0,) if writers == 1 else (0, 1)
     node.snapshots.obey(persist(41, ranks=one, writers=writers, rewound_from=60))
-    await checked(saver, writers)
-    order = await next_of(saver, s.PersistParts)
+    order = await saver.writes(writers)
     assert (order.keep_last, order.in_use) == kept
     assert order.rewound_from == 60
 
 
-@played()
 async def test_what_an_older_life_left_is_written_while_the_next_one_restores(node: Node) -> None:
     """Its ranks may be reading any checkpoint; they have not said which."""
-    node.begin(1)
-    ranks = await node.ranks()
+    ranks = await node.life()
     saver = await node.saver()
     ranks[0].say(s.Restored(0, "nothing"))
     await node.both(ranks, 1)
-    node.snapshots.reaped()
-    node.begin(2, restore=m.Restore(ONE, 1, 2), rewound_from=5)
+    node.goes_on(rewound_from=5)
     assert (await node.rank(0)).resume.rewound_from == 5
     node.snapshots.obey(persist(1, reason="breakpoint"))
-    await checked(saver, 2)
-    order = await next_of(saver, s.PersistParts)
+    order = await saver.writes()
     assert (order.keep_last, order.in_use) == (0, ())
 
 
@@ -58,15 +52,12 @@ async def test_what_an_older_life_left_is_written_while_the_next_one_restores(no
     ("source", "step", "told"),
     [("memory", 3, 3), ("memory", None, None), ("storage", 3, None), ("", 3, None)],
 )
-@played()
 async def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
     node: Node, source: str, step: int | None, told: int | None
 ) -> None:
     """Once they are gone; a rank that failed before, or took a checkpoint, says nothing of it."""
-    node.begin(1)
-    await node.both(await node.ranks(), 1)
-    node.snapshots.reaped()
-    start = node.begin(2, restore=m.Restore(ONE, 1, 2))
+    await node.life(1)
+    start = node.goes_on()
     ranks = await node.ranks()
     if source:
         ranks[1].say(s.Restored(1, source))
@@ -82,16 +73,11 @@ async def test_the_master_is_told_how_far_ranks_came_from_what_they_put_back(
     assert node.snapshots.holdings().went_on is None
 
 
-@played()
 async def test_the_master_is_told_of_state_that_one_rank_alone_has(node: Node) -> None:
-    node.begin(1)
-    layout = layout_of()
-    sizes = (layout.key, layout.content, len(layout.encode()), layout.slot_bytes, 2)
-    ranks = await node.ranks()
-    await node.both(ranks, 1)
+    ranks = await node.life(1)
     first = await node.master.until(lambda said: said.held, m.Holdings)
     assert not first.held[0].own
-    need = s.NeedSegment(*sizes, own=True)
+    need = replace(Rank.wanted(LAYOUT), own=True)
     assert (await ranks[1].asks(need, s.SegmentHere)).ok
     await node.both(ranks, 2)
     assert (await node.master.until(lambda said: said.held[0].step == 2, m.Holdings)).held[0].own

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import mmap
 import os
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import pytest
 
-from elasticrun.shm.layout import PAGE
-from elasticrun.shm.segment import Segment
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.snapshots.played import Client, Node, layout_of, played
+from tests.agent.snapshots.played import CONTENT, ONE, Node, Saver, layout_of, opened
 
-T = TypeVar("T")
-
-ONE = RoundName(7, 1, "n1")
-LAYOUT = layout_of()
-CONTENT = LAYOUT.content
 WHERE = Endpoint("10.0.0.2", 99)
 
 
@@ -27,87 +19,25 @@ def order(step: int, *ranks: int, round: RoundName = ONE) -> m.Replicate:
     return m.Replicate(round, step, 6, ranks, tuple(CONTENT for _ in ranks), WHERE)
 
 
-class Saver:
-    """The saver, as the test plays it: it copies what it is told to, from nowhere."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.layout = LAYOUT  # of what it copies
-        self.slots: list[int] = []
-        self.stash: list[Any] = []  # what it has heard and not looked at
-        self.memory: dict[int, int] = {}  # by the key of a FetchInto: a descriptor
-
-    async def hears(self, kind: type[T]) -> T:
-        """The next message of this kind; others wait."""
-        return await asyncio.to_thread(self._hears, kind)
-
-    def _hears(self, kind: type[T]) -> T:
-        for message in self.stash:
-            if isinstance(message, kind):
-                self.stash.remove(message)
-                return message
-        while True:
-            found: Any = self.client.hear(object)
-            if isinstance(found, s.SegmentOpen):
-                os.close(self.client.fds.pop(0))
-            elif isinstance(found, s.FetchInto):
-                self.memory[found.key] = self.client.fds.pop(0)
-            if isinstance(found, kind):
-                return found
-            self.stash.append(found)
-
-    async def gives_size(self, **changes: int) -> s.Fetch:
-        fetch = await self.hears(s.Fetch)
-        assert fetch.replica
-        sizes = {"slot_bytes": self.layout.slot_bytes, **changes}
-        length = len(self.layout.encode())
-        self.client.say(s.FetchSize(fetch.key, True, "", length, layout=self.layout.key, **sizes))
-        return fetch
-
-    async def copies(self) -> s.Fetch:
-        """One snapshot, whose every byte is its step's."""
-        return await self.fills(await self.gives_size())
-
-    async def fills(self, fetch: s.Fetch) -> s.Fetch:
-        into = await self.hears(s.FetchInto)
-        assert (into.key, into.layout) == (fetch.key, self.layout.key)
-        self.slots.append(into.slot)
-        fd = self.memory.pop(into.key)
-        with mmap.mmap(fd, 0) as mapped:
-            encoded = self.layout.encode()
-            mapped[PAGE : PAGE + len(encoded)] = encoded
-            segment = Segment(memoryview(mapped))
-            segment.payload(into.slot)[:] = bytes([fetch.step]) * segment.slot_bytes
-            name = RoundName(fetch.round.term, fetch.round.number, fetch.round.nonce)
-            how = {"sequence": fetch.step, "step": fetch.step, "layout": self.layout.key}
-            segment.commit(into.slot, round=name, values=0, **how)
-            segment.close()
-        os.close(fd)
-        self.client.say(s.Fetched(fetch.key, True, ""))
-        return fetch
+@pytest.fixture
+def node(shm: Path) -> AbstractAsyncContextManager[Node]:
+    return opened(shm, several=True)
 
 
 async def there(node: Node) -> Saver:
-    """The saver of a node whose ranks are here."""
+    """The saver of a node whose ranks are here, in their first life."""
+    node.begin(1)
     await node.rank(0)
-    return Saver(await node.saver(port=4000))
+    return await node.saver(port=4000)
 
 
-async def told(node: Node, *steps: int) -> m.Holdings:
-    """The inventory, once it lists replicas of exactly these steps."""
-    return await node.master.until(
-        lambda said: sorted(one.step for one in said.held if one.replica) == list(steps),
-        m.Holdings,
-    )
-
-
-async def told_of_rank(node: Node, rank: int, *steps: int) -> m.Holdings:
-    """The inventory, once it lists replicas of exactly these steps, and all of this rank alone."""
+async def told(node: Node, *steps: int, rank: int | None = None) -> m.Holdings:
+    """The inventory, once it lists replicas of exactly these steps; all of `rank` alone."""
 
     def good(said: m.Holdings) -> bool:
         found = [one for one in said.held if one.replica]
         alone = all((one.first_rank, len(one.contents)) == (rank, 1) for one in found)
-        return alone and sorted(one.step for one in found) == list(steps)
+        return (alone or rank is None) and sorted(one.step for one in found) == list(steps)
 
     return await node.master.until(good, m.Holdings)
 
@@ -120,7 +50,6 @@ async def copied(node: Node, saver: Saver, step: int, *ranks: int) -> None:
 
 async def holds_two(node: Node) -> Saver:
     """Step 5 of two ranks has been copied to this node, and told."""
-    node.begin(1)
     saver = await there(node)
     await copied(node, saver, 5, 0, 1)
     await told(node, 5)
@@ -129,19 +58,18 @@ async def holds_two(node: Node) -> Saver:
 
 async def keeps_rank_one(node: Node) -> None:
     """Of those two, only what rank 1 had is kept, in the step that followed too."""
-    await told_of_rank(node, 1, 5, 6)
+    await told(node, 5, 6, rank=1)
     (held,) = node.snapshots._segments.held
     assert held.replica == 1
 
 
-@played(several=True)
 async def test_what_is_copied_is_told_like_what_is_held(node: Node) -> None:
-    node.begin(1)
     saver = await there(node)
     node.snapshots.obey(order(5, 0, 1))
     fetches = [await saver.copies(), await saver.copies()]
     assert {one.rank for one in fetches} == {0, 1}
-    assert {(one.step, one.host, one.port) for one in fetches} == {(5, "10.0.0.2", 99)}
+    whence = {(one.replica, one.step, one.host, one.port) for one in fetches}
+    assert whence == {(True, 5, "10.0.0.2", 99)}
     (held,) = (await told(node, 5)).held
     while 0 in held.contents:
         (held,) = (await told(node, 5)).held
@@ -151,9 +79,7 @@ async def test_what_is_copied_is_told_like_what_is_held(node: Node) -> None:
     await told(node, 5, 6)
 
 
-@played(several=True)
 async def test_the_newest_copy_is_never_written_over(node: Node) -> None:
-    node.begin(1)
     saver = await there(node)
     for step in (5, 6, 7, 8):
         await copied(node, saver, step, 0)
@@ -163,10 +89,8 @@ async def test_the_newest_copy_is_never_written_over(node: Node) -> None:
     assert held.sizes.slots == 2
 
 
-@played(several=True)
 async def test_ranks_of_a_later_life_restore_from_it(node: Node) -> None:
     """Without a question to the master; what came after the chosen step is gone."""
-    node.begin(1)
     saver = await there(node)
     await copied(node, saver, 5, 0)
     await told(node, 5)
@@ -179,8 +103,8 @@ async def test_ranks_of_a_later_life_restore_from_it(node: Node) -> None:
     here = await rank.hears(s.ShardHere)
     assert here == s.ShardHere(True, "", 0, 0, 5)
     rank.say(s.IsWhole(0))
-    check = await saver.hears(s.CheckSnapshot)
-    saver.client.say(s.Checked(check.key, check.slot, check.sequence, False, "a bit"))
+    check = await saver.next(s.CheckSnapshot)
+    saver.say(s.Checked(check.key, check.slot, check.sequence, False, "a bit"))
     whole = await rank.hears(s.Whole)
     assert (whole.ok, whole.reason) == (False, "a bit")
     rank.say(s.CannotRestore(0, "a bit"))
@@ -190,9 +114,7 @@ async def test_ranks_of_a_later_life_restore_from_it(node: Node) -> None:
     await told(node)
 
 
-@played(several=True)
 async def test_what_cannot_be_copied_is_said(node: Node) -> None:
-    node.begin(1)
     saver = await there(node)
 
     async def why(step: int) -> str:
@@ -201,8 +123,8 @@ async def test_what_cannot_be_copied_is_said(node: Node) -> None:
         return said.reason
 
     node.snapshots.obey(order(5, 0))
-    fetch = await saver.hears(s.Fetch)
-    saver.client.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
+    fetch = await saver.next(s.Fetch)
+    saver.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
     assert await why(5) == "nobody answers there"
 
     node.snapshots.obey(order(6, 0))
@@ -211,14 +133,14 @@ async def test_what_cannot_be_copied_is_said(node: Node) -> None:
 
     node.snapshots.obey(order(7, 0))
     fetch = await saver.gives_size()
-    await saver.hears(s.FetchInto)
+    await saver.next(s.FetchInto)
     os.close(saver.memory.pop(fetch.key))
-    saver.client.say(s.Fetched(fetch.key, False, "block 1 of 2 is not what was written"))
+    saver.say(s.Fetched(fetch.key, False, "block 1 of 2 is not what was written"))
     assert await why(7) == "block 1 of 2 is not what was written"
 
     node.snapshots.obey(order(8, 0))
-    await saver.hears(s.Fetch)
-    await node.saver_dies(saver.client)
+    await saver.next(s.Fetch)
+    await node.saver_dies(saver)
     assert "the saver ended" in await why(8)
     assert not node.held()
 
@@ -228,9 +150,7 @@ async def test_what_cannot_be_copied_is_said(node: Node) -> None:
     assert said == m.NotReplicated(unknown, 8, "its ranks are of another round")
 
 
-@played(several=True)
 async def test_of_several_orders_the_newest_counts(node: Node) -> None:
-    node.begin(1)
     saver = await there(node)
     node.snapshots.obey(order(5, 0))
     fetch = await saver.gives_size()
@@ -241,19 +161,17 @@ async def test_of_several_orders_the_newest_counts(node: Node) -> None:
     await told(node, 5, 7)
 
 
-@played(several=True)
 async def test_a_copy_that_comes_too_late_does_not_count(node: Node) -> None:
     """Its ranks have gone back behind it meanwhile."""
-    node.begin(1)
     saver = await there(node)
     await copied(node, saver, 5, 0)
     await told(node, 5)
     node.snapshots.obey(order(6, 0))
     fetch = await saver.gives_size()
-    into = await saver.hears(s.FetchInto)
+    into = await saver.next(s.FetchInto)
     node.begin(2, restore=m.Restore(ONE, 5, 6))
     node.snapshots.obey(m.Replicate(ONE, 5, 6, (1,), (CONTENT,), WHERE))
-    saver.stash.insert(0, into)
+    saver.waiting.insert(0, into)
     await saver.fills(fetch)
     await saver.copies()
     said = await node.master.until(
@@ -262,7 +180,6 @@ async def test_a_copy_that_comes_too_late_does_not_count(node: Node) -> None:
     assert [(one.step, one.contents) for one in said.held] == [(5, (CONTENT, CONTENT))]
 
 
-@played(several=True)
 async def test_what_no_order_names_any_more_goes(node: Node) -> None:
     """The ring has changed: another node holds it now."""
     saver = await holds_two(node)
@@ -277,7 +194,6 @@ async def test_what_no_order_names_any_more_goes(node: Node) -> None:
     await keeps_rank_one(node)
 
 
-@played(several=True)
 async def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end(node: Node) -> None:
     saver = await holds_two(node)
     node.snapshots.obey(order(6, 1))
@@ -289,7 +205,6 @@ async def test_what_could_have_gone_while_a_copy_went_on_goes_at_its_end(node: N
 
 
 @pytest.mark.parametrize("life", [1, 2])
-@played(several=True)
 async def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(
     node: Node, life: int
 ) -> None:
@@ -310,7 +225,6 @@ async def test_nothing_goes_once_more_is_to_be_copied_or_another_life_has_begun(
     assert len(node.snapshots._segments.held) == 2
 
 
-@played(several=True)
 async def test_what_a_rank_had_before_its_state_grew_goes(node: Node) -> None:
     """Else each change would leave two slots of the state behind."""
     saver = await holds_two(node)
@@ -321,6 +235,6 @@ async def test_what_a_rank_had_before_its_state_grew_goes(node: Node) -> None:
     await told(node, 5, 6)
     assert len(node.snapshots._segments.held) == 3  # until the step counts
     node.snapshots.obey(m.Watermark(ONE, 6))
-    await told_of_rank(node, 0, 6)
+    await told(node, 6, rank=0)
     (held,) = node.snapshots._segments.held
     assert (held.replica, held.sizes.layout) == (0, saver.layout.key)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,69 +24,64 @@ from elasticrun.config import ORPHAN_GRACE
 from elasticrun.shm import memory
 from elasticrun.shm.layout import PAGE
 from elasticrun.shm.memory import NoRoom
-from elasticrun.wire.types import RoundName
 from tests import needs
-from tests.agent.snapshots.played import LIMIT, layout_of
+from tests.agent.snapshots.played import LAYOUT, LIMIT, ONE
 
 pytestmark = pytest.mark.slow
 
-ROUND = RoundName(7, 1, "n1")
 LIFE = LocalRound(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
-LAYOUT = layout_of()
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 2)
 
-Body = Callable[[Segments], Awaitable[None]]
+
+class Used(Segments):
+    """The segments of a node, which are given back in good order."""
+
+    taken_over: list[LocalRound]
 
 
-def play(shm: Path, body: Body, *, job: str = "a-job", node: str = "node-a") -> list[LocalRound]:
-    """Use the segments of a node, and give them back in good order."""
-
-    async def main() -> list[LocalRound]:
-        segments = Segments(job, 2, {"ELASTICRUN_SHM_DIR": str(shm)})
-        lives = await segments.open(node)
-        try:
-            await body(segments)
-        finally:
-            await segments.close(job_over=True)
-        return lives
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def using(shm: Path, job: str = "a-job", node: str = "node-a") -> AsyncIterator[Used]:
+    segments = Used(job, 2, {"ELASTICRUN_SHM_DIR": str(shm)})
+    segments.taken_over = await segments.open(node)
+    try:
+        yield segments
+    finally:
+        await segments.close(job_over=True)
 
 
 def write(held: Held, step: int) -> None:
     """As a rank does."""
     encoded = LAYOUT.encode()
     held.map[PAGE : PAGE + len(encoded)] = encoded
-    held.segment.commit(
-        step % 2, round=ROUND, sequence=step, step=step, layout=LAYOUT.key, values=0
-    )
+    held.segment.commit(step % 2, round=ONE, sequence=step, step=step, layout=LAYOUT.key, values=0)
 
 
-def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> None:
-    """An agent that had a snapshot of step 1 of local rank 0 and was killed."""
-    code = f"import sys; from {__name__} import be_killed; be_killed(*sys.argv[1:])"
+def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> Path:
+    """An agent that had a snapshot of step 1 of local rank 0 and was killed: its folder."""
+    before = set(shm.iterdir())
+    code = f"import asyncio, sys; from {__name__} import *; asyncio.run(be_killed(*sys.argv[1:]))"
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", code, str(shm), job, node]
     done = subprocess.run(command, cwd=root, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL
+    (folder,) = set(shm.iterdir()) - before
+    return folder
 
 
-def be_killed(shm: str, job: str, node: str) -> None:
-    async def body(segments: Segments) -> None:
+async def be_killed(shm: str, job: str, node: str) -> None:
+    async with using(Path(shm), job, node) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         await segments.note([LIFE])
         write(held, 1)
         held.pin(1, "something")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    play(Path(shm), body, job=job, node=node)
-
 
 # ---------------------------------------------------------------- whose they are
 
 
-def test_a_folder_is_made_when_it_is_needed_and_is_this_users_alone(shm: Path) -> None:
-    async def body(segments: Segments) -> None:
+async def test_a_folder_is_made_when_it_is_needed_and_is_this_users_alone(shm: Path) -> None:
+    async with using(shm) as segments:
         assert not list(shm.iterdir())
         held = await segments.need(1, SIZES, LAYOUT.content)
         (folder,) = shm.iterdir()
@@ -93,35 +89,29 @@ def test_a_folder_is_made_when_it_is_needed_and_is_this_users_alone(shm: Path) -
         assert Path(held.path).stat().st_mode & 0o777 == 0o600
         assert Path(held.path).stat().st_blocks * 512 >= SIZES.nbytes  # its pages are there
         assert await segments.need(1, SIZES, LAYOUT.content) is held
-
-    play(shm, body)
     assert not list(shm.iterdir())
 
 
-def test_the_next_agent_of_the_node_adopts_what_a_killed_one_had(shm: Path) -> None:
+async def test_the_next_agent_of_the_node_adopts_what_a_killed_one_had(shm: Path) -> None:
     killed(shm)
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
+        assert segments.taken_over == [LIFE]
         (held,) = segments.held
         (snapshot,) = held.snapshots()
-        assert snapshot.is_of(ROUND)
+        assert snapshot.is_of(ONE)
         assert snapshot.step == 1
         assert (held.local_rank, held.content, held.written) == (0, LAYOUT.content, True)
         assert not held.segment.pinned(snapshot.slot)
         assert await segments.need(0, SIZES, LAYOUT.content) is held
-
-    assert play(shm, body) == [LIFE]
     assert not list(shm.iterdir())
 
 
-def test_replicas_are_adopted_too(shm: Path) -> None:
+async def test_replicas_are_adopted_too(shm: Path) -> None:
     """Their rank stands in the file's name; it may be any number."""
-    killed(shm)
-    (folder,) = shm.iterdir()
+    folder = killed(shm)
     (own,) = folder.glob("0-*")
     own.rename(folder / f"r70-{LAYOUT.key:016x}-1")
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         (held,) = segments.held
         assert (held.local_rank, held.replica, held.passing) == (-1, 70, False)
         assert [one.step for one in held.snapshots()] == [1]
@@ -129,14 +119,11 @@ def test_replicas_are_adopted_too(shm: Path) -> None:
         other = await segments.replica_of(71, SIZES, LAYOUT.content)
         assert Path(other.path).name.startswith("r71-")
         assert await segments.need(0, SIZES, LAYOUT.content) is not held
-
-    play(shm, body)
     assert not list(shm.iterdir())
 
 
-def test_what_cannot_be_believed_is_not_adopted(shm: Path) -> None:
-    killed(shm)
-    (folder,) = shm.iterdir()
+async def test_what_cannot_be_believed_is_not_adopted(shm: Path) -> None:
+    folder = killed(shm)
     (good,) = folder.glob("0-*")
     whole = good.read_bytes()
     (folder / f"1-{LAYOUT.key:016x}-7").write_bytes(b"\0" * 8192)
@@ -144,34 +131,26 @@ def test_what_cannot_be_believed_is_not_adopted(shm: Path) -> None:
     (folder / f"1-{LAYOUT.key + 1:016x}-9").write_bytes(whole)
     (folder / f"2-{LAYOUT.key:016x}-9").write_bytes(whole)  # no such local rank
     (folder / f"1-{LAYOUT.key:016x}-10").symlink_to(good)
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         assert [held.path for held in segments.held] == [str(good)]
         assert sorted(p.name for p in folder.glob("?-*")) == [good.name]
 
-    play(shm, body)
-
 
 @pytest.mark.parametrize("text", ["[", '[{"term": "x"}]', '[{"evil": 1}]', "7"])
-def test_without_the_names_of_its_rounds_nothing_is_adopted(shm: Path, text: str) -> None:
-    killed(shm)
-    (folder,) = shm.iterdir()
+async def test_without_the_names_of_its_rounds_nothing_is_adopted(shm: Path, text: str) -> None:
+    folder = killed(shm)
     (folder / "lives.json").write_text(text)
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         assert segments.held == []
         assert not list(folder.glob("0-*"))
 
-    play(shm, body)
-
 
 @pytest.mark.parametrize("what", ["folder", "file", "link"])
-def test_a_name_that_somebody_else_has_taken_costs_nothing(
+async def test_a_name_that_somebody_else_has_taken_costs_nothing(
     shm: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another name is: what lies there outlives this agent, and the next one finds it."""
-    killed(shm)
-    (folder,) = shm.iterdir()
+    folder = killed(shm)
     name = folder.name
     shutil.rmtree(folder)
     if what == "folder":
@@ -185,21 +164,17 @@ def test_a_name_that_somebody_else_has_taken_costs_nothing(
         folder.symlink_to("/tmp")
     killed(shm)
     assert sorted(path.name[-2:] for path in shm.iterdir()) == [".0", ".1"]
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         (held,) = segments.held
         assert name.replace(".0", ".1") in held.path
-
-    play(shm, body)
     assert "do not outlive" not in caplog.text
 
 
-def test_what_a_thread_brings_too_late_is_given_back(
+async def test_what_a_thread_brings_too_late_is_given_back(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that stands still for a while: no lock, no mapping and no file stays."""
-    killed(shm)
-    (folder,) = shm.iterdir()
+    folder = killed(shm)
     goes_on, ended = threading.Event(), threading.Event()
     adopt, leave = Segments._adopt, segments_module._leave
 
@@ -214,16 +189,12 @@ def test_what_a_thread_brings_too_late_is_given_back(
     monkeypatch.setattr(Segments, "_adopt", slow)
     monkeypatch.setattr(segments_module, "OPEN_LIMIT", 0.01)
     monkeypatch.setattr(segments_module, "_leave", late)
-
-    async def main() -> None:
-        segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
-        assert await segments.open("node-a") == []
-        assert segments.held == []
-        goes_on.set()
-        assert await asyncio.to_thread(ended.wait, LIMIT)
-        await segments.close(job_over=False)
-
-    asyncio.run(main())
+    segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
+    assert await segments.open("node-a") == []
+    assert segments.held == []
+    goes_on.set()
+    assert await asyncio.to_thread(ended.wait, LIMIT)
+    await segments.close(job_over=False)
     maps = Path("/proc/self/maps").read_text()
     assert str(folder) not in maps
     lock = take(str(shm), "a-job", "node-a", make=False)
@@ -239,61 +210,48 @@ def age(folder: Path, seconds: float) -> None:
     os.utime(folder / "orphan", (then, then))
 
 
-def test_what_another_job_may_come_back_for_is_kept_for_a_while(shm: Path) -> None:
+async def test_what_another_job_may_come_back_for_is_kept_for_a_while(shm: Path) -> None:
     """Whatever other agents start meanwhile; the next agent of the job takes it over."""
-    killed(shm, job="back-soon")
-    (folder,) = shm.iterdir()
-
-    async def body(_: Segments) -> None:
-        assert list(folder.glob("0-*"))
-
-    play(shm, body)
-    age(folder, ORPHAN_GRACE - 60)
-    play(shm, body)
+    folder = killed(shm, job="back-soon")
+    for then in (0, ORPHAN_GRACE - 60):
+        if then:
+            age(folder, then)
+        async with using(shm):
+            assert list(folder.glob("0-*"))
     assert (folder / "orphan").exists()
-
-    async def taken_over(segments: Segments) -> None:
+    async with using(shm, job="back-soon") as segments:
+        assert segments.taken_over == [LIFE]
         assert len(segments.held) == 1
         assert not (folder / "orphan").exists(), "killed again, it has as much time again"
-
-    assert play(shm, taken_over, job="back-soon") == [LIFE]
     assert not list(shm.iterdir())
 
 
-def test_who_finds_it_removes_it_when_its_time_is_over(
+async def test_who_finds_it_removes_it_when_its_time_is_over(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elasticrun.config.ORPHAN_GRACE", 0.2)
-    killed(shm, job="gone")
-    (folder,) = shm.iterdir()
-
-    async def body(_: Segments) -> None:
+    folder = killed(shm, job="gone")
+    async with using(shm):
         assert folder.exists()
         with INotify() as changes:
             changes.add_watch(shm, flags.DELETE)
             while folder.exists():
                 assert await asyncio.to_thread(changes.read, 60_000), "it is still there"
 
-    play(shm, body)
 
-
-def test_a_job_without_room_does_not_wait_for_it(
+async def test_a_job_without_room_does_not_wait_for_it(
     shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    killed(shm, job="gone")
-    (folder,) = shm.iterdir()
+    folder = killed(shm, job="gone")
     monkeypatch.setattr(memory, "room_in", lambda _: 0 if folder.exists() else 2**40)
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         assert held.path
-
-    play(shm, body)
     assert not folder.exists()
     assert "snapshots of 1 killed agents of other jobs were removed" in caplog.text
 
 
-def test_what_is_of_before_a_start_of_the_machine_is_not_believed(
+async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(
     shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """ELASTICRUN_SHM_DIR may be on a disk, where only half of a snapshot may have come."""
@@ -302,17 +260,15 @@ def test_what_is_of_before_a_start_of_the_machine_is_not_believed(
     for folder in shm.iterdir():
         assert len((folder / "lock").read_text()) == 36, "the kernel names its starts"
         (folder / "lock").write_text("11111111-2222-3333-4444-555555555555")
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
+        assert segments.taken_over == []
         assert segments.held == []
         assert not list(shm.glob("*/0-*"))
-
-    assert play(shm, body) == []
     assert not list(shm.iterdir())
     assert "before this machine's last start" in caplog.text
 
 
-def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
+async def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
     shm: Path, tmp_path: Path
 ) -> None:
     killed(tmp_path, job="gone")
@@ -326,12 +282,11 @@ def test_folders_of_killed_agents_of_other_jobs_are_removed_and_no_others(
     living = take(str(shm), "another-job", "node-a", make=True)
     assert living is not None
     staying = {"elasticrun-of-somebody", os.path.basename(living.path)}
-
-    async def body(segments: Segments) -> None:
+    async with using(
+        shm
+    ) as segments:  # when this job is over, its node-b will not come back either
         assert {path.name for path in shm.iterdir()} == {*staying, ours.name}
         await segments.need(0, SIZES, LAYOUT.content)
-
-    play(shm, body)  # when this job is over, its node-b will not come back either
     assert {path.name for path in shm.iterdir()} == staying
     living.remove(job_over=False)
 
@@ -347,8 +302,8 @@ def test_an_agent_that_calls_itself_the_same_has_a_folder_of_its_own(shm: Path) 
     assert not list(shm.iterdir())
 
 
-def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
-    async def body(segments: Segments) -> None:
+async def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
+    async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         segments.drop(held)
         assert held.gone
@@ -356,14 +311,12 @@ def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
         await segments._tasks.over()
         assert not Path(held.path).exists()
 
-    play(shm, body)
-
 
 # ---------------------------------------------------------------- sizes
 
 
-def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
-    async def body(segments: Segments) -> None:
+async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
+    async with using(shm) as segments:
         for sizes in (
             Sizes(1, 100, PAGE, 1),
             Sizes(1, 100, PAGE, 5),
@@ -375,35 +328,28 @@ def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
             with pytest.raises(NoRoom, match=r"slots|is none"):
                 await segments.need(0, sizes, 1)
 
-    play(shm, body)
 
-
-def test_more_than_the_machine_has_is_refused_before_it_is_taken(
+async def test_more_than_the_machine_has_is_refused_before_it_is_taken(
     shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         with pytest.raises(NoRoom, match=r"are needed, and the (machine|cgroup .*) has .* left"):
             await segments.need(0, Sizes(1, 100, 2**46, 2), 1)
         assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
 
-    play(shm, body)
 
-
-def test_a_folder_without_room_is_done_without(
+async def test_a_folder_without_room_is_done_without(
     shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "room_in", lambda folder: PAGE)
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         write(held, 1)
         assert (held.path, held.find_any() is not None) == ("", True)
         assert "has room for 4 KiB: snapshots are kept in memory without a name" in caplog.text
 
-    play(shm, body)
 
-
-def test_two_ranks_at_once_do_not_take_more_than_there_is(
+async def test_two_ranks_at_once_do_not_take_more_than_there_is(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second waits until it is known what the first has taken."""
@@ -416,13 +362,10 @@ def test_two_ranks_at_once_do_not_take_more_than_there_is(
     taking = memory.take_file
     monkeypatch.setattr(memory, "take_file", take_file)
     monkeypatch.setattr(memory, "room_in_memory", lambda: (room[0], "the machine"))
-
-    async def body(segments: Segments) -> None:
+    async with using(shm) as segments:
         both = [segments.need(rank, SIZES, LAYOUT.content) for rank in range(2)]
         found = await asyncio.gather(*both, return_exceptions=True)
         assert {type(one) for one in found} == {Held, NoRoom}  # either may be first
-
-    play(shm, body)
 
 
 def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> None:
@@ -448,19 +391,18 @@ def test_pages_are_made_warm_without_stopping_others() -> None:
 SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
-from tests.agent.snapshots.test_segments import LAYOUT, NoRoom, Sizes, play
-import elasticrun.shm.memory as memory
+from tests.agent.snapshots.test_segments import NoRoom, Sizes, memory, using
 
-async def body(segments):
+async def main(shm):
     memory.room_in = lambda folder: 1 << 40  # as if others had taken it since we looked
-    try:
-        await segments.need(0, Sizes(1, 100, 1 << 20, 2), 1)
-    except NoRoom as error:
-        print(error)
-    left = [p.name for p in Path(sys.argv[1]).rglob("?-*")]
-    print("left", left)
+    async with using(shm) as segments:
+        try:
+            await segments.need(0, Sizes(1, 100, 1 << 20, 2), 1)
+        except NoRoom as error:
+            print(error)
+        print("left", [p.name for p in shm.rglob("?-*")])
 
-play(Path(sys.argv[1]), body)
+asyncio.run(main(Path(sys.argv[1])))
 """
 
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
-from tests.agent.snapshots.played import Node, Rank, layout_of, played
+from tests.agent.snapshots.played import BOTH, LAYOUT, ONE, Node, Rank, opened
 
-CONTENT = layout_of().content
-ONE, TWO, NEW = RoundName(7, 1, "n1"), RoundName(7, 2, "n2"), RoundName(8, 1, "new")
+TWO, NEW = RoundName(7, 2, "n2"), RoundName(8, 1, "new")
 FROM_1 = m.Restore(ONE, 1, 2)
 
 
@@ -26,21 +26,15 @@ def folder_of(node: Node) -> Path:
     return Path(folder.path)
 
 
-async def follow(node: Node, body: Callable[[Node], Awaitable[None]], *, nproc: int = 2) -> None:
+@asynccontextmanager
+async def follower(node: Node, *, nproc: int = 2) -> AsyncIterator[Node]:
     """The next agent, which finds what `node` would leave if it were killed now."""
     await node.snapshots._segments.note(node.snapshots._inventory.lives())
     with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as base:
         left = folder_of(node)
         shutil.copytree(left, Path(base) / left.name)
-        after = Node(Path(base), nproc=nproc)
-        await after.snapshots.open("node-a")
-        try:
-            await body(after)
-        finally:
-            for client in after.clients:
-                client.close()
-            await after.snapshots.close(job_over=True)
-        assert not list(Path(base).iterdir())
+        async with opened(Path(base), nproc=nproc) as after:
+            yield after
 
 
 async def said(node: Node) -> m.Holdings:
@@ -50,29 +44,21 @@ async def said(node: Node) -> m.Holdings:
     return await node.master.until(lambda report: True, m.Holdings)
 
 
-@played()
 async def test_it_says_what_the_last_round_had_gone_on_from(node: Node) -> None:
-    node.begin(1)
-    await node.both(await node.ranks(), 1)
+    await node.life(1)
     node.begin(2, restore=FROM_1, rewound_from=5)
     ranks = await node.ranks()
-
-    async def before_a_step(after: Node) -> None:
+    async with follower(node) as after:  # before it took a step
         report = await said(after)
         assert [(one.round, one.step) for one in report.held] == [(ONE, 1)]
         assert report.last == m.LastRound(TWO, 2, FROM_1, 5)
-
-    async def after_one(after: Node) -> None:
+    await node.both(ranks, 3)
+    async with follower(node) as after:
         report = await said(after)
         assert [(one.round, one.step) for one in report.held] == [(TWO, 3), (ONE, 1)]
-        assert [one.contents for one in report.held] == [(CONTENT, CONTENT)] * 2
-
-    await follow(node, before_a_step)
-    await node.both(ranks, 3)
-    await follow(node, after_one)
+        assert [one.contents for one in report.held] == [BOTH] * 2
 
 
-@played()
 async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node) -> None:
     node.begin(1, rewound_from=5)
     await node.both(await node.ranks(), 1)
@@ -86,12 +72,9 @@ async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node
         assert last.rewound_from == told
 
 
-@played()
 async def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more(node: Node) -> None:
-    node.begin(1)
-    await node.both(await node.ranks(), 1)
-
-    async def taken_over(after: Node) -> None:
+    await node.life(1)
+    async with follower(node) as after:
         after.begin(1, round=NEW, restore=FROM_1)
         ranks = await after.ranks()
         assert {(rank.resume.step, rank.resume.same) for rank in ranks} == {(1, True)}
@@ -101,52 +84,38 @@ async def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more(node: Nod
         assert {(one.round, one.step) for one in report.held} == {(NEW, 2), (NEW, 3)}
         assert report.last == m.LastRound(NEW, 2, FROM_1)
 
-    await follow(node, taken_over)
 
-
-@played()
 async def test_another_training_of_the_same_name_does_not_go_on_from_it(node: Node) -> None:
     """Its checkpoints are in another folder: neither its memory nor the step is of any use."""
-    node.begin(1)
-    await node.both(await node.ranks(), 7)
-
-    async def another(after: Node) -> None:
-        restore = m.Restore(ONE, 7, 2)
-        start = after.begin(1, round=NEW, restore=restore)
+    await node.life(7)
+    async with follower(node) as after:
+        start = after.begin(1, round=NEW, restore=m.Restore(ONE, 7, 2))
         place = [after.snapshots.place(local) for local in (0, 1)]
         ranks = [await after.call(Rank, where, start, "/runs/b") for where in place]
         assert [rank.resume.step for rank in ranks] == [NONE, NONE]
-        shard = await ranks[0].asks(s.WantShard(0), s.ShardHere)
-        assert not shard.ok
+        assert not (await ranks[0].asks(s.WantShard(0), s.ShardHere)).ok
         for rank in ranks:
-            assert (await rank.needs(layout_of())).ok
+            assert (await rank.needs(LAYOUT)).ok
         await after.both(ranks, 1)
         await after.both(ranks, 2)
-        assert after.held() == [(1, 2, (CONTENT,) * 2, False), (1, 1, (CONTENT,) * 2, False)]
-
-    await follow(node, another)
+        assert after.held() == [(1, 2, BOTH, False), (1, 1, BOTH, False)]
 
 
-@played()
 async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) -> None:
-    node.begin(1)
-    await node.both(await node.ranks(), 1)
-
-    async def one_rank(after: Node) -> None:
+    await node.life(1)
+    async with follower(node, nproc=1) as after:
         report = await said(after)
-        assert [one.contents for one in report.held] == [(CONTENT, CONTENT)]
+        assert [one.contents for one in report.held] == [BOTH]
         after.begin(1, round=NEW, restore=FROM_1, world_size=1)
         rank = await after.rank(0)
         for old in (0, 1):
             shard = await rank.asks(s.WantShard(old), s.ShardHere)
             assert (shard.ok, shard.rank) == (True, old)
-        assert (await rank.needs(layout_of())).ok
+        assert (await rank.needs(LAYOUT)).ok
         assert len(list(folder_of(after).glob("1-*"))) == 1
         await after.both([rank], 2)
         await after.snapshots._segments._tasks.over(240)  # what it gives back, and what it makes
         assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"
-
-    await follow(node, one_rank, nproc=1)
 
 
 def test_lives_of_an_older_release_are_read() -> None:
