@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elasticrun.core.health.netcheck import Group, NetCheck
+from elasticrun.core.health.netcheck import NetCheck, ProbeGroup
 from elasticrun.core.health.speed import outliers
 from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
 
@@ -63,7 +63,7 @@ class Outcome:
     slow: set[str] = field(default_factory=set)
     unresolved: set[str] = field(default_factory=set)
     passes: int = 0
-    groups: list[list[Group]] = field(default_factory=list)  # by pass
+    groups: list[list[ProbeGroup]] = field(default_factory=list)  # by pass
     reasons: dict[str, str] = field(default_factory=dict)
     summary: str = ""
 
@@ -87,7 +87,7 @@ class Machines:
         """Whether one of these was planted there."""
         return not self._of.get(node, set()).isdisjoint(kinds)
 
-    def probe(self, group: Group) -> dict[str, Probed]:
+    def probe(self, group: ProbeGroup) -> dict[str, Probed]:
         """What the group's nodes answer; a silent one does not."""
         nodes = group.nodes
         own = [node for node in nodes if self.has(node, *OWN)]

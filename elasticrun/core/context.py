@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from elasticrun.core import events as fx
-from elasticrun.core.nodes.admission import Exclusions, Stays
+from elasticrun.core.nodes.admission import Exclusions, FlapHistory
 from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Nodes
-from elasticrun.core.rounds.budget import Settlement
+from elasticrun.core.rounds.budget import Restarts
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
 from elasticrun.wire import messages as m
@@ -27,10 +27,10 @@ class JobContext:
         self.away = 0.0  # seconds in which the master did not listen
         self.nodes = Nodes()
         self.membership = Membership(self.nodes, heartbeat_timeout=spec.heartbeat_timeout)
-        self.stays = Stays()
+        self.flaps = FlapHistory()
         self.exclusions = Exclusions()
         self.rdzv = Rendezvous(spec, now)
-        self.settlement = Settlement(spec)
+        self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.round: Round | None = None  # the last one that was formed or adopted
         self.outcome: m.End | None = None

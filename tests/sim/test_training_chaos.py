@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.core.snapshots import checkpoints
-from elasticrun.core.snapshots.checkpoints import Part, divide
+from elasticrun.core.snapshots.checkpoints import Share, divide
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import Replicas
@@ -109,7 +109,7 @@ def test_memory_that_a_blind_master_does_not_use_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(ledger: Ledger, step: int) -> dict[str, Part]:
+    def half(ledger: Ledger, step: int) -> dict[str, Share]:
         return {"a": divide(ledger, step)["a"]}
 
     monkeypatch.setattr(checkpoints, "divide", half)

@@ -50,7 +50,7 @@ class Standing(StrEnum):
     GOOD = "good"  # it has worked with another node
 
 
-class Group(Struct, frozen=True):
+class ProbeGroup(Struct, frozen=True):
     """Nodes that are probed together; the first one's store is where they meet."""
 
     check: str  # unique
@@ -58,7 +58,7 @@ class Group(Struct, frozen=True):
     perf: bool = False
 
 
-class Verdict(Struct, frozen=True):
+class NodeVerdict(Struct, frozen=True):
     """What a check came to for one node that did not simply pass."""
 
     node: str
@@ -97,7 +97,7 @@ def others(nodes: Sequence[str], node: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ProbeFailure:
     """One probe of a node that failed."""
 
     partners: tuple[str, ...]  # none: it failed by itself
@@ -110,7 +110,7 @@ class FailedGroup:
     """A group that failed as one; until something is proved of its nodes each may be at fault."""
 
     nodes: tuple[str, ...]
-    failure: Failure  # the first that one of them told
+    failure: ProbeFailure  # the first that one of them told
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Trial:
     out: bool = False  # it has gone, or was convicted
     told_slow: bool = False
     held_up: str = ""  # why its last probe could not be finished, where another failed
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[ProbeFailure] = field(default_factory=list)
     met: set[str] = field(default_factory=set)  # with whom it was a pair that came to something
     seen: set[str] = field(default_factory=set)  # with whom it was in a group that did
     compute: list[float] = field(default_factory=list)  # seconds of a matmul, one a pass
@@ -158,7 +158,7 @@ class Trial:
         self.failures = [one for one in self.failures if not one.partners]
         self._met(partners)
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: ProbeFailure) -> None:
         """A failure of its own, or of a group of which it was part."""
         self.failures.append(failure)
         if not failure.partners:
@@ -172,12 +172,12 @@ class Trial:
             self.met.add(partners[0])
 
 
-def telling(trial: Trial, trials: Mapping[str, Trial]) -> list[Failure]:
+def telling(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
     """Its failures that no partner explains, because all of them work with others."""
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
 
-def convicted(failures: Sequence[Failure], proved: Collection[frozenset[str]]) -> bool:
+def convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str]]) -> bool:
     """Whether these failures, all of them telling, leave no innocent explanation; `proved`: pairs
     of nodes that have worked with each other."""
     return len(failures) > 1 and not _explained([frozenset(f.partners) for f in failures], proved)
@@ -360,7 +360,7 @@ vain until their limit. Raise it and such a death costs more; their next probe e
 class Run:
     """One group's probe."""
 
-    group: Group
+    group: ProbeGroup
     said: dict[str, Probed] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # who has gone, and how
 
@@ -368,7 +368,7 @@ class Run:
 class Pass:
     """Groups that are probed at the same time."""
 
-    def __init__(self, groups: Sequence[Group], now: float, limit: float) -> None:
+    def __init__(self, groups: Sequence[ProbeGroup], now: float, limit: float) -> None:
         """`limit`: seconds that one probe may take; its answer may take a little longer."""
         self.runs = [Run(group) for group in groups]
         self._limit = limit
@@ -382,7 +382,7 @@ class Pass:
         """Whether no answer is awaited any more."""
         return not self._awaited
 
-    def group_of(self, node: str) -> Group | None:
+    def group_of(self, node: str) -> ProbeGroup | None:
         """The group whose answer of this node is awaited."""
         run = self._awaited.get(node)
         return None if run is None else run.group

@@ -35,15 +35,15 @@ from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.health import words
 from elasticrun.core.health.groups import (
     FailedGroup,
-    Failure,
-    Group,
     Nodes,
+    NodeVerdict,
     Pass,
+    ProbeFailure,
+    ProbeGroup,
     Rate,
     Run,
     Standing,
     Trial,
-    Verdict,
     convicted,
     doubt,
     first_pass,
@@ -75,7 +75,7 @@ class Check:
             node: Trial(node, place, good) for place, (node, good) in enumerate(ready.items())
         }
         self.passes = 0
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[NodeVerdict] = []
         self._ranks = ranks
         self.paces = paces
         self._began = now
@@ -163,7 +163,7 @@ class Check:
             self.trials[node].held_up = said.reason if said.excused else ""
         self._time(run)
         for node, said in own.items():
-            self.trials[node].failed(Failure((), said.phase, said.reason))
+            self.trials[node].failed(ProbeFailure((), said.phase, said.reason))
         if own:
             return False
         if joint and not run.lost:
@@ -181,8 +181,8 @@ class Check:
         first = next(iter(joint.values()))
         for node in nodes:
             said = joint.get(node, first)
-            self.trials[node].failed(Failure(others(nodes, node), said.phase, said.reason))
-        told = Failure(nodes, first.phase, first.reason)
+            self.trials[node].failed(ProbeFailure(others(nodes, node), said.phase, said.reason))
+        told = ProbeFailure(nodes, first.phase, first.reason)
         self._just_failed.append(FailedGroup(nodes, told))
 
     def _time(self, run: Run) -> None:
@@ -210,7 +210,7 @@ class Check:
 
     def _tell(self, kind: str, node: str, reason: str) -> None:
         self._found.setdefault(kind, []).append(node)
-        self.verdicts.append(Verdict(node, kind, reason))
+        self.verdicts.append(NodeVerdict(node, kind, reason))
 
 
 TRIES = 2
@@ -221,7 +221,7 @@ TRIES = 2
 class _Visit:
     """A node that is probed alone."""
 
-    group: Group
+    group: ProbeGroup
     failures: list[str]
     again: bool = False  # its next probe is to be ordered
 
@@ -235,12 +235,12 @@ class Doors:
         self._due: Deadlines[str] = Deadlines()
         self._again: list[str] = []  # in order of their answers
 
-    def group_of(self, node: str) -> Group | None:
+    def group_of(self, node: str) -> ProbeGroup | None:
         """The probe of this node whose answer is awaited."""
         visit = self._visits.get(node)
         return None if visit is None or visit.again else visit.group
 
-    def probe(self, group: Group, now: float) -> None:
+    def probe(self, group: ProbeGroup, now: float) -> None:
         """This group of one is probed, for the first time or again."""
         node = group.nodes[0]
         visit = self._visits.get(node)
@@ -372,7 +372,7 @@ class NetCheck:
         self._ranks: Mapping[str, int] = {}
         self._perf_due = checks.perf
         self.perf = PerfResult()
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[NodeVerdict] = []
         self._reason = ""
         self._summary = self._news = ""
 
@@ -414,7 +414,7 @@ class NetCheck:
         measured = words.health(known.compute, known.flops, known.rate)
         return "; ".join(part for part in (known.trouble, measured) if part)
 
-    def group_of(self, node: str) -> Group | None:
+    def group_of(self, node: str) -> ProbeGroup | None:
         """The group whose answer of this node is awaited: told again to an agent that attaches."""
         group = None if self._pass is None else self._pass.group_of(node)
         return group or self._doors.group_of(node)
@@ -428,7 +428,7 @@ class NetCheck:
 
     def begin(
         self, ready: Sequence[str], now: float, ranks: Mapping[str, int] | None = None
-    ) -> tuple[Group, ...]:
+    ) -> tuple[ProbeGroup, ...]:
         """Start a check of those of `ready` (in order of placement) that need one, with the others
         as partners; or the perf test of all of them. The groups of the first pass: at least one if
         `wants` says so. `ranks`: how many each node runs, one where it is not told."""
@@ -448,13 +448,13 @@ class NetCheck:
         self._check = Check(good, self._ranks, Paces(self._checks.slow_ratio, compute, rates), now)
         return self._launch(self._check.plan(), now)
 
-    def at_door(self, node: str, now: float) -> Group:
+    def at_door(self, node: str, now: float) -> ProbeGroup:
         """Probe this newcomer by itself while a round runs."""
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
         self._doors.gone(node)
-        group = Group(self._mint(), (node,))
+        group = ProbeGroup(self._mint(), (node,))
         self._doors.probe(group, now)
         return group
 
@@ -485,12 +485,12 @@ class NetCheck:
         times = [self._doors.next_deadline(), self._pass.next_deadline() if self._pass else None]
         return min((time for time in times if time is not None), default=None)
 
-    def proceed(self, now: float) -> tuple[Group, ...]:
+    def proceed(self, now: float) -> tuple[ProbeGroup, ...]:
         """To be called after each of the events above and at the deadline: the groups of the next
         pass if this one is over and the check is not. Empty otherwise."""
         for node, said in self._doors.overdue(now):
             self._at_door(node, said)
-        groups = [Group(self._mint(), (node,)) for node in self._doors.take_again()]
+        groups = [ProbeGroup(self._mint(), (node,)) for node in self._doors.take_again()]
         for group in groups:
             self._doors.probe(group, now)
         if self._pass is not None:
@@ -499,7 +499,7 @@ class NetCheck:
                 groups.extend(self._next(self._pass, now))
         return tuple(groups)
 
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def verdicts(self) -> tuple[NodeVerdict, ...]:
         """What has been found since the last call, each once; taken by the caller, who excludes."""
         found, self._verdicts = self._verdicts, []
         return tuple(found)
@@ -520,7 +520,7 @@ class NetCheck:
 
     # ------------------------------------------------------------ small change
 
-    def _next(self, over: Pass, now: float) -> tuple[Group, ...]:
+    def _next(self, over: Pass, now: float) -> tuple[ProbeGroup, ...]:
         self._pass = None
         check = self._check
         if check is None:
@@ -542,8 +542,8 @@ class NetCheck:
 
     def _launch(
         self, groups: Sequence[Nodes], now: float, *, perf: bool = False
-    ) -> tuple[Group, ...]:
-        named = tuple(Group(self._mint(), nodes, perf) for nodes in groups)
+    ) -> tuple[ProbeGroup, ...]:
+        named = tuple(ProbeGroup(self._mint(), nodes, perf) for nodes in groups)
         self._pass = Pass(named, now, self._checks.probe_limit)
         if self._check is not None and not perf:
             self._reason = words.waiting(self._check.passes, groups)
@@ -590,7 +590,7 @@ class NetCheck:
             self._of(node).standing = Standing.ALONE
         elif found:
             self._known.pop(node, None)
-            self._verdicts.append(Verdict(node, "failed", words.cut(str(found))))
+            self._verdicts.append(NodeVerdict(node, "failed", words.cut(str(found))))
 
     def _remember(self, node: str, nodes: Nodes, said: Probed) -> None:
         known = self._of(node)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from elasticrun.core.context import JobContext
-from elasticrun.core.health.groups import Group, Standing, Verdict
+from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
@@ -129,7 +129,7 @@ class HealthPolicy:
 
     def _doubt_the_cause(self) -> None:
         """The node whose rank was the first to fail in the last round is probed again, once."""
-        cause, round_ = self._ctx.settlement.cause(), self._ctx.round
+        cause, round_ = self._ctx.restarts.cause(), self._ctx.round
         if round_ is None or round_.name == self._examined or self._rdzv.loss:
             return
         self._examined = round_.name
@@ -201,7 +201,7 @@ class HealthPolicy:
         check = self._netcheck
         if check is None or not self._checks.network:
             return
-        for node in self._rdzv.barred:
+        for node in self._rdzv.backing_off:
             if check.standing(node) is Standing.UNKNOWN:
                 self._probe_at_door(check, node)
 
@@ -229,9 +229,9 @@ class HealthPolicy:
     def _joined(self, node: str) -> None:
         ctx, now = self._ctx, self._ctx.now
         until, why = max(
-            (max(now, self._nodes[node].silences.barred_until), "it fell silent too often"),
-            (ctx.settlement.blame.barred_until(node, now), "its ranks kept failing"),
-            (ctx.stays.barred_until(node, now), "its agent died soon after each start"),
+            (max(now, self._nodes[node].silences.backoff_until), "it fell silent too often"),
+            (ctx.restarts.attribution.backoff_until(node, now), "its ranks kept failing"),
+            (ctx.flaps.backoff_until(node, now), "its agent died soon after each start"),
         )
         self._rdzv.join(node, now, not_before=until, why=why)
         self.call_in_the_doubted()
@@ -278,7 +278,7 @@ class HealthPolicy:
             self._ctx.note(line, "warning")
         self._ctx.note(check.news(), "warning")
 
-    def _order(self, groups: tuple[Group, ...]) -> None:
+    def _order(self, groups: tuple[ProbeGroup, ...]) -> None:
         for group in groups:
             for node, probe in self._probes(group):
                 self._probe_orders[node] = probe
@@ -293,7 +293,7 @@ class HealthPolicy:
         if group is not None and order is not None and order.check == group.check:
             self._ctx.tell(session, order)
 
-    def _probes(self, group: Group) -> Iterator[tuple[str, m.Probe]]:
+    def _probes(self, group: ProbeGroup) -> Iterator[tuple[str, m.Probe]]:
         """Each node's place in a group that is probed together; O(nodes) for all of them."""
         places = [self._nodes[node] for node in group.nodes]
         world_size = sum(one.hello.local_world_size for one in places)
@@ -329,7 +329,7 @@ class HealthPolicy:
 
     # ------------------------------------------------------------ verdicts
 
-    def _judge(self, verdicts: tuple[Verdict, ...]) -> None:
+    def _judge(self, verdicts: tuple[NodeVerdict, ...]) -> None:
         failed: list[Sentence] = []
         told: set[str] = set()
         for verdict in verdicts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from elasticrun.core.health.groups import FailedGroup, Failure, Rate, Trial
+from elasticrun.core.health.groups import FailedGroup, ProbeFailure, Rate, Trial
 from elasticrun.core.words import names, some
 from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Probed
@@ -80,7 +80,7 @@ def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
     )
 
 
-def happened(failure: Failure, trials: Mapping[str, Trial]) -> str:
+def happened(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
     """One failure: in which phase, with whom, and what the node said."""
     if not failure.partners:
         return f"by itself in {failure.phase} ({quoted(failure.reason)})"
@@ -172,10 +172,10 @@ def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[s
     return [*clauses[:TOLD], more] if len(clauses) > TOLD else clauses
 
 
-def _works(failure: Failure, trials: Mapping[str, Trial]) -> bool:
+def _works(failure: ProbeFailure, trials: Mapping[str, Trial]) -> bool:
     return bool(failure.partners) and all(trials[node].good for node in failure.partners)
 
 
-def _weight(failure: Failure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
+def _weight(failure: ProbeFailure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
     """Least for what proves most: no partner explains it, and few had a part in it."""
     return bool(failure.partners) and not _works(failure, trials), len(failure.partners)

@@ -175,7 +175,7 @@ class Job:
         beat = ctx.membership.beat_interval()
         ctx.membership.overslept(by, beat)
         ctx.rdzv.overslept(by + beat)
-        ctx.settlement.window.overslept(by + beat)
+        ctx.restarts.window.overslept(by + beat)
         self._snapshots.overslept(by + beat)
         ctx.away += by
         ctx.note(f"the master was away for {by:.1f} s; no silence counts", "warning")
@@ -213,7 +213,7 @@ class Job:
         self._saving.node_leaves()
         self._saving.going((node,), signalled=report.signal != 0)
         ctx.membership.left(node, report.reason)
-        ctx.stays.over(node)
+        ctx.flaps.over(node)
         rdzv.leaving(node, ctx.now, report.reason)
         self._streams.health.gone(node, f"left: {report.reason}")
         self._all_left = ctx.membership.present() == 0
@@ -245,15 +245,15 @@ class Job:
     def _ranks_failed(self, node: str, report: m.RanksFailed) -> None:
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         stopped = rdzv.last.is_stopping(node)
-        if not ctx.settlement.window.add(node, report.failures, now, stopped=stopped):
+        if not ctx.restarts.window.add(node, report.failures, now, stopped=stopped):
             return
         ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
-            verdict = ctx.settlement.verdict(self._trouble(), now)
+            verdict = ctx.restarts.verdict(self._trouble(), now)
             reason = verdict.reason
             if verdict.bill is Bill.NOTHING and rdzv.takeover.is_incomplete(now):
                 # who is to blame is open until all have dialled again; what has failed is known
-                reason = ctx.settlement.verdict("", now).reason
+                reason = ctx.restarts.verdict("", now).reason
             self._last_failure = reason
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL):
                 self._reopen(reason)
@@ -262,14 +262,14 @@ class Job:
 
     def _advance(self) -> None:
         """Ask what is to be done until it is nothing."""
-        ctx, settlement = self._ctx, self._ctx.settlement
+        ctx, restarts = self._ctx, self._ctx.restarts
         for _ in range(MAX_DECISIONS):
             if (end := self._due_end()) is not None:
                 self._conclude(*end)
                 return
             gate = None
-            if settlement.window.opened_at is not None:
-                gate = settlement.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
+            if restarts.window.opened_at is not None:
+                gate = restarts.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
             if gate is not None and gate.end:
                 self._conclude(gate.code, gate.end)
                 return
@@ -329,30 +329,35 @@ class Job:
 
     def _suspect_cause(self) -> tuple[Cause | None, str]:
         """The cause of the round's end whose node is to be left out, and why."""
-        settlement = self._ctx.settlement
-        cause = settlement.cause()
+        restarts = self._ctx.restarts
+        cause = restarts.cause()
         if cause is None:
             return None, ""
-        why = settlement.blame.culprit(cause, self._ctx.now)
+        why = restarts.attribution.why_suspect(cause, self._ctx.now)
         return (cause, why) if why and self._ctx.rdzv.can_spare(cause.node) else (None, "")
 
     def _reconsider(self) -> bool:
         """A round could form. Whether that has to be asked again, because a node is left out or an
         innocent one let in."""
-        ctx, rdzv, now, blame = self._ctx, self._ctx.rdzv, self._ctx.now, self._ctx.settlement.blame
+        ctx, rdzv, now, attribution = (
+            self._ctx,
+            self._ctx.rdzv,
+            self._ctx.now,
+            self._ctx.restarts.attribution,
+        )
         if rdzv.loss:
             return False
         cause, why = self._suspect_cause()
         if cause is not None:
-            wait = blame.leave_out(cause, now)
+            wait = attribution.leave_out(cause, now)
             ctx.changed = True
             rdzv.leave_out(cause.node, now + wait, why)
             self._streams.health.doubt(cause.node)
             ctx.note(f"node {cause.node} is left out for {wait:g} s: {why}", "warning")
             self._tell_to_wait(cause.node)
             return True
-        cause = ctx.settlement.cause()
-        innocent = blame.acquit(cause, now) if cause and not self._trouble() else ""
+        cause = ctx.restarts.cause()
+        innocent = attribution.cleared(cause, now) if cause and not self._trouble() else ""
         if cause is not None and innocent:
             rdzv.let_in(innocent, now)
             ctx.note(f"rank {cause.rank} fails on node {cause.node} too: {innocent} is let in")
@@ -373,7 +378,7 @@ class Job:
         ctx, rdzv = self._ctx, self._ctx.rdzv
         if ctx.outcome is not None:
             return
-        if only is not None and rdzv.is_barred(only):
+        if only is not None and rdzv.is_held_back(only):
             session, why = ctx.membership.session_of(only), rdzv.reason_of(only, ctx.now)
             if session is not None and ctx.nodes[only].told != why:
                 ctx.tell(session, m.Wait(why))
@@ -392,7 +397,7 @@ class Job:
             ctx.out.append(fx.Tell(tuple(sessions), m.Wait(self._reason, left)))
 
     def _reopen_free_of_charge(self, reason: str) -> None:
-        self._ctx.settlement.window.excuse(reason)
+        self._ctx.restarts.window.excuse(reason)
         self._reopen(reason)
 
     def _reopen(self, reason: str) -> None:
@@ -408,19 +413,19 @@ class Job:
 
     def _form(self, limit: int) -> None:
         """Settle what the last round costs, and give every member its place in the next."""
-        ctx, rdzv, settlement, now = self._ctx, self._ctx.rdzv, self._ctx.settlement, self._ctx.now
+        ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
-        failed = settlement.window.opened_at is not None or bool(trouble)
+        failed = restarts.window.opened_at is not None or bool(trouble)
         failed = failed or points.looks_back  # nobody was there to hear of it
         choice = self._saving.choose(trouble)
-        why = trouble or settlement.ended_by(now)
-        if note := settlement.settle(trouble, rdzv.formed_at, now):
+        why = trouble or restarts.ended_by(now)
+        if note := restarts.settle(trouble, rdzv.formed_at, now):
             ctx.note(note)
             self._last_failure = trouble or self._last_failure  # a suspicion has become a fact
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
-        count = settlement.budget.count
+        count = restarts.budget.count
         facts = replace(
             begin(name, ready, limit, last, count, choice.restore),
             rewound_from=points.rewound_from,
@@ -434,8 +439,8 @@ class Job:
             ctx.nodes[node].told = ""
         self._left_a_round = False
         rdzv.formed(round_.seats, now)
-        ctx.stays.formed(round_.seats, now)
-        settlement.new_round(nodes=len(round_.seats))
+        ctx.flaps.formed(round_.seats, now)
+        restarts.new_round(nodes=len(round_.seats))
         self._reason, self._ends = "", None
         size = f"{some(facts.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
         ctx.note(f"round {name.number} begins: {size}")
@@ -467,7 +472,7 @@ class Job:
             ctx.note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), f"{reason}, but {owed}"
-        failures = () if exit_code == EXIT_OK else ctx.settlement.window.failures
+        failures = () if exit_code == EXIT_OK else ctx.restarts.window.failures
         ctx.outcome = m.End(exit_code, reason, failures)
         self._until = None
         ctx.note(f"the job is over: {reason}")

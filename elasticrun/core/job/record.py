@@ -51,26 +51,26 @@ class Recorder:
     def _facts(self) -> Facts:
         """O(nodes)."""
         ctx, now, saves = self._ctx, self._ctx.now, self._snapshots
-        settlement, round_ = ctx.settlement, ctx.round
+        restarts, round_ = ctx.restarts, ctx.round
         here = (Health.ALIVE, Health.SUSPECT)
         keep = {node.id for node in ctx.nodes.values() if node.health in here}
         keep.update(round_.members if round_ else ())
-        excuse = settlement.window.excused
+        excuse = restarts.window.excused
         return Facts(
             spec=ctx.spec,
             term=ctx.term,
             number=ctx.number,
             round=_round_facts(round_, ctx.rdzv, excuse, now) if round_ else None,
             order=ctx.nodes.order(keep, others=ctx.spec.max_nodes),
-            charges=settlement.budget.ages(now),
-            restart_count=settlement.budget.count,
-            short_lives=settlement.budget.short_lives,
+            charges=restarts.budget.ages(now),
+            restart_count=restarts.budget.count,
+            short_lives=restarts.budget.short_lives,
             left_out=ctx.membership.left_out(now),
-            fickle=ctx.stays.record(now),
+            fickle=ctx.flaps.record(now),
             starved=ctx.rdzv.starved(now),
             outcome=ctx.outcome,
             blind=ctx.rdzv.takeover.expected_until is not None,
-            blamed=settlement.blame.record(now),
+            blamed=restarts.attribution.record(now),
             excluded=ctx.exclusions.page(now),
             slow_ages=ctx.exclusions.slow_ages(now),
             written=saves.checkpoints.written,
@@ -85,10 +85,10 @@ class Recorder:
         ctx.number = facts.number
         ctx.outcome = facts.outcome
         ctx.nodes.remember(facts.order)
-        ctx.settlement.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
-        ctx.settlement.blame.restore(facts.blamed, now)
+        ctx.restarts.budget.restore(facts.restart_count, facts.charges, facts.short_lives, now)
+        ctx.restarts.attribution.restore(facts.blamed, now)
         ctx.membership.remember(facts.left_out, now)
-        ctx.stays.restore(facts.fickle, now)
+        ctx.flaps.restore(facts.fickle, now)
         ctx.exclusions.restore(facts.excluded, facts.slow_ages, now)
         written = (facts.written, facts.rejected)
         self._snapshots.restore(*written, facts.rewound_from, facts.restore_step)
@@ -105,10 +105,10 @@ class Recorder:
     def _load_round(self, round_: Round, starved: float) -> None:
         was = round_.facts
         ctx, now, gone = self._ctx, self._ctx.now, set(was.gone)
-        ctx.settlement.new_round(adopted=was.adopted)  # its agents tell its failures again
-        ctx.settlement.window.excuse(was.excuse)
+        ctx.restarts.new_round(adopted=was.adopted)  # its agents tell its failures again
+        ctx.restarts.window.excuse(was.excuse)
         redial = ctx.membership.redial(len(was.seats))
-        ctx.stays.taken_over(seat.node for seat in was.seats)
+        ctx.flaps.taken_over(seat.node for seat in was.seats)
         for seat in was.seats:
             if seat.node in gone:
                 ctx.membership.recall(seat.node, seat.incarnation, now)

@@ -160,8 +160,8 @@ class Streams:
     def _adopt(self, hello: m.Hello, report: m.RoundReport) -> None:
         ctx, old, members = self._ctx, self._ctx.round, tuple(self._rdzv.last.stages)
         ctx.round = adopt(report)
-        ctx.settlement.budget.adopt(report.restart_count)
-        ctx.settlement.new_round(adopted=True)
+        ctx.restarts.budget.adopt(report.restart_count)
+        ctx.restarts.new_round(adopted=True)
         self._saving.round_adopted(report, ctx.round)
         self._rdzv.adopt(report.world_size, ctx.now)
         size = some(report.world_size, "rank")
@@ -187,7 +187,7 @@ class Streams:
         if node is None:
             return
         seen = self._rdzv.last.is_concerned(node)
-        seen = seen and ctx.settlement.window.reported_by_another(node)
+        seen = seen and ctx.restarts.window.reported_by_another(node)
         self._membership.detached(event, now, corroborated=seen)
         member = self._nodes[node]
         if member.health is Health.PARKED:
@@ -231,9 +231,9 @@ class Streams:
     def _end_stay(self, node: str, at: float) -> None:
         """A life of this node is over since `at`: a loss, if the round still needed it."""
         if self._rdzv.last.is_concerned(node):
-            self._ctx.stays.lost(node, at, self._ctx.now)
+            self._ctx.flaps.lost(node, at, self._ctx.now)
         else:
-            self._ctx.stays.over(node)
+            self._ctx.flaps.over(node)
 
     def say_over(self, outcome: m.End) -> None:
         """Tell the runtime, once: the job is over and somebody was told."""
@@ -254,7 +254,7 @@ class Streams:
         told = [(node, self._membership.session_of(node), why) for node, _, why in sentences]
         for node, _, reason in sentences:
             self._membership.left(node, f"it is excluded: {reason}")
-            ctx.stays.over(node)
+            ctx.flaps.over(node)
             self._rdzv.excluded(node, now, reason)
             self.health.gone(node, "it is excluded")
             self.health.doubt(node)

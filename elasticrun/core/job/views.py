@@ -38,7 +38,7 @@ def picture(
     snapshot: str,
 ) -> JobStatus:
     """All of it; O(nodes). `ends`: when the wait that `reason` speaks of is over at the latest."""
-    now, rdzv, budget, spec = ctx.now, ctx.rdzv, ctx.settlement.budget, ctx.spec
+    now, rdzv, budget, spec = ctx.now, ctx.rdzv, ctx.restarts.budget, ctx.spec
     phase = rdzv.phase.value
     if ctx.outcome is not None:
         phase = "ended"

@@ -33,20 +33,20 @@ from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.persisted import LeftOut
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
-BAR_UNIT = 120.0
+BACKOFF_UNIT = 120.0
 """A node that is left out waits this many seconds at the door the first time, then twice as long,
 ..."""
 
-BAR_LONGEST = 3600.0
+BACKOFF_LONGEST = 3600.0
 """... but never longer than this."""
 
 
-def bar_length(times: int) -> float:
+def backoff_length(times: int) -> float:
     """Seconds that a node waits at the door when it is left out for the `times`-th time."""
-    return min(BAR_UNIT * 2.0 ** min(times - 1, 30), BAR_LONGEST)
+    return min(BACKOFF_UNIT * 2.0 ** min(times - 1, 30), BACKOFF_LONGEST)
 
 
-class Bars:
+class Backoffs:
     """The nodes that wait at the door although there is room for them."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Bars:
         return self._until.next()
 
     def sentence(self, node: str, now: float) -> str:
-        """Why a node that is barred waits, and how long."""
+        """Why a node that backs off waits, and how long."""
         until = self._until.when(node)
         assert until is not None
         return f"left out: {self._why[node]}; let in again in {max(0.0, until - now):.0f} s"
@@ -102,9 +102,9 @@ class Deaths:
         """`after`: so many deaths within MEMORY are too many."""
         self.times: list[float] = []
         """Oldest first: within MEMORY of the newest."""
-        self.barred_until = -math.inf
+        self.backoff_until = -math.inf
         """Until when it waits at the door; -inf if it need not."""
-        self._bars = 0
+        self._backoffs = 0
         self._after = after
 
     def count(self, now: float) -> None:
@@ -112,29 +112,29 @@ class Deaths:
         self.times = [when for when in self.times if when >= now - MEMORY]
         self.times.append(now)
         if len(self.times) >= self._after:
-            self._bars += 1
-            self.barred_until = max(self.barred_until, now + bar_length(self._bars))
+            self._backoffs += 1
+            self.backoff_until = max(self.backoff_until, now + backoff_length(self._backoffs))
 
     def matter(self, now: float) -> bool:
         """Whether they can still be held against the node."""
-        return bool(self.times) and (self._bars > 0 or self.times[-1] > now - MEMORY)
+        return bool(self.times) and (self._backoffs > 0 or self.times[-1] > now - MEMORY)
 
     def fact(self, node: str, now: float) -> LeftOut:
         """For the record of the job."""
         return LeftOut(
             node=node,
             silences=tuple(now - when for when in self.times),
-            bars=self._bars,
-            remaining=max(0.0, self.barred_until - now),
+            bars=self._backoffs,
+            remaining=max(0.0, self.backoff_until - now),
         )
 
     @classmethod
     def recalled(cls, fact: LeftOut, now: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
         """What `fact` gave to a master before this one."""
         deaths = cls(after)
-        deaths.times, deaths._bars = [now - age for age in fact.silences], fact.bars
+        deaths.times, deaths._backoffs = [now - age for age in fact.silences], fact.bars
         if fact.remaining > 0.0:
-            deaths.barred_until = now + fact.remaining
+            deaths.backoff_until = now + fact.remaining
         return deaths
 
 
@@ -142,7 +142,7 @@ MAX_RECORDS = 1000
 """Nodes whose brief stays are remembered, the newest."""
 
 
-class Stays:
+class FlapHistory:
     """How long nodes stay in the rounds they are let into, and which of them never stay."""
 
     def __init__(self) -> None:
@@ -173,10 +173,10 @@ class Stays:
         """It has left in good order."""
         self._since.pop(node, None)
 
-    def barred_until(self, node: str, now: float) -> float:
+    def backoff_until(self, node: str, now: float) -> float:
         """Until when a node that never stays waits at the door; `now` if it need not."""
         record = self._brief.get(node)
-        return now if record is None else max(now, record.barred_until)
+        return now if record is None else max(now, record.backoff_until)
 
     def record(self, now: float) -> tuple[LeftOut, ...]:
         """What the next master must know."""

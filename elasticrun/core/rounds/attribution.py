@@ -9,7 +9,7 @@ One round says nothing: some rank died first. Over several rounds in a row the c
 * Ranks of other nodes die by themselves in the same rounds as well: that is the script, or its
   data; unless the node held other ranks meanwhile and was still the first each time.
 * The same *rank*, first on one node and then on another: the script, and it will fail wherever it
-  runs. A node that was left out for that rank is acquitted and let in at once, and the other node
+  runs. A node that was left out for that rank is cleared and let in at once, and the other node
   is not left out for it in its turn: the experiment has been made.
 * Different ranks on different nodes: the script too.
 
@@ -27,7 +27,7 @@ from itertools import pairwise, takewhile
 from msgspec.structs import replace
 
 from elasticrun.config import EXCLUDE_FAILING_AFTER
-from elasticrun.core.nodes.admission import bar_length
+from elasticrun.core.nodes.admission import backoff_length
 from elasticrun.core.persisted import Blamed
 from elasticrun.core.words import some
 
@@ -65,16 +65,16 @@ class _Record:
     rank: int  # for which rank
 
 
-class Blame:
+class Attribution:
     """The causes of the last rounds that ended by failures of their own."""
 
     def __init__(self, after: int = EXCLUDE_FAILING_AFTER) -> None:
-        """`after`: rounds in a row that make a node the culprit."""
+        """`after`: rounds in a row that make a node suspect."""
         self._after = after
         self._trail: deque[Cause] = deque(maxlen=TRAIL)
         self._records: dict[str, _Record] = {}
 
-    def culprit(self, cause: Cause, now: float) -> str:
+    def why_suspect(self, cause: Cause, now: float) -> str:
         """Why the node of `cause` is to be left out, in words, if the present round ended by it;
         empty if it is not."""
         row = self._row(cause)
@@ -97,7 +97,7 @@ class Blame:
         """A round ended by `cause`, and no node is left out for it."""
         self._trail.append(cause)
 
-    def acquit(self, cause: Cause, now: float) -> str:
+    def cleared(self, cause: Cause, now: float) -> str:
         """A node that was left out for what turns out to be the script's fault: it is to be let
         in. Empty if there is none."""
         for node, record in self._records.items():
@@ -111,13 +111,13 @@ class Blame:
         self._trail.append(cause)
         old = self._records.pop(cause.node, None)
         times = 1 + (old.times if old and now < old.until + PROBATION else 0)
-        wait = bar_length(times)
+        wait = backoff_length(times)
         self._records[cause.node] = _Record(times, now + wait, cause.rank)
         if len(self._records) > MAX_RECORDS:
             self._records.pop(next(iter(self._records)))
         return wait
 
-    def barred_until(self, node: str, now: float) -> float:
+    def backoff_until(self, node: str, now: float) -> float:
         """Until when a node that was left out waits at the door; `now` if it need not."""
         record = self._records.get(node)
         return now if record is None else max(now, record.until)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
-from elasticrun.core.rounds.attribution import Blame, Cause
+from elasticrun.core.rounds.attribution import Attribution, Cause
 from elasticrun.core.rounds.failures import (
     ECHOES,
     Ending,
@@ -252,7 +252,7 @@ class Judgement:
     until: float = 0.0
 
 
-class Settlement:
+class Restarts:
     """The failures of the present round and the budget of the job."""
 
     def __init__(self, spec: JobSpec) -> None:
@@ -264,7 +264,7 @@ class Settlement:
             backoff=spec.restart_backoff,
         )
         self.window = Window(self._doubt)
-        self.blame = Blame()
+        self.attribution = Attribution()
         self._nodes = 0
 
     def new_round(self, *, adopted: bool = False, nodes: int = 0) -> None:
@@ -303,7 +303,7 @@ class Settlement:
         late = verdict.until is not None and now >= verdict.until
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.cause()
-            story = self.blame.in_words(cause, self._nodes) if cause else ""
+            story = self.attribution.in_words(cause, self._nodes) if cause else ""
             end = f"{verdict.reason}; no restart is left" + (f"; {story}" if story else "")
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_the_scripts(root)
@@ -328,6 +328,6 @@ class Settlement:
             return f"no restart is charged: {verdict.reason}"
         cause = self.cause()
         if cause is not None:
-            self.blame.settled(cause)
+            self.attribution.settled(cause)
         self.budget.charge(now, opened - formed_at)
         return f"restart {self.budget.count}: {verdict.reason}; {self.budget.left(now)} left"

@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from elasticrun.config import (
     GROW_YOUNG,
@@ -178,14 +177,6 @@ SERIES = 20.0
 the first, since nobody says that more will come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """When those at the door are let in if nothing else happens, and why not now."""
-
-    due: float
-    reason: str
-
-
 class Door:
     """Where newcomers wait. Times are monotonic seconds."""
 
@@ -239,37 +230,38 @@ class Door:
         self._starting = True
         self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
 
-    def entry(self, size: int, possible: int, largest: int, announced: bool) -> Entry:
-        """What those at the door are to be told. `size`: members of the round, `possible`: how many
-        it could have with them, `largest`: at most. `announced`: others have appeared and not
-        joined yet."""
+    def entry(self, size: int, possible: int, largest: int, announced: bool) -> tuple[float, str]:
+        """When those at the door are let in if nothing else happens, and why not now. `size`:
+        members of the round, `possible`: how many it could have with them, `largest`: at most.
+        `announced`: others have appeared and not joined yet."""
         opened = self._formed_at if self._opened is None else self._opened
         self._call.begin(opened)
         due, reason = opened, "at the door: let in when no more nodes come"
         if possible < largest:
             due = self._call.ends(announced=announced)
             held = self._held(size, possible, largest)
-            if held is not None and held.due > due:
-                due, reason = held.due, held.reason
+            if held is not None and held[0] > due:
+                due, reason = held
         if self._spec.grow != "now" and opened - self._formed_at >= GROW_YOUNG:
             due = max(due, self._formed_at + self._spec.grow_cooldown)
             reason = (
                 f"at the door: let in {self._spec.grow_cooldown:g} s after the round began "
                 "(--grow=now: at once), or when a node is lost"
             )
-        return Entry(due, reason)
+        return due, reason
 
-    def _held(self, size: int, possible: int, largest: int) -> Entry | None:
+    def _held(self, size: int, possible: int, largest: int) -> tuple[float, str] | None:
         missing = largest - possible
-        if self._starting and self._spec.grow != "now" and missing > 2 and possible <= missing:
+        starting = self._starting and self._spec.grow != "now"
+        if starting and missing > 2 and possible <= missing:
             self._apart = True
-        if self._starting and self._spec.grow != "now" and self._apart:
+        if starting and self._apart:
             # twice: unlike last call it costs those who are there nothing, since they train
             due = self._starts.holds(most=2.0 * self._spec.last_call_timeout)
             reason = "at the door: the job is being started; let in together when no more come"
-            return None if due is None else Entry(due, reason)
-        if size >= STORM_NODES:
+        elif size >= STORM_NODES:
             due = self._returns.holds()
             reason = "at the door: nodes come one after another; let in together when no more come"
-            return None if due is None else Entry(due, reason)
-        return None
+        else:
+            return None
+        return None if due is None else (due, reason)

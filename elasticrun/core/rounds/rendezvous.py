@@ -52,11 +52,11 @@ from enum import StrEnum
 
 from elasticrun.config import GROW_YOUNG, STORM_NODES, STORM_QUIET
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.nodes.admission import Bars
+from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.persisted import RoundFacts
 from elasticrun.core.rounds.join_window import Burst, Door, LastCall
-from elasticrun.core.rounds.round import LastRound, Stage
+from elasticrun.core.rounds.round import Participants, Stage
 from elasticrun.core.rounds.takeover import Takeover
 from elasticrun.core.words import Count, names, some
 from elasticrun.wire.messages import JobSpec
@@ -114,10 +114,10 @@ class Rendezvous:
         self.phase = Phase.GATHERING
         self.ready: dict[str, None] = {}
         """Nodes that could start now, in the order of their joins."""
-        self.last = LastRound({}, now)
+        self.last = Participants({}, now)
         self.takeover = Takeover(now)
         self._announced: dict[str, None] = {}  # attached, not joined
-        self.barred = Bars()
+        self.backing_off = Backoffs()
         """Nodes that are left out: they wait at the door until their time is over."""
         self._kept: dict[str, str] = {}  # kept out until the network check passes them, and why
         self._shortage = ""  # which node was excluded since the last round was formed
@@ -142,9 +142,9 @@ class Rendezvous:
         unseen = self.takeover.unseen_ranks
         return "nodes of the adopted round have not been heard of" if unseen else ""
 
-    def is_barred(self, node: str) -> bool:
+    def is_held_back(self, node: str) -> bool:
         """Whether it waits at the door whatever room there is."""
-        return node in self.barred or node in self._kept
+        return node in self.backing_off or node in self._kept
 
     @property
     def formed_at(self) -> float:
@@ -168,7 +168,7 @@ class Rendezvous:
         if self.last.is_member(node):
             stage = self.last.stages[node]
             return "joining" if stage is Stage.STOPPED else stage.value
-        if self.is_barred(node):
+        if self.is_held_back(node):
             return "at-the-door"
         return "joining" if node in self._announced else "stopping"
 
@@ -176,8 +176,8 @@ class Rendezvous:
         """Why this one node waits, where that is an affair of its own; else empty."""
         if node in self._kept:
             return self._kept[node]
-        if node in self.barred:
-            return self.barred.sentence(node, now)
+        if node in self.backing_off:
+            return self.backing_off.sentence(node, now)
         if node in self._announced:
             return "it has not joined yet: its store is being made ready"
         if self.last.is_member(node):
@@ -227,7 +227,9 @@ class Rendezvous:
         self._announced.pop(node, None)
         self._awaited.disarm(node)
         if not_before > now and not self.last.is_member(node):
-            self.barred.put(node, not_before, why)  # it has come back; the next round is not its
+            self.backing_off.put(
+                node, not_before, why
+            )  # it has come back; the next round is not its
         elif node not in self.ready and node not in self._kept:
             self.ready[node] = None
             if not self.last.stages:
@@ -304,7 +306,7 @@ class Rendezvous:
     def _away_from_door(self, node: str) -> None:
         self._announced.pop(node, None)
         self._kept.pop(node, None)
-        self.barred.lift(node)
+        self.backing_off.lift(node)
         self._recount = True
 
     def _lose(self, node: str, reason: str) -> None:
@@ -317,9 +319,9 @@ class Rendezvous:
         self.last.away[node] = None
         self._awaited.disarm(node)
         self.last.lost.append(f"node {node} is left out: {why}")
-        if node in self.ready:  # else it is barred when it joins
+        if node in self.ready:  # else it backs off once it joins
             del self.ready[node]
-            self.barred.put(node, until, why)
+            self.backing_off.put(node, until, why)
 
     def keep_out(self, node: str, why: str) -> None:
         """This node may not be in a round before the network check has passed it."""
@@ -334,8 +336,8 @@ class Rendezvous:
 
     def let_in(self, node: str, now: float) -> None:
         """A node that was left out need not wait any more."""
-        if node in self.barred:
-            self.barred.put(node, now, "acquitted")
+        if node in self.backing_off:
+            self.backing_off.put(node, now, "acquitted")
 
     def reborn(self, node: str) -> None:
         """A newer life of a node that had gone is there: none of its ranks lives on."""
@@ -393,7 +395,7 @@ class Rendezvous:
 
     def _begin(self, members: dict[str, Stage], now: float) -> None:
         self.phase = Phase.RUNNING
-        self.last = LastRound(members, now)
+        self.last = Participants(members, now)
         self.takeover.round_began()
         self._awaited.clear()
         self._shortage = ""
@@ -501,7 +503,7 @@ class Rendezvous:
         """What is to be done at `now`."""
         takeover, last = self.takeover, self.last
         self._note_losses(now)
-        for node in self.barred.due(now):
+        for node in self.backing_off.due(now):
             self._door.appeared(node, now)
             self.join(node, now, not_before=now)
         decision = self._success(now)
@@ -515,14 +517,14 @@ class Rendezvous:
         if decision is None and self._recount and last.lost and self._impatient and settled:
             self._recount = False
             within_reach = self.last.staying().union(
-                self.ready, self._announced, self.barred, self._kept
+                self.ready, self._announced, self.backing_off, self._kept
             )
             if len(within_reach) < self._spec.min_nodes:
                 return Decision(Verb.GIVE_UP, self.loss)
         if decision is None:
             running = self.phase is Phase.RUNNING
             decision = self._running(now) if running else self._gathering(now)
-        wakes = [decision.wake, self.barred.next(), None if settled else takeover.grace_until]
+        wakes = [decision.wake, self.backing_off.next(), None if settled else takeover.grace_until]
         wake = min((when for when in wakes if when is not None), default=None)
         if decision.verb is Verb.WAIT and wake is not None:
             return replace(decision, wake=wake)
@@ -571,9 +573,9 @@ class Rendezvous:
                 else f"nodes are taken {self._spec.node_unit} at a time"
             )
             return Decision(Verb.WAIT, f"spare: {why}; takes the place of a node that is lost")
-        entry = self._door.entry(size, possible, self._largest, bool(self._announced))
-        if now < entry.due:
-            return Decision(Verb.WAIT, entry.reason, entry.due)
+        due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
+        if now < due:
+            return Decision(Verb.WAIT, why, due)
         if self.last.unheard:  # their fate is decided first, and soon: membership has a deadline
             return Decision(Verb.WAIT, "at the door: a node of the round cannot be heard just now")
         new = tuple(self.ready)[: possible - size]
@@ -612,7 +614,7 @@ class Rendezvous:
                 f"round waits until they have stopped by themselves ({self._silence():g} s)",
                 fence,
             )
-        self._call_in_the_barred(now)
+        self._call_in_those_backing_off(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
             return self._starve(now)
@@ -665,12 +667,12 @@ class Rendezvous:
         """When nodes that this master has never heard have stopped their ranks."""
         return self.takeover.at + self._silence()
 
-    def _call_in_the_barred(self, now: float) -> None:
+    def _call_in_those_backing_off(self, now: float) -> None:
         """Nodes are left out only while the job can go on without them."""
         low, ready = self._spec.min_nodes, len(self.ready)
-        if self._usable(ready) < low <= self._usable(ready + len(self.barred)):
-            for node in tuple(self.barred):
-                self.barred.lift(node)
+        if self._usable(ready) < low <= self._usable(ready + len(self.backing_off)):
+            for node in tuple(self.backing_off):
+                self.backing_off.lift(node)
                 self.join(node, now, not_before=now)
 
     def _starve(self, now: float) -> Decision:

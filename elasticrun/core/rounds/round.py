@@ -185,7 +185,7 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class LastRound:
+class Participants:
     """A member that goes stays in it, because its ranks may live on: see the fence in
     `rendezvous`."""
 

@@ -68,7 +68,7 @@ class Storage:
 
 
 @dataclass(slots=True)
-class Part:
+class Share:
     """What one node writes."""
 
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ class Attempt:
     name: str
     plan: Plan
     world_size: int
-    parts: dict[str, Part]  # by node
+    parts: dict[str, Share]  # by node
     coordinator: str
     endpoint: Endpoint | None  # of the coordinator's saver
     began: float
@@ -453,7 +453,7 @@ class Checkpoints:
         self._points.stay_no_longer(attempt.parts)
 
 
-def divide(ledger: Ledger, step: int) -> dict[str, Part]:
+def divide(ledger: Ledger, step: int) -> dict[str, Share]:
     """Who writes what of a whole step, by node in the order of ranks: a rank that two nodes hold is
     written by one of them, its own before one with a replica."""
     of: dict[int, tuple[str, int]] = {}
@@ -470,7 +470,7 @@ def divide(ledger: Ledger, step: int) -> dict[str, Part]:
         if content not in seen:
             seen.add(content)
             shared.setdefault(node, []).append(rank)
-    return {node: Part(tuple(own), tuple(shared.get(node, ()))) for node, own in ranks.items()}
+    return {node: Share(tuple(own), tuple(shared.get(node, ()))) for node, own in ranks.items()}
 
 
 def in_size(nbytes: int) -> str:

@@ -173,10 +173,10 @@ class RestorePoints:
             self._waiting = {one: None for one in self._waiting if one[0] != node}
             self.answer()
 
-    def leave(self, stays: Mapping[str, Key | None]) -> None:
+    def leave(self, kept: Mapping[str, Key | None]) -> None:
         """These nodes are to go: each counts for nothing but the snapshot that it stays for."""
-        self.going.update(stays)
-        for node in stays:
+        self.going.update(kept)
+        for node in kept:
             self._count(node)
 
     def stay_no_longer(self, nodes: Iterable[str]) -> None:

@@ -96,7 +96,7 @@ class SnapshotPolicy:
     def choose(self, trouble: str) -> Choice:
         """What the round that forms now goes on from. `trouble`: which member has gone."""
         saves, note = self._saves, self._ctx.note
-        if self._ctx.settlement.window.failed_by_itself and not trouble:
+        if self._ctx.restarts.window.failed_by_itself and not trouble:
             saves.points.failed_by_itself()
         choice = saves.points.choose()
         self._send()

@@ -28,10 +28,10 @@ from benchmarks.netcheck_faults import (
 from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.health.groups import (
     HELD_UP_FOR,
-    Group,
+    NodeVerdict,
+    ProbeGroup,
     Standing,
     Trial,
-    Verdict,
     later_pass,
 )
 from elasticrun.core.health.netcheck import MAX_PASSES, NetCheck
@@ -47,19 +47,21 @@ def fresh(checks: CheckSpec = SPEC) -> NetCheck:
     return NetCheck(checks, lambda: f"check-{next(serial)}")
 
 
-def healthy(group: Group, **changes: object) -> dict[str, Probed]:
+def healthy(group: ProbeGroup, **changes: object) -> dict[str, Probed]:
     answers = Machines(()).probe(group)
     return {node: replace(said, **changes) for node, said in answers.items()}
 
 
-def hear(netcheck: NetCheck, answers: dict[str, Probed], now: float) -> tuple[Group, ...]:
+def hear(netcheck: NetCheck, answers: dict[str, Probed], now: float) -> tuple[ProbeGroup, ...]:
     """What nodes answer; the groups that are probed next."""
     for node, said in answers.items():
         netcheck.answered(node, said, now)
     return netcheck.proceed(now)
 
 
-def answer(netcheck: NetCheck, group: Group, machines: Machines, now: float) -> tuple[Group, ...]:
+def answer(
+    netcheck: NetCheck, group: ProbeGroup, machines: Machines, now: float
+) -> tuple[ProbeGroup, ...]:
     return hear(netcheck, machines.probe(group), now)
 
 
@@ -585,7 +587,7 @@ def test_nobody_else_is_slow_whoever_is_suspected(count: int) -> None:
 # ---------------------------------------------------------------- at the door
 
 
-def failing(group: Group, reason: str = "broken") -> dict[str, Probed]:
+def failing(group: ProbeGroup, reason: str = "broken") -> dict[str, Probed]:
     return healthy(group, ok=False, own=True, phase=ProbePhase.COMPUTE, reason=reason)
 
 
@@ -610,7 +612,7 @@ def test_both_failures_of_a_newcomer_are_named() -> None:
     (again,) = hear(netcheck, failing(netcheck.at_door("n9", 0.0), "no memory"), 1.0)
     assert hear(netcheck, failing(again, "too hot"), 2.0) == ()
     (verdict,) = netcheck.verdicts()
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, NodeVerdict)
     assert "no memory" in verdict.reason
     assert "too hot" in verdict.reason
 
@@ -632,7 +634,7 @@ def test_a_bad_newcomer_at_the_door(kind: str) -> None:
     hear(netcheck, machines.probe(again[0]), now)
     assert netcheck.proceed(netcheck.next_deadline() or now) == ()
     (verdict,) = netcheck.verdicts()
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, NodeVerdict)
     assert (verdict.node, verdict.kind) == ("n9", "failed")
     assert verdict.reason.startswith("n9 failed its own probes twice: in ")
     assert verdict.reason.count(", and in ") == 1
@@ -680,7 +682,7 @@ def test_a_newcomer_that_goes_or_is_checked_with_others_leaves_the_door() -> Non
 PERF = CheckSpec(network=True, perf=True)
 
 
-def measured(group: Group, *seconds: float) -> dict[str, Probed]:
+def measured(group: ProbeGroup, *seconds: float) -> dict[str, Probed]:
     """Every node measures 1 MiB; the last ones so slowly."""
     plain = healthy(group, transfers=(Transfer(1 << 20, 0.001),))
     for node, took in zip(reversed(group.nodes), seconds, strict=False):

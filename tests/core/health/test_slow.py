@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
-from elasticrun.core.health.groups import BESIDE, Group
+from elasticrun.core.health.groups import BESIDE, ProbeGroup
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import MAD_TO_DEVIATION, SPREADS, outliers
 from elasticrun.wire.messages import Probed, Transfer
@@ -93,7 +93,7 @@ class Unequal(Machines):
         super().__init__(())
         self._figures = figures
 
-    def probe(self, group: Group) -> dict[str, Probed]:
+    def probe(self, group: ProbeGroup) -> dict[str, Probed]:
         more = 100.0 if "n2" in group.nodes else 0.0
 
         def differing(node: str, said: Probed) -> Probed:

@@ -7,15 +7,15 @@ from msgspec.structs import replace
 
 from elasticrun.config import EXCLUDE_BRIEF_AFTER, RESTART_HEALTHY_AFTER, STRAGGLERS_PER_HOUR
 from elasticrun.core.nodes.admission import (
-    BAR_UNIT,
+    BACKOFF_UNIT,
     FAILED,
     HOUR,
     MAX_RECORDS,
     MEMORY,
     SLOW,
-    Bars,
+    Backoffs,
     Exclusions,
-    Stays,
+    FlapHistory,
 )
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.wire import messages as m
@@ -26,7 +26,7 @@ from tests.master.facts import facts
 
 
 def test_each_waits_its_time_with_its_reason() -> None:
-    bars = Bars()
+    bars = Backoffs()
     bars.put("b", 120.0, "it fell silent too often")
     bars.put("c", 60.0, "its ranks kept failing")
     assert (len(bars), "b" in bars, bars.next()) == (2, True, 60.0)
@@ -40,7 +40,7 @@ def test_each_waits_its_time_with_its_reason() -> None:
 
 
 def test_the_newest_word_counts() -> None:
-    bars = Bars()
+    bars = Backoffs()
     bars.put("b", 120.0, "one")
     bars.put("b", 30.0, "another")
     assert bars.sentence("b", 0.0) == "left out: another; let in again in 30 s"
@@ -50,35 +50,39 @@ def test_the_newest_word_counts() -> None:
 # ---------------------------------------------------------------- brief stays
 
 
-def stay(stays: Stays, node: str, began: float, seconds: float) -> float:
+def stay(flaps: FlapHistory, node: str, began: float, seconds: float) -> float:
     """One life in one round; until when it waits after that, counted from its death."""
-    stays.formed([node, "other"], began)
-    stays.lost(node, began + seconds, began + seconds)
-    return stays.barred_until(node, began + seconds) - (began + seconds)
+    flaps.formed([node, "other"], began)
+    flaps.lost(node, began + seconds, began + seconds)
+    return flaps.backoff_until(node, began + seconds) - (began + seconds)
 
 
 def test_the_third_brief_stay_is_one_too_many_and_each_further_one_costs_double() -> None:
-    stays = Stays()
-    waits = [stay(stays, "x", 40.0 * time, 10.0) for time in range(EXCLUDE_BRIEF_AFTER + 2)]
-    assert waits == [0.0] * (EXCLUDE_BRIEF_AFTER - 1) + [BAR_UNIT, 2 * BAR_UNIT, 4 * BAR_UNIT]
-    assert stays.barred_until("other", 0.0) == 0.0
+    flaps = FlapHistory()
+    waits = [stay(flaps, "x", 40.0 * time, 10.0) for time in range(EXCLUDE_BRIEF_AFTER + 2)]
+    assert waits == [0.0] * (EXCLUDE_BRIEF_AFTER - 1) + [
+        BACKOFF_UNIT,
+        2 * BACKOFF_UNIT,
+        4 * BACKOFF_UNIT,
+    ]
+    assert flaps.backoff_until("other", 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
     ("every", "seconds"), [(60.0, RESTART_HEALTHY_AFTER), (MEMORY / 2 + 1.0, 10.0)]
 )
 def test_who_stays_or_dies_seldom_is_let_in(every: float, seconds: float) -> None:
-    stays = Stays()
-    assert {stay(stays, "x", every * time, seconds) for time in range(9)} == {0.0}
+    flaps = FlapHistory()
+    assert {stay(flaps, "x", every * time, seconds) for time in range(9)} == {0.0}
 
 
 def test_a_stay_goes_on_over_rounds() -> None:
     """Others come and go, each time with a new round: that makes nobody's stay brief."""
-    stays = Stays()
+    flaps = FlapHistory()
     for time in range(9):
-        stays.formed(["x", f"other{time}"], 10.0 * time)
-    stays.lost("x", 90.0, 90.0)
-    assert stays.record(90.0) == ()
+        flaps.formed(["x", f"other{time}"], 10.0 * time)
+    flaps.lost("x", 90.0, 90.0)
+    assert flaps.record(90.0) == ()
 
 
 def test_who_leaves_in_good_order_has_not_died() -> None:
@@ -91,18 +95,18 @@ def test_who_leaves_in_good_order_has_not_died() -> None:
 
 
 def test_a_successor_knows_it_and_blames_nobody_for_what_it_has_not_seen() -> None:
-    stays = Stays()
+    flaps = FlapHistory()
     for time in range(EXCLUDE_BRIEF_AFTER):
-        stay(stays, "x", 40.0 * time, 10.0)
+        stay(flaps, "x", 40.0 * time, 10.0)
     now = 40.0 * EXCLUDE_BRIEF_AFTER
     master = Master()
     master.running()
     assert master.facts is not None
-    recorded = replace(master.facts, fickle=stays.record(now))
-    following = Stays()
+    recorded = replace(master.facts, fickle=flaps.record(now))
+    following = FlapHistory()
     following.restore(loads(dumps(recorded), Facts).fickle, 5000.0)
-    left = stays.barred_until("x", now) - now
-    assert following.barred_until("x", 5000.0) == 5000.0 + left > 5000.0
+    left = flaps.backoff_until("x", now) - now
+    assert following.backoff_until("x", 5000.0) == 5000.0 + left > 5000.0
     assert following.record(5000.0) == recorded.fickle
     following.taken_over(["y"])
     following.lost("y", 5001.0, 5001.0)
@@ -111,10 +115,10 @@ def test_a_successor_knows_it_and_blames_nobody_for_what_it_has_not_seen() -> No
 
 
 def test_it_is_bounded() -> None:
-    stays = Stays()
+    flaps = FlapHistory()
     for number in range(MAX_RECORDS + 5):
-        stay(stays, f"n{number}", 0.0, 1.0)
-    assert len(stays.record(1.0)) == MAX_RECORDS
+        stay(flaps, f"n{number}", 0.0, 1.0)
+    assert len(flaps.record(1.0)) == MAX_RECORDS
 
 
 # ---------------------------------------------------------------- excluded

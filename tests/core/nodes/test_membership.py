@@ -47,8 +47,8 @@ class Crowd:
         event = Detached(self.sessions[name], False, silent, quiet)
         return self.m.detached(event, now, corroborated=corroborated)
 
-    def barred_until(self, name: str) -> float:
-        return self.nodes[name].silences.barred_until
+    def backoff_until(self, name: str) -> float:
+        return self.nodes[name].silences.backoff_until
 
     def deaths(self, now: float) -> list[str]:
         return [d.node for d in self.m.due(now, lambda _: True, len(self.sessions))]
@@ -194,7 +194,7 @@ def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
         now += TIMEOUT
         assert crowd.deaths(now) == ["a"]
         crowd.m.heard(crowd.sessions["b"], now)
-        waits.append(max(0.0, crowd.barred_until("a") - now))
+        waits.append(max(0.0, crowd.backoff_until("a") - now))
         now += 1.0
         crowd.attach("a", now=now)
     assert waits == [0.0, 120.0, 240.0, 480.0]
@@ -210,12 +210,12 @@ def test_who_dies_again_while_it_waits_waits_on() -> None:
         assert crowd.deaths(now) == ["a"]
         crowd.m.heard(crowd.sessions["b"], now)
         crowd.attach("a", now=now)
-    until = crowd.barred_until("a")
+    until = crowd.backoff_until("a")
     assert until == now + 960.0
     crowd.breaks("a", now + 700.0)
     assert "a" in crowd.deaths(now + 700.0 + TIMEOUT)
     crowd.attach("a", now=now + 710.0)
-    assert crowd.barred_until("a") == until
+    assert crowd.backoff_until("a") == until
 
 
 def test_the_silence_for_which_pings_broke_a_stream_counts() -> None:

@@ -4,78 +4,78 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrun.core.nodes.admission import BAR_LONGEST
-from elasticrun.core.rounds.attribution import MAX_RECORDS, PROBATION, TRAIL, Blame, Cause
+from elasticrun.core.nodes.admission import BACKOFF_LONGEST
+from elasticrun.core.rounds.attribution import MAX_RECORDS, PROBATION, TRAIL, Attribution, Cause
 
 
 def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> Cause:
     return Cause(node, rank, first, others, f"rank {rank} on {node} ended")
 
 
-def after(*causes: Cause) -> Blame:
-    blame = Blame(3)
+def after(*causes: Cause) -> Attribution:
+    attribution = Attribution(3)
     for one in causes:
-        blame.settled(one)
-    return blame
+        attribution.settled(one)
+    return attribution
 
 
 def test_a_node_is_blamed_after_three_rounds_in_a_row() -> None:
-    assert not after().culprit(cause("b"), 0.0)
-    assert not after(cause("b")).culprit(cause("b"), 0.0)
-    why = after(cause("b"), cause("b", 2)).culprit(cause("b"), 0.0)
+    assert not after().why_suspect(cause("b"), 0.0)
+    assert not after(cause("b")).why_suspect(cause("b"), 0.0)
+    why = after(cause("b"), cause("b", 2)).why_suspect(cause("b"), 0.0)
     assert why == (
         "its ranks were the first to fail in 3 rounds in a row, and no rank of another node did: "
         "rank 3 on b ended"
     )
-    assert not after(cause("b"), cause("b"), cause("c")).culprit(cause("b"), 0.0)
+    assert not after(cause("b"), cause("b"), cause("c")).why_suspect(cause("b"), 0.0)
 
 
 def test_not_if_ranks_of_others_die_by_themselves() -> None:
-    assert not after(cause("b"), cause("b", others=True)).culprit(cause("b"), 0.0)
-    assert not after(cause("b"), cause("b")).culprit(cause("b", others=True), 0.0)
+    assert not after(cause("b"), cause("b", others=True)).why_suspect(cause("b"), 0.0)
+    assert not after(cause("b"), cause("b")).why_suspect(cause("b", others=True), 0.0)
 
 
 def test_unless_it_held_other_ranks_and_was_the_first_all_the_same() -> None:
-    moved = after(cause("b"), cause("b", others=True)).culprit(cause("b", 7, first=6), 0.0)
+    moved = after(cause("b"), cause("b", others=True)).why_suspect(cause("b", 7, first=6), 0.0)
     assert "its ranks changed meanwhile" in moved
 
 
 def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None:
-    blame = after(cause("b"), cause("b"))
-    assert blame.leave_out(cause("b"), 100.0) == 120.0
-    assert blame.barred_until("b", 110.0) == 220.0
-    assert blame.barred_until("b", 500.0) == 500.0
-    blame.settled(cause("c", 0))
-    assert "fail again" in blame.culprit(cause("b"), 500.0)
-    assert blame.leave_out(cause("b"), 500.0) == 240.0
+    attribution = after(cause("b"), cause("b"))
+    assert attribution.leave_out(cause("b"), 100.0) == 120.0
+    assert attribution.backoff_until("b", 110.0) == 220.0
+    assert attribution.backoff_until("b", 500.0) == 500.0
+    attribution.settled(cause("c", 0))
+    assert "fail again" in attribution.why_suspect(cause("b"), 500.0)
+    assert attribution.leave_out(cause("b"), 500.0) == 240.0
     late = 740.0 + PROBATION + 1.0
-    blame.settled(cause("c", 0))
-    assert not blame.culprit(cause("b"), late), "an hour later its record is clean"
+    attribution.settled(cause("c", 0))
+    assert not attribution.why_suspect(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):
-        blame.leave_out(cause("b"), late)
-    assert blame.leave_out(cause("b"), late) == BAR_LONGEST
+        attribution.leave_out(cause("b"), late)
+    assert attribution.leave_out(cause("b"), late) == BACKOFF_LONGEST
 
 
 def test_the_same_rank_elsewhere_acquits_it() -> None:
-    blame = after(cause("b"), cause("b"))
-    blame.leave_out(cause("b", 3), 100.0)
-    assert blame.acquit(cause("c", 1), 130.0) == ""
-    assert blame.acquit(cause("b", 3), 130.0) == ""
-    assert blame.acquit(cause("c", 3), 130.0) == "b"
-    assert blame.acquit(cause("c", 3), 130.0) == "", "once"
-    assert blame.barred_until("b", 130.0) == 130.0
+    attribution = after(cause("b"), cause("b"))
+    attribution.leave_out(cause("b", 3), 100.0)
+    assert attribution.cleared(cause("c", 1), 130.0) == ""
+    assert attribution.cleared(cause("b", 3), 130.0) == ""
+    assert attribution.cleared(cause("c", 3), 130.0) == "b"
+    assert attribution.cleared(cause("c", 3), 130.0) == "", "once"
+    assert attribution.backoff_until("b", 130.0) == 130.0
 
 
 def test_the_node_that_got_the_rank_is_not_left_out_in_its_turn() -> None:
     """Leaving a node out charges no restart, so a script that always fails must not have the nodes
     take turns. That the rank failed once elsewhere, some time ago, does not make it the script."""
-    blame = after(cause("b", 3), cause("b", 3))
-    blame.leave_out(cause("b", 3), 100.0)
+    attribution = after(cause("b", 3), cause("b", 3))
+    attribution.leave_out(cause("b", 3), 100.0)
     for count in range(5):
-        assert not blame.culprit(cause("c", 3), 101.0 + count)
-        blame.settled(cause("c", 3))
+        assert not attribution.why_suspect(cause("c", 3), 101.0 + count)
+        attribution.settled(cause("c", 3))
     again = after(cause("b", 3), cause("c", 3), cause("c", 3))
-    assert again.culprit(cause("c", 3), 100.0)
+    assert again.why_suspect(cause("c", 3), 100.0)
 
 
 def test_what_the_rounds_say_together() -> None:
@@ -92,33 +92,35 @@ def test_what_the_rounds_say_together() -> None:
 
 
 def test_a_successor_counts_on() -> None:
-    blame = after(cause("b"))
-    blame.leave_out(cause("x", 9), 0.0)
-    blame.settled(cause("b"))
-    blame.settled(cause("b"))
-    heir = Blame(3)
-    heir.restore(blame.record(50.0), 1000.0)
-    assert heir.barred_until("x", 1000.0) == 1070.0
-    assert heir.culprit(cause("b"), 1000.0)
-    assert heir.acquit(cause("b", 9), 1001.0) == "x"
+    attribution = after(cause("b"))
+    attribution.leave_out(cause("x", 9), 0.0)
+    attribution.settled(cause("b"))
+    attribution.settled(cause("b"))
+    heir = Attribution(3)
+    heir.restore(attribution.record(50.0), 1000.0)
+    assert heir.backoff_until("x", 1000.0) == 1070.0
+    assert heir.why_suspect(cause("b"), 1000.0)
+    assert heir.cleared(cause("b", 9), 1001.0) == "x"
 
 
 def test_it_is_bounded() -> None:
-    blame = Blame(3)
+    attribution = Attribution(3)
     for number in range(3 * MAX_RECORDS):
-        blame.leave_out(cause(f"n{number}"), float(number))
-    assert len(blame.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
+        attribution.leave_out(cause(f"n{number}"), float(number))
+    assert len(attribution.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
     for _ in range(3 * TRAIL):
-        blame.settled(cause("b"))
-    entry = blame.record(3.0 * MAX_RECORDS)[-1]
+        attribution.settled(cause("b"))
+    entry = attribution.record(3.0 * MAX_RECORDS)[-1]
     assert (entry.node, entry.rounds) == ("b", TRAIL)
 
 
 def test_failures_that_are_days_apart_are_no_row() -> None:
-    blame = Blame(after=3)
+    attribution = Attribution(after=3)
     for at in (0.0, 86_400.0):
-        blame.settled(replace(cause("b"), at=at))
-    assert not blame.culprit(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
-    blame.settled(replace(cause("b"), at=2 * 86_400.0))
-    blame.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
-    assert blame.culprit(replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0)
+        attribution.settled(replace(cause("b"), at=at))
+    assert not attribution.why_suspect(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
+    attribution.settled(replace(cause("b"), at=2 * 86_400.0))
+    attribution.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
+    assert attribution.why_suspect(
+        replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0
+    )

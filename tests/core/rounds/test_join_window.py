@@ -89,8 +89,7 @@ def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() ->
 
 
 def entry(door: Door, size: int, possible: int, largest: int) -> tuple[float, str]:
-    found = door.entry(size, possible, largest, announced=False)
-    return found.due, found.reason
+    return door.entry(size, possible, largest, announced=False)
 
 
 def begun(spec_max: int, *appear: float, grow: str = "auto") -> Door:
