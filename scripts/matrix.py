@@ -30,10 +30,7 @@ CELLS = {
         "tests/forkserver/test_warm.py::test_ranks_have_torch_and_the_launchers_place",
         "tests/forkserver/test_warm.py::test_a_job_leaves_one_behind",
     ],
-    "restart": [
-        "tests/e2e/test_kills.py::test_a_rank",
-        "tests/compat/test_defects.py::TestStaleStore::test_ours_restarts_ten_times",
-    ],
+    "restart": ["tests/compat/test_defects.py::test_restarts_again_and_again"],
     "snapshots, DDP": [KILLED + "[ddp-0]"],
     "from storage": [SNAPSHOTS + "test_a_second_job_goes_on_from_storage_and_torch_reads_it"],
     "snapshots, FSDP2": [KILLED + "[fsdp2-1]"],
@@ -43,7 +40,7 @@ CELLS = {
         "tests/api/test_functions.py::test_a_restart",
     ],
     "HF Trainer": ["tests/compat/test_frameworks.py::test_scripts_of_frameworks[hf_trainer.py]"],
-    "Lightning": ["tests/compat/test_frameworks.py::test_scripts_of_frameworks[lightning_ddp.py]"],
+    "Lightning": ["tests/compat/test_frameworks.py::test_scripts_of_frameworks[lightning_fit.py]"],
 }
 """Each column, and the tests that must pass for a `yes` in it."""
 

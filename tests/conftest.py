@@ -16,7 +16,7 @@ from elasticrun.testing.hosts import Lab
 from elasticrun.wire.spawning import ignored_signals
 from tests import aio, needs, planted
 from tests.counting import Counting
-from tests.harness import World
+from tests.harness import World, passed
 
 settings.register_profile(
     "a machine that stands still now and then",
@@ -103,8 +103,7 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     """Processes of this test; at the end none of them may live and /dev/shm is as it was."""
     created = World(tmp_path)
     yield created
-    report = getattr(request.node, "report_call", None)
-    created.close(strict=report is not None and report.passed)
+    created.close(strict=passed(request))
 
 
 @pytest.fixture
@@ -131,6 +130,5 @@ def counting(
     """One job that counts its steps; at the end nothing of it is left, in /dev/shm either."""
     created = Counting(elastic_job, tmp_path)
     yield created
-    report = getattr(request.node, "report_call", None)
-    if report is not None and report.passed:
+    if passed(request):
         created.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.testing.steps import World
+from elasticrun.testing.steps import World, story
 from tests.harness import SCRIPTS, shm_entries, shm_since
 
 
@@ -32,8 +32,9 @@ any other node may stand still meanwhile for no reason but a busy machine."""
 class Counting:
     """The job of one test; its nodes are numbered in the order of their starts."""
 
+    job: ElasticJob
+
     def __init__(self, elastic_job: Any, folder: Path) -> None:
-        self.job: ElasticJob | None = None
         self._start = elastic_job
         self._folder = folder
         self._first: World | None = None
@@ -42,16 +43,13 @@ class Counting:
     def start(self, nnodes: str, *options: str, **more: Any) -> ElasticJob:
         """Start the job; `more` as for `elastic_job`. Its times are those of `times` where no
         option gives others."""
-        script = str(SCRIPTS / "counts.py")
         words = {"nnodes": nnodes, "options": (times(), *options), **more}
-        job: ElasticJob = self._start(script, self._folder, **words)
-        self.job = job
-        return job
+        self.job = self._start(str(SCRIPTS / "counts.py"), self._folder, **words)
+        return self.job
 
     def first(self, world_size: int) -> World:
         """Wait for the world with which the test begins. On a busy machine some nodes may have
         begun without the others: that is not this world, and `finish` leaves it out."""
-        assert self.job is not None
         self._first = self.job.wait_for_world(world_size)
         return self._first
 
@@ -60,41 +58,38 @@ class Counting:
         (self._folder / "fails").touch()
 
     def goes_on(self, world: World, steps: int = 5) -> None:
-        """Wait until this very world has done so many more steps than now."""
-        assert self.job is not None
+        """Wait until this very world has done so many more steps than now, and no other began."""
         last = next(w.last for w in self.job.worlds() if w.round == world.round)
         self.job.wait_for_world(round=world.round, step=last + steps)
+        assert self.job.worlds()[-1].round == world.round, story(self.job.worlds())
 
-    def finish(self) -> list[World]:
-        """Let the script end: every node that the test has not killed ends with 0. The worlds, as
-        `check` has them."""
-        assert self.job is not None
+    def finish(self, *codes: int) -> list[World]:
+        """Let the script end: every node that the test has not killed ends with 0, or the nodes end
+        with these exit codes, in the order of their starts. The worlds, as `check` has them."""
         (self._folder / "stop").touch()
         result = self.job.result()
-        assert result.ok, result.outcomes
+        assert result.exit_codes == codes if codes else result.ok, result.outcomes
         return self.check()
 
     def check(self) -> list[World]:
-        """The invariants of every fault; the worlds from the one with which the test began to the
-        last."""
-        assert self.job is not None
+        """The invariants of every fault: one world at a time, no step missing; the worlds from the
+        one with which the test began to the last."""
         self.job.one_world()
         self.job.no_gap()
         began = 0.0 if self._first is None else self._first.began
         return [world for world in self.job.worlds() if world.began >= began]
 
-    def words(self) -> str:
-        """All that all nodes have said."""
-        assert self.job is not None
-        return "\n".join(node.output() for node in self.job.nodes)
+    def said(self, *numbers: int) -> str:
+        """What these nodes have said so far; all of them where none is named."""
+        chosen = numbers or range(len(self.job.nodes))
+        return "\n".join(self.job.output(number) for number in chosen)
 
     def close(self) -> None:
         """End the job before the fixture does, so that what it left can be seen."""
-        if self.job is not None:
-            complaint = self.job.close()
-            assert not complaint, complaint
-            left = shm_since(self._shm)
-            assert not left, f"left in /dev/shm: {left}"
+        complaint = self.job.close()
+        assert not complaint, complaint
+        left = shm_since(self._shm)
+        assert not left, f"left in /dev/shm: {left}"
 
 
 def keeps_ranks(before: World, after: World) -> bool:

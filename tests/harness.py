@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from inotify_simple import INotify, flags
 
 from elasticrun.testing import node, plugin, processes
@@ -93,6 +94,39 @@ def free_port() -> int:
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
     """Wait until these processes (anybody's children) have exited; the pids that have not."""
     return processes.await_end(pids, limit)
+
+
+def ran(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`elasticrun` with these words, which ends by itself; what it printed."""
+    return subprocess.run(
+        [*COMMANDS[ELASTICRUN], *words],
+        env=clean_environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def status_of(*words: str, env: Mapping[str, str] | None = None) -> str:
+    """What `elasticrun status` prints with these words, as soon as the master answers: it gives one
+    that stands still no more than five seconds."""
+    printed: list[str] = []
+
+    def answered() -> bool:
+        done = ran("status", *words, env=env)
+        printed[:] = [done.stdout]
+        return done.returncode == 0
+
+    await_true(answered, "answer to `elasticrun status`")
+    return printed[0]
+
+
+def passed(request: pytest.FixtureRequest) -> bool:
+    """For fixtures: whether their test has."""
+    report = getattr(request.node, "report_call", None)
+    return report is not None and bool(report.passed)
 
 
 def await_true(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:

@@ -256,7 +256,7 @@ def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
     assert "restarting the ranks with 1 node, world size 2 (no restart used)" in job.stderr
 
 
-@further("compat/test_signals::test_the_timeout_from_the_environment")
+@further("compat/test_signals::test_ranks_that_ignore_are_killed_after_the_timeout")
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_timeout(world: World) -> None:
     job, ranks = puppets(world, "--shutdown-timeout=1", LOGLEVEL="INFO")
     for rank in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tests.harness import (
     LIMIT,
@@ -100,7 +101,15 @@ def allreduce(world: World, peers: list[Peer], limit: float = LIMIT) -> list[int
     ]
 
 
-def finish(peers: list[Peer], code: int = 0) -> None:
-    """Let all of these puppets exit."""
+def summing(world: World, count: int, **wanted: Any) -> list[Peer]:
+    """The ranks of a world of so many, who have summed up ones."""
+    peers = world.hub.ranks(count, **wanted)
+    assert allreduce(world, peers) == [count] * count
+    return peers
+
+
+def finish(peers: list[Peer], *jobs: Launched, code: int = 0) -> None:
+    """Let all of these puppets exit; these jobs end well by it."""
     for peer in peers:
         peer.order("exit", code=code)
+    assert [one.wait() for one in jobs] == [0] * len(jobs), "".join(one.stderr for one in jobs)

@@ -22,6 +22,7 @@ from elasticrun.cli import trust
 from elasticrun.cli.flags import NEWER, OURS, get_args_parser
 from elasticrun.cli.table import FLAGS
 from elasticrun.wire import env
+from tests.harness import ran
 
 torch_run = pytest.importorskip("torch.distributed.run")
 
@@ -218,10 +219,8 @@ def test_pet_variables_reach_the_command() -> None:
         "PET_SHUTDOWN_TIMEOUT": "5",
     }  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PET_")} | variables
-    done = subprocess.run(
-        [sys.executable, "-m", "elasticrun", "--dry-run", "s.py"],
-        env=environ, capture_output=True, text=True, check=True, timeout=240,
-    )  # fmt: skip
+    done = ran("--dry-run", "s.py", env=environ)
+    assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.split()}
     for name, value in variables.items():
         flag = name.removeprefix("PET_").lower().replace("_", "-")

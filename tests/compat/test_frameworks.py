@@ -53,14 +53,12 @@ def command(launcher: str, *words: str) -> list[str]:
     return [sys.executable, "-m", module, *words]
 
 
-SCRIPTS_HERE = ("lightning_ddp.py", "accelerate_loop.py", "hf_trainer.py")
+SCRIPTS_HERE = ("lightning_fit.py", "accelerate_loop.py", "hf_trainer.py")
 
 
-@pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["lightning_ddp.py"]))
+@pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["lightning_fit.py"]))
 def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World) -> None:
     words = ["--nproc-per-node=2", str(FOLDER / script)]
-    if script == "hf_trainer.py":
-        words.append("out")
     mine = trained(world, command(ELASTICRUN, *words))
     if HOW == "live":
         assert mine == trained(torchrun_world, command(TORCHRUN, *words))

@@ -44,27 +44,16 @@ def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: i
     assert f"Received {int(signum)} death signal" in launched.stderr, (name, launched.stderr)
 
 
-@further(
-    "test_the_timeout_from_the_environment", "compat/test_defects::TestGraceOnRestarts::test_ours"
-)
 @pytest.mark.parametrize("launcher", BOTH)
+@pytest.mark.parametrize("by", cases(["flag", "environment"], kept=["environment"]))
 def test_ranks_that_ignore_are_killed_after_the_timeout(
-    theirs_or_ours: World, launcher: str
+    theirs_or_ours: World, launcher: str, by: str
 ) -> None:
-    world = theirs_or_ours
-    launched, peers = trapping(world, launcher, 2, "--shutdown-timeout=1", how="ignore")
-    launched.signal(signal.SIGTERM)
-    assert launched.wait() == 1
-    world.hub.lost(peers)
-    assert "forcefully exiting via" in launched.stderr
-
-
-@pytest.mark.parametrize("launcher", BOTH)
-def test_the_timeout_from_the_environment(theirs_or_ours: World, launcher: str) -> None:
     """TORCH_ELASTIC_SHUTDOWN_TIMEOUT where the flag is not given."""
     world = theirs_or_ours
-    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    launched, peers = trapping(world, launcher, 1, how="ignore", env=env)
+    flags = ["--shutdown-timeout=1"] if by == "flag" else []
+    env = {} if by == "flag" else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    launched, peers = trapping(world, launcher, 2, *flags, how="ignore", env=env)
     launched.signal(signal.SIGTERM)
     world.hub.lost(peers, 29)  # the default would be 30
     assert launched.wait() == 1

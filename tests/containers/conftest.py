@@ -13,7 +13,7 @@ from elasticrun.testing import cgroups
 from elasticrun.testing.hosts import Impossible
 from tests import needs
 from tests.containers.container import MIB, PATH, Container, Wanted
-from tests.harness import PATIENT, World
+from tests.harness import PATIENT, World, passed
 
 Box = Callable[..., Container]
 
@@ -58,8 +58,7 @@ def box(world: World, why_none: str, request: pytest.FixtureRequest) -> Iterator
         return made
 
     yield start
-    report = getattr(request.node, "report_call", None)
     for one in started:
         one.close()
-        if report is None or not report.passed:
+        if not passed(request):
             print(f"--- {one.launched.stdout}\n--- {one.launched.stderr}")

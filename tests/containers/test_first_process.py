@@ -17,7 +17,7 @@ from elasticrun.config import EXIT_SAVED
 from elasticrun.shm.segment import SegmentError
 from elasticrun.system.processes import state
 from elasticrun.testing import processes
-from tests.compat.live import PUPPET, allreduce, finish
+from tests.compat.live import PUPPET, finish, summing
 from tests.containers.conftest import Box
 from tests.further import further
 from tests.harness import LIMIT, World
@@ -37,8 +37,7 @@ def test_it_reaps_orphans_and_forwards_signals(box: Box, world: World) -> None:
     """What `kubectl exec` leaves behind is process 1's to reap. SIGUSR1 goes to the ranks, and the
     exit code of the container is the launcher's."""
     container = box("--standalone", "--nproc-per-node=2", PUPPET)
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2)
     assert container.run("sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo left") == "left"
     (orphan,) = (pid for pid in orphans(container.pid) if state(pid) != "Z")
     os.kill(orphan, signal.SIGKILL)

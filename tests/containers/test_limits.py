@@ -50,8 +50,7 @@ def test_a_share_of_the_cores(box: Box, world: World) -> None:
     assert peer.world_size == 1
     peer.order("die", signum=signal.SIGKILL)
     (again,) = world.hub.ranks(1, restart=1)
-    finish([again])
-    assert container.launched.wait() == 0
+    finish([again], container.launched)
     said = container.launched.stderr
     assert "this container has CPU time for 1: they count as 1" in said
     assert OOM not in said, "a SIGKILL that the kernel has not sent for want of memory"

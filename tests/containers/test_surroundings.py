@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.compat.live import PUPPET, allreduce, finish
+from tests.compat.live import PUPPET, finish, summing
 from tests.containers.conftest import Box
 from tests.harness import SCRIPTS, World
 
@@ -38,11 +38,8 @@ def test_nobody_on_a_root_that_cannot_be_written(box: Box, world: World) -> None
         home=None,
         read_only=True,
     )
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2)
     peers[1].order("die")
-    again = world.hub.ranks(2, restart=1)
-    assert allreduce(world, again) == [2, 2]
-    finish(again)
-    assert container.launched.wait() == 0, container.launched.stderr
+    again = summing(world, 2, restart=1)
+    finish(again, container.launched)
     assert "Traceback" not in container.launched.stderr

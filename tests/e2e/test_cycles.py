@@ -58,7 +58,7 @@ def census(world: World, agent: int) -> dict[str, int]:
 
 
 @further(
-    "compat/test_defects::TestStaleStore::test_ours_restarts_again_and_again",
+    "compat/test_defects::test_restarts_again_and_again",
     "forkserver/test_server::test_fifty_lives_leave_no_descriptor_and_no_process",
 )
 @pytest.mark.slow
@@ -66,6 +66,6 @@ def test_thirty_times(world: World) -> None:
     crash(world, 30)
 
 
-@further("compat/test_defects::TestStaleStore::test_ours_restarts_again_and_again")
+@further("compat/test_defects::test_restarts_again_and_again")
 def test_two_hundred_times(world: World) -> None:
     crash(world, 200)

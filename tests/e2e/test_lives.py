@@ -75,8 +75,7 @@ def test_the_second_life_has_what_the_first_one_imported(world: World, preload: 
     assert not await_exit([first[0].ppid])
     assert {p.ppid for p in last} == {again[0].ppid}
     assert allreduce(world, last) == [2, 2]
-    finish(last)
-    assert launched.wait() == 0
+    finish(last, launched)
 
 
 def has_psutil(pid: int) -> bool:
@@ -85,20 +84,24 @@ def has_psutil(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "session"),
     [
-        pytest.param(("--launch=exec", PUPPET), id="exec", marks=pytest.mark.soak),
+        pytest.param((PUPPET,), False, id="forked", marks=pytest.mark.soak),
+        pytest.param((PUPPET,), True, id="forked, a session"),
+        pytest.param(("--launch=exec", PUPPET), True, id="execed", marks=pytest.mark.soak),
         pytest.param(
-            ("--no-python", "sh", "-c", '"$0" "$1"; true', sys.executable, PUPPET), id="shell"
+            ("--no-python", "sh", "-c", '"$0" "$1"; true', sys.executable, PUPPET), True, id="shell"
         ),
     ],
 )
-def test_no_orphan_where_ranks_are_execed(world: World, words: tuple[str, ...]) -> None:
-    """Behind a shell the orphan is the trainer itself."""
+def test_no_orphan_of_an_agent_that_is_killed(
+    world: World, words: tuple[str, ...], session: bool
+) -> None:
+    """What ranks have started goes as well; behind a shell the orphan is the trainer itself."""
     launched = world.launch(ELASTICRUN, "--nproc-per-node=2", *words)
     pids = []
     for peer in world.hub.ranks(2):
-        peer.order("child", session=True)
+        peer.order("child", session=session)
         pids += [peer.pid, world.hub.word(peer, "done")["pid"]]
     launched.process.kill()
     launched.wait()

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import pytest
 
-from elasticrun.system.processes import state
-from elasticrun.testing import processes
-from tests import needs
-from tests.compat.live import PUPPET, agents, allreduce, finish, job
+from tests.compat.live import agents, allreduce, finish, job
 from tests.counting import Counting
 from tests.further import further
-from tests.harness import COMMANDS, ELASTICRUN, LIMIT, PATIENT, World, await_true, free_port
+from tests.harness import ELASTICRUN, World, free_port
 
 pytestmark = pytest.mark.slow
 
 TIMES = "--rdzv-conf=last_call_timeout=1,heartbeat_timeout=10"
 """A node that falls silent is lost, and one that a busy machine lets stand for a while is not."""
-
-
-@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-def test_a_frozen_node_costs_nothing_and_comes_back(counting: Counting) -> None:
-    """One of three falls silent, with `--max-restarts=0`: the others go on, nothing is charged.
-    When it thaws its ranks of the old round end, and it joins anew."""
-    counted = counting.start("2:3", TIMES, "--grow=now", nodes=3)
-    first = counting.first(3)
-    at = counted.freeze_node(first.nodes[2])
-    others = counted.wait_for_world(2, since=at)
-    assert others.restarts == 0
-    assert state(first.pids[2]) == "T", "its rank of the old round is still there"
-    at = counted.thaw_node(first.nodes[2])
-    assert not processes.await_end([first.pids[2]], LIMIT)
-    again = counted.wait_for_world(3, since=at)
-    assert again.restarts == 0
-    assert not set(again.pids.values()) & {*first.pids.values(), *others.pids.values()}
-    counting.finish()
 
 
 @further("faults/test_fencing::test_an_agent_that_was_replaced_while_it_stood_still")
@@ -54,8 +32,7 @@ def test_a_node_that_is_there_twice(world: World) -> None:
     assert "Traceback" not in twin.stderr
     jobs[-1].until_text("spare")
     assert allreduce(world, peers) == [2, 2]
-    finish(peers)
-    assert [j.wait() for j in jobs] == [0, 0, 0]
+    finish(peers, *jobs)
     assert len(world.hub.peers) == 2  # no other round
 
 
@@ -99,34 +76,6 @@ def test_a_master_by_hand_and_a_quiet_console(counting: Counting) -> None:
     assert len(counting.finish()) == 1
     assert counted.master_node is not None
     assert counted.master_node.exit_code == 0
-
-
-@further("containers/test_first_process::test_it_reaps_orphans_and_forwards_signals")
-def test_an_agent_that_is_pid_1(world: World) -> None:
-    """A container's entry point. Nobody's parent-death check takes the agent for a dead one,
-    orphans are reaped, the job restarts, and SIGTERM is obeyed."""
-    apart = ("--pid", "--fork", "--mount-proc")
-    needs.namespaces(*apart)
-    flags = ("--nproc-per-node=2", "--max-restarts=1")
-    words = ("unshare", *apart, *COMMANDS[ELASTICRUN], *flags, PUPPET)
-    launched = world.command(words, env=PATIENT)
-    first = world.hub.ranks(2)
-    agent = next(p for p in launched.below() if p.ppid() == launched.pid)
-    first[0].order("child", session=True)
-    world.hub.word(first[0], "done")
-    first[1].order("die")
-    again = world.hub.ranks(2, restart=1)
-    assert allreduce(world, again) == [2, 2]
-    # a store of the old round is reaped in its turn
-    await_true(lambda: not any(state(p.pid) == "Z" for p in launched.below()), "reaping")
-    for peer in again:
-        peer.order("trap", signums=[int(signal.SIGTERM)])
-        world.hub.word(peer, "done", what="trap")
-    agent.terminate()
-    for peer in again:
-        world.hub.word(peer, "signal", signum=int(signal.SIGTERM))
-    finish(again)
-    assert launched.wait() == 1
 
 
 def test_a_rank_that_cannot_be_reaped(world: World) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from elasticrun.wire.rpc.channel import LinkError, get_status
 from elasticrun.wire.types import Endpoint
 from tests.aio import run
 from tests.certificates import Authority
-from tests.compat.live import PUPPET, agents, allreduce, finish, job
+from tests.compat.live import PUPPET, agents, allreduce, finish, job, summing
 from tests.further import cases, further
-from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port
+from tests.harness import COMMANDS, ELASTICRUN, LIMIT, Launched, World, await_true, free_port, ran
 
 pytestmark = pytest.mark.slow
 
@@ -87,14 +86,12 @@ def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:
         if how == name:
             command = [sys.executable, "-c", program.format(port=port, script=PUPPET)]
     launched = world.command(command, env=env)
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2)
     assert kinds(world) == {"master", "server"}
     assert told(world) == []
     page = run(get_status(Endpoint("127.0.0.1", port), LIMIT, token=reader_token(SECRET)))
     assert page.phase == "running"
-    finish(peers)
-    assert launched.wait() == 0
+    finish(peers, launched)
     assert told(world) == []
 
 
@@ -111,8 +108,7 @@ def test_without_the_token_a_node_ends_with_a_sentence_and_the_job_goes_on(world
     # the master's own thread writes it
     await_true(lambda: any("was refused" in launched.stderr for launched in jobs), "refusal")
     assert told(world) == []
-    finish(peers)
-    assert [launched.wait() for launched in jobs] == [0, 0]
+    finish(peers, *jobs)
     assert len(world.hub.peers) == 2
 
 
@@ -125,8 +121,7 @@ def test_a_node_with_a_token_does_not_follow_a_master_without(world: World) -> N
     assert second.wait() == EXIT_FAILED
     assert "the master has none, so it is not followed" in second.stderr
     (third,) = agents(world, ELASTICRUN, 1, "2", port)
-    finish(world.hub.ranks(2))
-    assert [first.wait(), third.wait()] == [0, 0]
+    finish(world.hub.ranks(2), first, third)
 
 
 def masters(launched: Launched) -> list[psutil.Process]:
@@ -155,18 +150,11 @@ def test_a_job_of_one_node_has_a_token_of_its_own_and_listens_on_loopback(
             run(get_status(endpoint, LIMIT))
         assert str(refused.value) == TOKEN_WANTED
     for words in ((), (str(entry.endpoint),)):
-        asked = subprocess.run(
-            [*COMMANDS[ELASTICRUN], "status", "--json", *words],
-            env=world.environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=LIMIT,
-        )
+        asked = ran("status", "--json", *words, env=world.environment())
+        assert asked.returncode == 0, asked.stderr
         pages = json.loads(asked.stdout)
         assert (pages if words else pages[0])["phase"] == "running"
-    finish([peer])
-    assert launched.wait() == 0
+    finish([peer], launched)
 
 
 # ---------------------------------------------------------------- TLS
@@ -192,23 +180,16 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
     flags = tls_flags(world, "IP:127.0.0.1")
     env = {"ELASTICRUN_TOKEN": SECRET}
     jobs = agents(world, ELASTICRUN, 2, "2", port, *flags, env=env, static=static)
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2)
     (plain,) = agents(world, ELASTICRUN, 1, "2", port, env=env, first=1, static=static)
     assert plain.wait() == EXIT_FAILED
     assert "speaks TLS and this node does not" in plain.stderr
     for words, said in ((flags, ""), ((), "speaks TLS and this node does not")):
-        asked = subprocess.run(
-            [*COMMANDS[ELASTICRUN], "status", f"127.0.0.1:{port}", "--json", *words],
-            env=world.environment(env),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
+        ask = ("status", f"127.0.0.1:{port}", "--json", *words)
+        asked = ran(*ask, env=world.environment(env))
         assert asked.returncode == bool(said)
         assert said in asked.stderr
-    finish(peers)
-    assert [launched.wait() for launched in jobs] == [0, 0]
+    finish(peers, *jobs)
 
 
 @further(

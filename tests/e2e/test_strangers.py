@@ -24,7 +24,7 @@ from elasticrun.wire.rpc import channel as c
 from elasticrun.wire.types import Endpoint
 from tests.agent.link.test_link import Heard
 from tests.aio import run
-from tests.compat.live import agents, allreduce, finish
+from tests.compat.live import agents, finish, summing
 from tests.further import further
 from tests.harness import ELASTICRUN, SCRIPTS, World, free_port
 from tests.master.people import LIMIT, SPEC, enter, hear, hello
@@ -85,8 +85,7 @@ def test_a_job_trains_on_under_attack(world: World, record_property: Any) -> Non
     env = {"ELASTICRUN_TOKEN": TOKEN}
     nodes = ("--node-id=a", "--node-id=b")
     jobs = [agents(world, ELASTICRUN, 1, "2", port, node, env=env)[0] for node in nodes]
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2)
 
     async def train() -> tuple[list[m.JobStatus], list[float]]:
         done = asyncio.Event()
@@ -115,8 +114,7 @@ def test_a_job_trains_on_under_attack(world: World, record_property: Any) -> Non
     record_property("echo_median_ms", round(1000 * waits[len(waits) // 2], 1))
     record_property("echo_largest_ms", round(1000 * waits[-1], 1))
     print(tried, f"echo: median {waits[len(waits) // 2]:.4f} s, largest {waits[-1]:.4f} s")
-    finish(peers)
-    assert [launched.wait() for launched in jobs] == [0, 0]
+    finish(peers, *jobs)
     assert len(world.hub.peers) == 2
     console = "".join(launched.stderr for launched in jobs)
     assert console.count("was refused") <= 4 * tellings  # whatever the attempts
@@ -149,5 +147,4 @@ def test_an_honest_link_under_attack_is_never_lost(world: World) -> None:
     heard = run(live())
     assert heard.count(LinkLost) == 0
     assert not heard.orders(m.Refused)
-    finish([peer])
-    assert launched.wait() == 0
+    finish([peer], launched)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import socket
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,10 @@ from msgspec import structs
 
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc import channel
-from elasticrun.wire.types import Endpoint, mint_incarnation
+from elasticrun.wire.types import Endpoint
 from tests.aio import run
-from tests.compat.live import agents, allreduce, finish, job
-from tests.further import further
+from tests.compat.live import agents, allreduce, finish, job, summing
+from tests.further import cases, further
 from tests.harness import (
     ELASTICRUN,
     LIMIT,
@@ -28,8 +28,10 @@ from tests.harness import (
     World,
     clean_environment,
     free_port,
+    ran,
     until_file,
 )
+from tests.master.people import SPEC, hello
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +51,7 @@ def test_two_jobs_on_one_host(world: World) -> None:
     assert [len(group) for group in by_run.values()] == [2, 2]
     for group in by_run.values():
         assert allreduce(world, sorted(group, key=lambda p: p.rank)) == [2, 2]
-    finish(peers)
-    assert [first.wait(), second.wait()] == [0, 0]
+    finish(peers, first, second)
 
 
 def test_behind_a_proxy(world: World) -> None:
@@ -58,10 +59,8 @@ def test_behind_a_proxy(world: World) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     env = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), dead)
     jobs = agents(world, ELASTICRUN, 2, "2", free_port(), env=env)
-    peers = world.hub.ranks(2)
-    assert allreduce(world, peers) == [2, 2]
-    finish(peers)
-    assert [j.wait() for j in jobs] == [0, 0]
+    peers = summing(world, 2)
+    finish(peers, *jobs)
 
 
 @further("agent/test_deaths::test_a_port_of_somebody_else_is_one_sentence")
@@ -69,12 +68,8 @@ def test_a_port_that_is_taken_by_a_stranger(world: World) -> None:
     """One sentence that names the port; whoever holds it is not a master."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        launched = job(
-            world,
-            ELASTICRUN,
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *("--rdzv-id=x", "--rdzv-conf=join_timeout=5"),
-        )
+        words = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--rdzv-conf=join_timeout=5")
+        launched = job(world, ELASTICRUN, "--rdzv-backend=c10d", *words)
         assert launched.wait() not in (0, -6)
     assert one_sentence(launched.stderr)
     assert str(port) in launched.stderr
@@ -92,8 +87,7 @@ def test_a_port_that_a_connection_holds_for_a_moment(world: World) -> None:
             launched.until_text("no job master answers")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peers = world.hub.ranks(1)
-    finish(peers)
-    assert launched.wait() == 0
+    finish(peers, launched)
 
 
 def test_another_jobs_master(world: World) -> None:
@@ -101,47 +95,31 @@ def test_another_jobs_master(world: World) -> None:
     port = free_port()
     (first,) = agents(world, ELASTICRUN, 1, "1", port)
     (peer,) = world.hub.ranks(1)
-    second = job(
-        world,
-        ELASTICRUN,
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=other"),
-    )
+    words = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=other")
+    second = job(world, ELASTICRUN, "--rdzv-backend=c10d", *words)
     assert second.wait() not in (0, -6)
     assert one_sentence(second.stderr)
-    finish([peer])
-    assert first.wait() == 0
+    finish([peer], first)
 
 
-@further("test_a_name_that_does_not_resolve", "test_too_few_nodes")
-def test_a_dead_endpoint(world: World) -> None:
-    """Nobody there, and this node is not the host: join_timeout, one sentence, not 0."""
-    launched = job(
-        world,
-        ELASTICRUN,
-        *("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        *("--rdzv-id=x", "--rdzv-conf=join_timeout=2,is_host=0"),
-    )
-    assert launched.wait() not in (0, -6)
-    assert one_sentence(launched.stderr)
+NOT_MET = {
+    # the endpoint, --rdzv-conf, what is said
+    "nobody is there": ("127.0.0.1:{port}", "join_timeout=2,is_host=0", ""),
+    "no such name": ("no-such-host.invalid:29400", "join_timeout=2", "no-such-host.invalid"),
+    "too few nodes": ("127.0.0.1:{port}", "join_timeout=2", ""),
+}
 
 
-def test_a_name_that_does_not_resolve(world: World) -> None:
-    launched = job(
-        world,
-        ELASTICRUN,
-        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=no-such-host.invalid:29400"),
-        *("--rdzv-id=x", "--rdzv-conf=join_timeout=2"),
-    )
-    assert launched.wait() not in (0, -6)
-    assert one_sentence(launched.stderr)
-    assert "no-such-host.invalid" in launched.stderr
-
-
-def test_too_few_nodes(world: World) -> None:
-    """join_timeout ends it, with the reason."""
-    (launched,) = agents(world, ELASTICRUN, 1, "2", free_port(), "--rdzv-conf=join_timeout=2")
+@pytest.mark.parametrize("name", cases(NOT_MET, soaked=["nobody is there"]))
+def test_nodes_that_do_not_meet(world: World, name: str) -> None:
+    """join_timeout ends it, with one sentence."""
+    endpoint, conf, said = NOT_MET[name]
+    meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint.format(port=free_port())}")
+    words = ("--nnodes=2", *meet, "--rdzv-id=x", f"--rdzv-conf={conf}")
+    launched = job(world, ELASTICRUN, *words)
     assert launched.wait() == 1
     assert one_sentence(launched.stderr)
+    assert said in launched.stderr
 
 
 def test_status_and_an_agent_of_another_version(world: World) -> None:
@@ -155,10 +133,12 @@ def test_status_and_an_agent_of_another_version(world: World) -> None:
     assert "agents" in asked.stdout
     assert "wait" in asked.stdout
 
+    spec = structs.replace(SPEC, job_id="agents")
+
     async def meet() -> m.Order | None:
         async with channel.open_channel(Endpoint("127.0.0.1", port)) as line:
             stream = channel.attend(line)
-            await stream.send(stranger())
+            await stream.send(hello("stranger", spec=spec, protocol=999, version="99"))
             answer = await stream.receive()
             stream.cancel()
             return answer
@@ -168,31 +148,7 @@ def test_status_and_an_agent_of_another_version(world: World) -> None:
     assert answer.exit_code == 1
     assert re.search(r"\b999\b", answer.reason)
     (second,) = agents(world, ELASTICRUN, 1, "2", port)
-    finish(world.hub.ranks(2))
-    assert [launched.wait(), second.wait()] == [0, 0]
-
-
-def stranger() -> m.Hello:
-    """What an agent of a later version might say first."""
-    spec = m.JobSpec(
-        *("agents", 2, 2, 1, 0, 30.0, 0.0, 600.0, 30.0),
-        *(5.0, "auto", 600.0, 30.0, 600.0),
-    )
-    hello = m.Hello(
-        protocol=m.PROTOCOL_VERSION,
-        version="99",
-        node="stranger",
-        incarnation=mint_incarnation(),
-        host="host",
-        address="127.0.0.1",
-        pid=1,
-        node_rank=-1,
-        local_world_size=1,
-        role="default",
-        spec=spec,
-        attached=None,
-    )
-    return structs.replace(hello, protocol=999)
+    finish(world.hub.ranks(2), launched, second)
 
 
 def test_a_master_of_another_version(world: World) -> None:
@@ -212,14 +168,8 @@ def test_a_master_of_another_version(world: World) -> None:
         server = channel.make_server(attend, status, most=4)
         port = channel.listen(server, "127.0.0.1", 0)
         await server.start()
-        launched = job(
-            world,
-            ELASTICRUN,
-            *("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *("--rdzv-id=x", "--rdzv-conf=is_host=0"),
-        )
-        import asyncio
-
+        words = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--rdzv-conf=is_host=0")
+        launched = job(world, ELASTICRUN, "--nnodes=2", "--rdzv-backend=c10d", *words)
         code = await asyncio.to_thread(launched.wait)
         await server.stop(None)
         assert sentence in launched.stderr
@@ -260,8 +210,7 @@ def test_a_frozen_terminal(world: World) -> None:
     drains = [subprocess.Popen(["cat"], stdin=fd, stdout=subprocess.DEVNULL) for fd in readers]
     for fd in readers:
         os.close(fd)
-    finish(peers)
-    assert [j.wait() for j in jobs] == [0, 0]
+    finish(peers, *jobs)
     assert [drain.wait(LIMIT) for drain in drains] == [0, 0]
     for file in (world.scratch / "logs").rglob("stdout.log"):
         assert file.read_text().count("x" * 4000) == 500  # the files miss nothing
@@ -282,8 +231,7 @@ def test_a_reader_that_goes_away(world: World) -> None:
         peer.order("print", text="to nobody")
         world.hub.word(peer, "done", what="print")
     assert allreduce(world, peers) == [2, 2]
-    finish(peers)
-    assert launched.wait() == 0
+    finish(peers, launched)
 
 
 def test_a_program_in_the_place_of_a_script(world: World) -> None:
@@ -318,14 +266,8 @@ def test_an_interpreter_to_be_inspected_at_its_end(tmp_path: Path) -> None:
     """PYTHONINSPECT is the ranks'; the job trains, and no process of ours fails by it."""
     script = tmp_path / "s.py"
     script.write_text("import sys\nprint('trained', flush=True)\nsys.stderr.flush()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "elasticrun", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**clean_environment(), "PYTHONINSPECT": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    inspected = {**clean_environment(), "PYTHONINSPECT": "1"}
+    done = ran("--standalone", "--nproc-per-node=2", str(script), env=inspected)
     assert done.stdout.count("trained") == 2
     assert "PYTHONINSPECT is set" in done.stderr
     assert "ended with" not in done.stderr

@@ -1,7 +1,7 @@
 """Harm at random, from a seed: what is done to whom and when is decided before it happens, so that
 a seed that fails can be read and tried again.
 
-The script trains all the while (tests/scripts/stepper.py). Whatever was done is undone in time:
+The script trains all the while (tests/scripts/counts.py). Whatever was done is undone in time:
 nodes that were killed are started again, those that were stopped are woken. At the end the job must
 be whole, end with success, and leave nothing.
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import psutil
 
 from elasticrun.testing import processes
+from elasticrun.testing.steps import World
 from tests.counting import let_pass
-from tests.faults.steps import Life
-from tests.faults.team import Node, Team, descriptors
+from tests.faults.team import Node, Team
 from tests.harness import Launched
 
 NODES = 4
@@ -110,7 +110,7 @@ class Chaos:
             if node.agent.ended():
                 self.lost.append(node)
                 self.waking = [each for each in self.waking if each[1] is not node]
-                self.places[place] = self.team.add(name=node.name)
+                self.places[place] = self.team.add(number=node.number)
 
     def _do(self, act: Act) -> bool:
         node = self.places[act.place]
@@ -129,11 +129,7 @@ class Chaos:
 
     def _kill_rank(self, node: Node, length: float) -> None:
         """The rank of this node in the youngest world; nothing if it has none."""
-        life = self.team.log.last
-        for step in life.steps:
-            if step.node == node.name:
-                os.kill(step.pid, signal.SIGKILL)
-                return
+        os.kill(self.team.pid_of(self.team.worlds()[-1], node.number), signal.SIGKILL)
 
     def _kill_node(self, node: Node, length: float) -> None:
         node.kill()
@@ -160,19 +156,19 @@ class Chaos:
 
     # ------------------------------------------------------------ afterwards
 
-    def whole(self) -> Life:
+    def whole(self) -> World:
         """Every place is in one world, which goes on; or it waits with a sentence (a node that
         fell silent or failed again and again stands at the door for minutes)."""
-        return self.team.log.until(self._at_rest, f"whole job: {self.words()}")
+        return self.team.until(self._at_rest, f"whole job: {self.words()}")
 
-    def _at_rest(self) -> Life | None:
-        life = self.team.log.last
-        there = set(life.nodes.values())
-        if len(life.whole_steps()) < STEPS_OF_REST or len(there) < FEWEST:
+    def _at_rest(self) -> World | None:
+        world = self.team.worlds()[-1]
+        there = {f"n{number}" for number in world.nodes.values()}
+        if len(world.whole) < STEPS_OF_REST or len(there) < FEWEST:
             return None
         waiting = [] if len(there) == NODES else self.team.status()["nodes"]
         told = {n["node"] for n in waiting if n["reason"] and n["activity"] == "at-the-door"}
-        return life if len(there | told) == NODES else None
+        return world if len(there | told) == NODES else None
 
     def words(self) -> str:
         """The schedule as it was carried out."""
@@ -184,8 +180,3 @@ def is_fork_server(process: psutil.Process, node: Node) -> bool:
     if not processes.is_fork_server(process.pid):
         return False
     return process.pid in {child.pid for child in node.agent.children()}
-
-
-def count_descriptors(node: Node) -> int:
-    """Of its agent."""
-    return descriptors(node.agent.pid)

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from tests.faults.chaos import NODES, Chaos, count_descriptors, schedule
-from tests.faults.steps import Life
-from tests.faults.team import Team
+from elasticrun.testing.steps import World
+from tests.faults.chaos import NODES, Chaos, schedule
+from tests.faults.team import Team, descriptors
 from tests.further import further
-from tests.harness import Launched, World
+from tests.harness import Launched, World as Processes
 
 pytestmark = pytest.mark.slow
 
 
-def storm(world: World, seed: int, seconds: float) -> None:
+def storm(world: Processes, seed: int, seconds: float) -> None:
     """`seconds` of harm by this seed, then the job is whole again and ends well."""
     acts = schedule(seed, seconds)
     conf = "last_call_timeout=1,heartbeat_timeout=2"
@@ -44,13 +44,15 @@ def storm(world: World, seed: int, seconds: float) -> None:
         raise
 
 
-def steady(team: Team, chaos: Chaos, life: Life) -> None:
+def steady(team: Team, chaos: Chaos, world: World) -> None:
     """Further lives of the ranks cost the agents no descriptor."""
     counts = []
-    for number in range(2 * life.size):
-        counts.append([count_descriptors(node) for node in chaos.places])
-        team.rank(life, number % life.size).order("die")
-        life = team.log.next_world(life)  # a node may be left out for what is done to it here
+    for number in range(2 * world.world_size):
+        counts.append([descriptors(node.agent.pid) for node in chaos.places])
+        team.rank(world, number % world.world_size).order("die")
+        world = team.world_of(
+            None, after=world
+        )  # a node may be left out for what is done to it here
     for first, last in zip(counts[1], counts[-1], strict=True):
         # the port of each round's store stays bound for ten minutes, in the agent that hosted it
         assert last <= first + len(counts), counts
@@ -60,7 +62,7 @@ def steady(team: Team, chaos: Chaos, life: Life) -> None:
     "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another", "sim/test_chaos"
 )
 @pytest.mark.parametrize("seed", [1])
-def test_twenty_seconds_of_storm(world: World, seed: int) -> None:
+def test_twenty_seconds_of_storm(world: Processes, seed: int) -> None:
     storm(world, seed, 20.0)
 
 
@@ -68,7 +70,7 @@ def test_twenty_seconds_of_storm(world: World, seed: int) -> None:
     "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another", "sim/test_chaos"
 )
 @pytest.mark.parametrize("round_", range(3))
-def test_five_minutes_of_storm(world: World, round_: int) -> None:
+def test_five_minutes_of_storm(world: Processes, round_: int) -> None:
     """Seeds nobody has tried: $CHAOS_SEED repeats one that has failed."""
     seed = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
     print(f"CHAOS_SEED={seed}")

@@ -28,8 +28,8 @@ def test_nodes_that_start_together_make_one_world(
     for early in job.worlds()[:-1]:
         (late,) = {0, 1} - set(early.nodes.values())
         assert said_at(job.output(late), "the job's page") > said_at(
-            counting.words(), "round 1 begins"
-        ), counting.words()
+            counting.said(), "round 1 begins"
+        ), counting.said()
 
 
 def said_at(words: str, text: str) -> str:
@@ -40,13 +40,9 @@ def said_at(words: str, text: str) -> str:
 
 
 @further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-@pytest.mark.parametrize("flags", [(), ("--grow=now",)], ids=["young", "grow-now"])
-def test_a_node_joins(
-    counting: Counting, request: pytest.FixtureRequest, flags: tuple[str, ...]
-) -> None:
-    """A young round, or any with `--grow=now`: in at once, the survivors' ranks unchanged, and no
-    restart is charged."""
-    job = counting.start("1:3", *flags, nodes=2)
+def test_a_node_joins_a_young_round(counting: Counting, request: pytest.FixtureRequest) -> None:
+    """In at once, the survivors' ranks unchanged, and no restart is charged."""
+    job = counting.start("1:3", nodes=2)
     first = counting.first(2)
     began = time.monotonic()
     job.add_node()
@@ -104,7 +100,7 @@ def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> N
     stay = 0, job.nodes.index(job.add_node())
     end = time.monotonic() + LIMIT
     while not any(set(stay) <= set(world.nodes.values()) for world in job.worlds()):
-        assert time.monotonic() < end, counting.words()
+        assert time.monotonic() < end, counting.said()
         number = job.nodes.index(job.add_node())
         # it has joined, and is told what it waits for or that it has a place
         place = "this node joined|the job starts"

@@ -1,5 +1,4 @@
-"""One job that bears one harm after another: what `make soak` does to a job each, `make test` does
-to this one."""
+"""One job that bears one harm after another; the other harms have a job each."""
 
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ def test_one_job_of_three_bears_one_harm_after_another(counting: Counting) -> No
         after = job.wait_for_world(size, since=since)
         assert after.restarts == charged
         assert keeps_ranks(world, after)
+        assert not {*after.pids.values()} & {*world.pids.values()}, "a rank of the old world"
         assert set(after.nodes.values()) == {0, 1, 2} - set(but)
         return after
 

@@ -52,9 +52,8 @@ def unharmed(team: Team, harm: Callable[[], object], master: Launched | None = N
         team.add()
     first = team.all_there(3)
     harm()
-    team.log.goes_on(first, 20)
-    lives = team.finish()
-    assert [life.world for life in lives] == [first.world], team.log.story()
+    team.goes_on(first, 20)
+    assert [world.round for world in team.finish()] == [first.round], team.words()
     said = team.words()
     if master is not None:
         assert master.wait() == 0
@@ -73,10 +72,9 @@ def test_one_job_bears_one_stall_after_another(world: World) -> None:
         names = [node.name for node in team.nodes]
 
         def harm() -> None:
-            life = team.log.last
             for node in ("master", names[1]):
                 team.stall(node, "loop", SHORT)
-                team.log.goes_on(life, 20)
+                team.goes_on(team.worlds()[-1], 20)
             again_and_again(relay, linked, 10.0)
 
         unharmed(team, harm, master)
@@ -85,24 +83,17 @@ def test_one_job_bears_one_stall_after_another(world: World) -> None:
 @further("test_one_job_bears_one_stall_after_another")
 @durations(SHORT, 30.0)
 @pytest.mark.parametrize("how", ["loop", "gil"])
-def test_an_agent_that_is_blocked(world: World, how: str, seconds: float) -> None:
-    """Its loop: gRPC's own threads answer the master's pings, and the beats alone are missing. Its
-    interpreter: no Python thread of it runs at all; the transport's threads are not Python's."""
-    team = Team(world, "1:3", SILENCE)
-    team.add().agent.until_text("the job's page")
-    team.add(stalling=True)
-    unharmed(team, lambda: team.stall("n1", how, seconds))
-
-
-@further("test_one_job_bears_one_stall_after_another")
-@durations(SHORT, 30.0)
-@pytest.mark.parametrize("how", ["loop", "gil"])
-def test_a_master_that_is_blocked(world: World, how: str, seconds: float) -> None:
-    """It hears nobody for longer than anybody may be silent, and holds that against none of them:
-    silence counts only while the listener listened."""
+@pytest.mark.parametrize("who", ["n1", "master"])
+def test_a_process_that_is_blocked(world: World, who: str, how: str, seconds: float) -> None:
+    """An agent's loop: gRPC's own threads answer the master's pings, and the beats alone are
+    missing. Its interpreter: no Python thread of it runs at all; the transport's threads are not
+    Python's. The master hears nobody for longer than anybody may be silent, and holds that against
+    none of them: silence counts only while the listener listened."""
     team = Team(world, "1:3", OUTSIDE)
     master = team.master(SILENCE, stalling=True)
-    unharmed(team, lambda: team.stall("master", how, seconds), master)
+    team.add()
+    team.add(stalling=True)
+    unharmed(team, lambda: team.stall(who, how, seconds), master)
 
 
 @further("test_one_job_bears_one_stall_after_another")
@@ -148,10 +139,7 @@ def test_a_terminal_that_is_frozen(world: World, seconds: float) -> None:
         team.add(console=follower)
 
         def harm() -> None:
-            life = team.log.last
-            for rank in range(3):
-                if life.pids[rank] and life.nodes[rank] == "n1":
-                    team.rank(life, rank).order("chat")
+            team.rank_on(1).order("chat")
             let_pass(seconds)
             threading.Thread(target=drain, args=(leader,), daemon=True).start()
 
@@ -181,21 +169,18 @@ def test_a_log_folder_that_is_frozen(world: World, tmp_path: Path, seconds: floa
         team.add(f"--log-dir={folder / 'logs'}", "--tee=3")
 
         def harm() -> None:
-            life = team.log.last
-            rank = next(r for r, name in life.nodes.items() if name == "n1")
+            peer = team.rank_on(1)
 
-            def last(rank: int) -> int:
-                team.log.lives()
-                return max(step.step for step in life.steps if step.rank == rank)
+            def last() -> int:
+                return max(step.step for step in team.steps() if step.pid == peer.pid)
 
-            peer = team.rank(life, rank)
             peer.order("chat")
             world.hub.word(peer, "done", what="chat")
             with frozen_volume(folder):
                 await_true(lambda: state(peer.pid) == "D", "rank asleep in the kernel")
-                held = last(rank)
+                held = last()
                 let_pass(seconds)
-                assert last(rank) == held  # the disk holds the rank that prints
+                assert last() == held  # the disk holds the rank that prints
 
         unharmed(team, harm)
 

@@ -7,81 +7,11 @@ import time
 import pytest
 
 from elasticrun.testing import processes
-from tests.counting import QUICK, Counting, keeps_ranks, tell, times
-from tests.further import cases, further
+from tests.counting import Counting, keeps_ranks, tell, times
+from tests.further import further
 from tests.harness import LIMIT
 
 pytestmark = pytest.mark.slow
-
-
-@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-@pytest.mark.parametrize("lost", cases([0, 1, 2], soaked=[2]))
-def test_kill_9_of_an_agent_and_its_ranks(
-    counting: Counting, request: pytest.FixtureRequest, lost: int
-) -> None:
-    """Each node in turn, the one that started the master too: the master outlives it. No restart
-    is left, and none is needed: a node that is lost costs none."""
-    job = counting.start("1:3", nodes=3)
-    counting.first(3)
-    assert any(map(processes.is_master, job.nodes[0].pids()))
-    at = job.kill_node(lost)
-    second = job.wait_for_world(2, since=at)
-    tell(request, "kill -9 to the survivors' first step", second.began - at)
-    assert second.restarts == 0
-    assert set(second.nodes.values()) == {0, 1, 2} - {lost}
-    assert len(counting.finish()) == 2
-
-
-@further(
-    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
-    "agent/test_deaths::test_kill_9_of_the_agent_while_its_fork_server_is_stopped_leaves_nothing",
-)
-def test_kill_9_of_an_agent_alone(counting: Counting) -> None:
-    """Its ranks are gone with it within moments, and they were the fence."""
-    job = counting.start("1:2", nodes=2)
-    first = counting.first(2)
-    (rank,) = (rank for rank, node in first.nodes.items() if node == 1)
-    at = job.kill_agent(1)
-    assert not processes.await_end([first.pids[rank]], 240)
-    second = job.wait_for_world(1, since=at)
-    assert second.restarts == 0
-    counting.finish()
-
-
-@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-def test_a_silent_node(counting: Counting, request: pytest.FixtureRequest) -> None:
-    """Every process of a node stands still: no FIN, no answer. The others go on without it. When it
-    wakes, its ranks of the old round end, and it joins anew."""
-    job = counting.start("2:3", QUICK, "--grow=now", nodes=3)
-    first = counting.first(3)
-    silent = first.nodes[2]
-    at = job.freeze_node(silent)
-    second = job.wait_for_world(2, since=at)
-    tell(request, "silence to the survivors' first step", second.began - at)
-    assert second.restarts == 0
-    assert keeps_ranks(first, second)
-    at = job.thaw_node(silent)
-    assert not processes.await_end([first.pids[2]], LIMIT)
-    third = job.wait_for_world(3, since=at)
-    assert third.restarts == 0
-    assert keeps_ranks(second, third)
-    assert third.nodes[2] == silent
-    assert len(counting.finish()) == 3
-
-
-@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
-def test_an_agent_that_is_stopped_while_its_ranks_run(counting: Counting) -> None:
-    """SIGSTOP of the agent alone: nobody hears it, so the node is lost, although its ranks
-    compute on until their peers go. It comes back when it is woken."""
-    job = counting.start("1:2", QUICK, "--grow=now", nodes=2)
-    counting.first(2)
-    at = job.freeze_node(1, agent_only=True)
-    second = job.wait_for_world(1, since=at)
-    assert second.nodes == {0: 0}
-    assert second.restarts == 0
-    third = job.wait_for_world(2, since=job.thaw_node(1))
-    assert keeps_ranks(second, third)
-    counting.finish()
 
 
 def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
@@ -111,24 +41,10 @@ def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
 
 
 def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
-    """Survivors wait with the reason on screen until `join_timeout`, and end with a sentence."""
+    """Survivors wait with the reason on screen. The wait ends at once when another node comes; when
+    none does within `join_timeout`, with a sentence."""
     conf = times(last_call_timeout=1, join_timeout=40)  # in which both nodes have come
     job = counting.start("2:3", conf, nodes=2)
-    counting.first(2)
-    job.kill_node(1)
-    job.wait_for_output(0, "1 of 2 nodes (node node1 is dead")
-    assert job.result().exit_codes[0] == 1
-    assert "only 1 of 2 nodes for 40 s" in job.output(0)
-    assert len(counting.check()) == 1
-
-
-@further(
-    "test_below_min_ends_with_a_sentence",
-    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
-)
-def test_a_replacement_for_a_node_below_min(counting: Counting) -> None:
-    """The wait is on screen, and ends at once when another node comes."""
-    job = counting.start("2", times(last_call_timeout=1), max_restarts=1)
     first = counting.first(2)
     at = job.kill_node(1)
     job.wait_for_output(0, "1 of 2 nodes (node node1 is dead")
@@ -137,7 +53,11 @@ def test_a_replacement_for_a_node_below_min(counting: Counting) -> None:
     assert set(second.nodes.values()) == {0, 2}
     assert keeps_ranks(first, second)
     assert second.restarts == 0
-    counting.finish()
+    job.kill_node(2)
+    job.wait_for_output(0, "1 of 2 nodes (node node2 is dead")
+    assert job.result().exit_codes[0] == 1
+    assert "only 1 of 2 nodes for 40 s" in job.output(0)
+    assert len(counting.check()) == 2
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_at_once(
@@ -188,7 +108,7 @@ def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> Non
     counting.finish()
 
 
-@further("compat/test_defects::TestFixedSizeWithoutBudget::test_both")
+@further("compat/test_defects::test_fixed_size_without_budget")
 def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     """`--nnodes=3 --max-restarts=0`: as under torchrun, there is nothing to wait for."""
     job = counting.start("3", times(join_timeout=600))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import passed
 from tests.health.jobs import Health
 
 
@@ -16,6 +17,5 @@ def health(elastic_job: Any, tmp_path: Path, request: pytest.FixtureRequest) -> 
     """See `Health`; a node that left something behind fails the test."""
     created = Health(elastic_job, tmp_path)
     yield created
-    report = getattr(request.node, "report_call", None)
-    if report is not None and report.passed:
+    if passed(request):
         created.close()

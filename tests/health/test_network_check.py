@@ -5,13 +5,12 @@ in tests/core/health/test_netcheck.py."""
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 
 from tests.counting import times
 from tests.further import cases, further
-from tests.harness import COMMANDS, ELASTICRUN, clean_environment
+from tests.harness import clean_environment, ran
 from tests.health.jobs import CHECK, Health
 
 pytestmark = pytest.mark.slow
@@ -21,7 +20,7 @@ HELP = re.compile(f"{PAIR.pattern} .*comm.* a third node would")
 
 
 @further(
-    "test_a_node_that_cannot_talk",
+    "test_a_bad_node",
     "health/test_slow_nodes::test_a_straggler_is_swapped_for_a_spare",
 )
 def test_good_nodes_train_together(health: Health) -> None:
@@ -39,42 +38,35 @@ def test_good_nodes_train_together(health: Health) -> None:
     health.finish(0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("nodes", cases([3, 4], kept=[3]))
-def test_a_node_that_cannot_talk(health: Health, nodes: int) -> None:
-    """It is found by two partners, ends with a code of its own and a sentence; the others train, on
-    three nodes too, and no rank was ever started on it."""
+BAD = {
+    # name: nodes, the fault of the last one, what its verdict says
+    "cannot talk": (3, "probe-fail=comm", r"with node\d.*comm"),
+    "cannot talk, of four": (4, "probe-fail=comm", r"with node\d.*comm"),
+    "cannot compute, of two": (2, "probe-fail=compute", "compute"),  # its own probe tells
+    "cannot compute": (3, "probe-fail=compute", "compute"),
+    "computes wrong": (2, "probe-fail=wrong", "wrong result"),  # not what it was the first time
+    "hangs in compute": (3, "probe-hang=compute", r"in compute\b.*hung.*15 s"),
+    "hangs in comm": (3, "probe-hang=comm", r"in comm\b.*hung.*15 s"),
+}
+
+
+@pytest.mark.parametrize("name", cases(BAD, kept=["cannot talk"]))
+def test_a_bad_node(health: Health, name: str) -> None:
+    """It is found by its partners or by its own probe, ends with a code of its own and a sentence;
+    the others train, and no rank was ever started on it. A probe that hangs is ended by its limit,
+    which is long enough for all others on a busy machine."""
+    nodes, fault, words = BAD[name]
     bad = nodes - 1
-    job = health.start(f"{nodes - 1}:{nodes}", CHECK, fault=f"probe-fail=comm@node{bad}")
+    conf = times(probe_timeout=15) if "hang" in fault else times()
+    job = health.start(f"{bad}:{nodes}", CHECK, conf, fault=f"{fault}@node{bad}")
     why = health.excluded(bad)
-    assert re.search(rf"node{bad}\b.* with node\d.*comm", why), why
+    assert re.search(rf"node{bad}\b.*{words}", why), why
     health.world_of(*range(bad))
     listed = health.listed()
     assert (listed.node, listed.kind) == (f"node{bad}", "failed")
     assert f"node{bad}" in job.status().check
     health.finish(*[0] * bad, 75)
     assert health.trained() == set(range(bad))
-
-
-@further("test_a_job_of_one_bad_node", "core/health/test_netcheck")
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_a_node_that_cannot_compute(health: Health, nodes: int) -> None:
-    """Its own probe tells, so that two nodes suffice."""
-    bad = nodes - 1
-    health.start(f"{nodes - 1}:{nodes}", CHECK, fault=f"probe-fail=compute@node{bad}")
-    why = health.excluded(bad)
-    assert re.search(rf"node{bad}\b.*compute", why), why
-    health.world_of(*range(bad))
-    health.finish(*[0] * bad, 75)
-    assert health.trained() == set(range(bad))
-
-
-@further("forkserver/test_probe::test_who_fails_alone_excuses_the_other")
-def test_a_node_that_computes_wrong(health: Health) -> None:
-    """The matmul ends in time, and its result is not what it was the first time."""
-    health.start("1:2", CHECK, fault="probe-fail=wrong@node1")
-    assert "wrong result" in health.excluded(1)
-    health.world_of(0)
-    health.finish(0, 75)
 
 
 @further("core/health/test_netcheck")
@@ -101,18 +93,6 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     assert result.exit_codes == (1, 1), health.said()
     assert PAIR.search(health.said(0)), health.said(0)
     assert health.trained() == set()
-
-
-@further("agent/workers/test_probing::test_a_hung_probe_is_ended_by_its_limit")
-@pytest.mark.parametrize("phase", cases(["compute", "comm"], soaked=["compute"]))
-def test_a_probe_that_hangs(health: Health, phase: str) -> None:
-    """It is ended by its limit, which is long enough for all others on a busy machine, and the
-    verdict says where it hung."""
-    health.start("2:3", CHECK, times(probe_timeout=15), fault=f"probe-hang={phase}@node2")
-    why = health.excluded(2)
-    assert re.search(rf"node2\b.* in {phase}\b.*hung.*15 s", why), why
-    health.world_of(0, 1)
-    health.finish(0, 0, 75)
 
 
 def test_a_job_of_one_bad_node(health: Health) -> None:
@@ -189,14 +169,8 @@ def test_planted_faults_are_loud(health: Health) -> None:
 
 def test_a_fault_that_nobody_understands() -> None:
     """One sentence and the code of a wrong command line."""
-    done = subprocess.run(
-        [*COMMANDS[ELASTICRUN], "--nnodes=1", __file__],
-        env={**clean_environment(), "ELASTICRUN_FAULT": "probe-fails@node1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    planted = {**clean_environment(), "ELASTICRUN_FAULT": "probe-fails@node1"}
+    done = ran("--nnodes=1", __file__, env=planted)
     assert done.returncode == 2, done.stderr
     assert "probe-fails" in done.stderr
     assert "Traceback" not in done.stderr

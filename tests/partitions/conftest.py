@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticrun.testing.job import ElasticJob
+from tests import counting
 from tests.harness import SCRIPTS
 
 LIMIT = 240.0
@@ -19,8 +20,7 @@ Build = Callable[..., ElasticJob]
 def times(**seconds: float) -> str:
     """--rdzv-conf with times at which a schedule is over in seconds, but no agent that merely
     stands still for a while on a busy machine is given up; and whatever differs."""
-    told = {"last_call_timeout": 2.0, "heartbeat_timeout": 8.0, **seconds}
-    return "--rdzv-conf=" + ",".join(f"{name}={value:g}" for name, value in told.items())
+    return counting.times(**{"last_call_timeout": 2.0, "heartbeat_timeout": 8.0, **seconds})
 
 
 @pytest.fixture

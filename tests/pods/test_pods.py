@@ -41,8 +41,7 @@ def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:
     again = job.ranks(2)
     assert [job.index_of(peer) for peer in again] == [0, 1]
     assert allreduce(world, again) == [2, 2]
-    finish(again)
-    assert [pod.wait() for pod in job.pods.values()] == [0, 0]
+    finish(again, *job.pods.values())
 
 
 @further(
@@ -53,7 +52,7 @@ def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: 
     once: how old their round is nobody knows (an old one's cool-down would be 600 s)."""
     job = IndexedJob(lab, world, "--nnodes=1:2", "--max-restarts=0")
     job.start(0)
-    other = job.start(1)
+    job.start(1)
     assert allreduce(world, job.ranks(2)) == [2, 2]
     job.terminate(0)
     (alone,) = job.ranks(1)  # they have to have stopped before the master has gone
@@ -64,8 +63,7 @@ def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: 
     again = job.ranks(2)
     assert [job.index_of(peer) for peer in again] == [0, 1]
     assert allreduce(world, again) == [2, 2]
-    finish(again)
-    assert [pod.wait() for pod in job.pods.values()] == [0, 0], other.stderr
+    finish(again, *job.pods.values())
 
 
 @pytest.mark.parametrize(
@@ -84,6 +82,5 @@ def test_a_pod_that_starts_before_the_first_one_has_a_name(
     two = job.ranks(2)
     assert [job.index_of(peer) for peer in two] == [0, 1]
     assert allreduce(world, two) == [2, 2]
-    finish(two)
-    assert [pod.wait() for pod in job.pods.values()] == [0, 0], early.stderr
+    finish(two, *job.pods.values())
     assert "serving job" not in early.stderr

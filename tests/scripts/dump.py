@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def signal_table() -> dict[str, str]:
@@ -42,7 +43,7 @@ def kind_of_fd(fd: int) -> str:
     return next((name for name, test in kinds.items() if test(mode)), "other")
 
 
-def picture() -> dict[str, object]:
+def picture(module: dict[str, Any]) -> dict[str, object]:
     """The rank's world in one dictionary."""
     os.umask(mask := os.umask(0))
     return {
@@ -54,10 +55,10 @@ def picture() -> dict[str, object]:
         "umask": mask,
         "own_group": os.getpgid(0) == os.getpid(),
         "own_session": os.getsid(0) == os.getpid(),
-        "name": __name__,
-        "file": __file__,
-        "spec": getattr(__spec__, "name", None),
-        "package": __package__,
+        "name": module["__name__"],
+        "file": module["__file__"],
+        "spec": getattr(module["__spec__"], "name", None),
+        "package": module["__package__"],
         "unbuffered": sys.stdout.write_through,
         "executable": sys.executable,
         "stdin": kind_of_fd(0),
@@ -74,13 +75,13 @@ def picture() -> dict[str, object]:
     }
 
 
-def main() -> None:
+def main(module: dict[str, Any]) -> None:
     """Write the picture, then fail if this life is to fail."""
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     folder = Path(os.environ["DUMP_DIR"])
     done = folder / f"{os.environ['RANK']}.{restart}.json"
     begun = done.with_suffix(".part")
-    begun.write_text(json.dumps(picture()))
+    begun.write_text(json.dumps(picture(module)))
     begun.rename(done)
     if restart < int(os.environ.get("DUMP_FAIL_UNTIL", "0")):
         ranks = range(int(os.environ["WORLD_SIZE"]))
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -1,13 +1,12 @@
 """A rank that does what the test tells it, one order at a time; it says `done` after each.
 
-Orders: exit(code) · raise(text) · die(signum) · trap(signums, how: note|ignore|save) · print(text,
-stream) · allreduce · steps(count, text) · random · child(session, trap, note) · wait (for a signal)
+Orders: exit(code) · die(signum) · trap(signums, how: note|ignore|save) · print(text,
+stream) · allreduce · steps(count, text) · child(session, trap, note) · wait (for a signal)
 """
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -45,9 +44,6 @@ class Puppet:
 
     def do_exit(self, code: int = 0) -> None:
         sys.exit(code)
-
-    def do_raise(self, text: str = "told to") -> None:
-        raise RuntimeError(text)
 
     def do_die(self, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
@@ -87,20 +83,6 @@ class Puppet:
             self.do_allreduce()
             print(text, end="", flush=True)
             time.sleep(0.01)
-
-    def do_random(self) -> dict[str, Any]:
-        import numpy
-        import torch
-        from torch.utils.data import DataLoader
-
-        loader = DataLoader(list(range(1000)), batch_size=8, shuffle=True)
-        return {
-            "random": random.random(),
-            "numpy": float(numpy.random.rand()),
-            "torch": float(torch.rand(1)),
-            "layer": float(torch.nn.Linear(4, 4).weight[0, 0]),
-            "loader": next(iter(loader)).tolist(),
-        }
 
     def do_child(self, session: bool, trap: bool = False, note: str = "") -> dict[str, Any]:
         code = _GRANDCHILD.format(trap=trap, note=note)

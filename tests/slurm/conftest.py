@@ -11,7 +11,7 @@ import pytest
 
 from tests import needs
 from tests.compat.live import PUPPET
-from tests.harness import LIMIT, Launched, Peer, World, until_file
+from tests.harness import LIMIT, Launched, Peer, World, passed, until_file
 from tests.slurm.cluster import Cluster, missing
 
 NODES = 4
@@ -131,10 +131,8 @@ def slurm(cluster: Cluster, world: World, request: pytest.FixtureRequest) -> Ite
     made = Slurm(cluster, world, world.scratch)
     with cluster.clean():
         yield made
-        report = getattr(request.node, "report_call", None)
-        passed = report is not None and report.passed
-        if not passed:
+        if not passed(request):
             made.show()
     cluster.power_on_all()
     left = cluster.empty_memory()
-    assert not passed or not left, f"left in shared memory: {left}"
+    assert not passed(request) or not left, f"left in shared memory: {left}"

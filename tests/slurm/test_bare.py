@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.compat.live import PUPPET, allreduce, finish
+from tests.compat.live import PUPPET, allreduce, finish, summing
 from tests.further import further
 from tests.slurm import page
 from tests.slurm.conftest import Slurm
@@ -24,8 +24,7 @@ def test_a_step_of_two_nodes(slurm: Slurm) -> None:
     assert [slurm.host_of(peer) for peer in peers[::2]] == ["n2", "n3"], "as srun numbers nodes"
     assert slurm.cluster.jobs() == [peers[0].run_id]
     assert allreduce(slurm.world, peers) == [4] * 4
-    finish(peers)
-    assert step.wait() == 0, step.stderr
+    finish(peers, step)
     assert "so this is as with --nnodes=2" in step.stderr
 
 
@@ -33,11 +32,9 @@ def test_a_step_of_two_nodes(slurm: Slurm) -> None:
 def test_several_tasks_a_node_are_one_agent(slurm: Slurm) -> None:
     """The others end at once, with 0 and a sentence."""
     step = slurm.srun("-N2", "--ntasks-per-node=2", "elasticrun", "--nnodes=2", PUPPET)
-    peers = slurm.world.hub.ranks(2, world_size=2)
-    assert allreduce(slurm.world, peers) == [2, 2]
+    peers = summing(slurm.world, 2, world_size=2)
     step.until_text("another task on this node is the agent")
-    finish(peers)
-    assert step.wait() == 0, step.stderr
+    finish(peers, step)
     assert step.stderr.count("another task on this node is the agent") == 2
 
 
@@ -79,8 +76,7 @@ def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:
     ]
     alone = hub.ranks(5)
     assert [peer.world_size for peer in alone] == [1] * 5
-    finish(alone)
-    assert [one.wait() for one in (shell, salloc, *visits)] == [0] * 4
+    finish(alone, shell, salloc, *visits)
     assert "--nnodes=2 makes one job of all nodes" in (slurm.folder / "terminal.txt").read_text()
     for one in (salloc, *visits):
         assert "--srun makes one job of all nodes" in one.stderr

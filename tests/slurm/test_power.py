@@ -51,6 +51,5 @@ def test_nodes_lose_power_one_after_the_other(slurm: Slurm) -> None:
     for name in lost:
         slurm.cluster.run("scontrol", "update", f"nodename={name}", "state=down", "reason=power")
     assert allreduce(slurm.world, peers) == [2, 2]
-    finish(peers)
-    assert step.wait() == 0, step.stderr
+    finish(peers, step)
     assert "(no restart used)" in step.stderr

@@ -22,8 +22,7 @@ def test_srun_of_several_nodes(slurm: Slurm) -> None:
     assert [peer.world_size for peer in peers] == [6] * 6
     assert sorted(slurm.host_of(peer) for peer in peers) == sorted(hosts * 2)
     assert allreduce(slurm.world, peers) == [6] * 6
-    finish(peers)
-    assert step.wait() == 0, step.stderr
+    finish(peers, step)
 
 
 def test_a_step_whose_ranks_fail(slurm: Slurm) -> None:

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from tests.compat.live import PUPPET, allreduce, finish
+from tests.compat.live import PUPPET, allreduce, finish, summing
 from tests.detection.environments import BATCH
 from tests.further import further
 from tests.harness import Launched, Peer, World
@@ -29,8 +29,7 @@ def test_a_loop_over_hosts_trains(town: Town, world: World) -> None:
     peers = world.hub.ranks(3, world_size=3)
     assert sorted(town.host_of(peer) for peer in peers) == ["h1", "h2", "h3"]
     assert allreduce(world, peers) == [3, 3, 3]
-    finish(peers)
-    assert loop.wait() == 0, loop.stderr
+    finish(peers, loop)
     town.until_nothing_runs("h1", "h2", "h3")
 
 
@@ -54,8 +53,7 @@ def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, wor
     bare, alone = loop("")
     assert [peer.world_size for peer in alone] == [1, 1]
     assert sorted(town.host_of(peer) for peer in alone) == ["h1", "h2"]
-    finish(alone)
-    assert bare.wait() == 0, bare.stderr
+    finish(alone, bare)
     assert bare.stderr.count("nothing has been started on the other node, so this is a job") == 2
     assert bare.stderr.count("--srun makes one job of all nodes") == 2
 
@@ -63,8 +61,7 @@ def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, wor
     assert [peer.world_size for peer in two] == [2, 2]
     assert sorted(town.host_of(peer) for peer in two) == ["h1", "h2"]
     assert allreduce(world, two) == [2, 2]
-    finish(two)
-    assert said.wait() == 0, said.stderr
+    finish(two, said)
     town.until_nothing_runs("h1", "h2")
 
 
@@ -75,8 +72,7 @@ def test_a_connection_that_is_cut(town: Town, world: World) -> None:
     start = f"elasticrun --nnodes=1:2 --max-restarts=0 --grow=now {MEET} {PUPPET}"
     town.types(f"ssh -n h1 {start}")
     town.types(f"ssh -n -tt h2 {start}")
-    peers = world.hub.ranks(2, world_size=2)
-    assert allreduce(world, peers) == [2, 2]
+    peers = summing(world, 2, world_size=2)
 
     town.hang_up("h1")
     assert allreduce(world, peers) == [2, 2]

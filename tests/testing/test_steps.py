@@ -76,6 +76,8 @@ def test_a_rank_that_says_late_what_its_world_has_done_is_none() -> None:
     """It was stopped between the collective and its word."""
     assert overlap([said("a", 1), said("b", 2), said("a", 3, rank=1)]) == ""
     assert overlap([said("a", 1), said("b", 2), said("a", 3, rank=1, step=1)])
+    late = [said("a", 1), said("b", 2), said("a", 3, rank=1)]
+    assert (overlap(late, held=[1]), bool(overlap(late, held=[2]))) == ("", True), "who was held"
 
 
 def said(world: str, time: float, rank: int = 0, step: int = 0) -> Step:

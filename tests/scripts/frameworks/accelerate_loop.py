@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from told import tell
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     set_seed(7)
     x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -30,18 +29,11 @@ def main() -> None:
             optimizer.step()
             losses.append(accelerator.gather(loss.detach().unsqueeze(0)).mean().item())
     weight = accelerator.unwrap_model(model).weight.item()
-    result = {
+    return {
         "rank": accelerator.process_index, "world": accelerator.num_processes,
         "first": losses[0], "last": losses[-1], "weight": round(weight, 6),
     }  # fmt: skip
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
-    # What DDP holds of gloo must be gone before the interpreter is, or torch 2.13 may abort in its
-    # threads (seen under torchrun on a busy machine, one run of nine).
-    del model, optimizer, loss
-    accelerator.free_memory()
-    gc.collect()
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import os
-import sys
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from told import tell
 from torch import nn
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     fabric = Fabric()  # launched, with accelerator and devices, by the command line
     fabric.seed_everything(7, verbose=False)
     model = nn.Linear(1, 1)
@@ -25,19 +24,12 @@ def main() -> None:
         fabric.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    result = {
+    return {
         "rank": fabric.global_rank, "world": fabric.world_size, "first": losses[0],
         "last": losses[-1], "weight": round(model.weight.item(), 6),
         "port": os.environ["MASTER_PORT"],
     }  # fmt: skip
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
-    # What DDP holds of gloo must be gone before the interpreter is, or torch 2.13 may abort in its
-    # threads (seen under torchrun on a busy machine, one run of nine).
-    del model, optimizer, loss
-    gc.collect()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

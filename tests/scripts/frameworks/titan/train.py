@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
-import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from told import tell
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from . import model
 
 
 @record
-def main() -> None:
+def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job.config_file", dest="config")
     config = tomllib.loads(Path(parser.parse_args().config).read_text())
@@ -33,18 +32,12 @@ def main() -> None:
         optimizer.step()
         losses.append(loss.item())
     weight = sum(p.sum().item() for p in net.parameters())
-    result = {
+    dist.barrier()
+    return {
         "rank": dist.get_rank(), "world": dist.get_world_size(), "role": os.environ["ROLE_NAME"],
         "first": losses[0], "last": losses[-1], "weight": round(weight, 6),
     }  # fmt: skip
-    sys.stdout.write("RESULT " + json.dumps(result) + "\n")
-    # What DDP holds of gloo must be gone before the interpreter is, or torch 2.13 may abort in its
-    # threads (seen under torchrun on a busy machine, one run of nine).
-    del net, optimizer, loss
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)
