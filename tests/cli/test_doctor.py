@@ -27,7 +27,7 @@ from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TOKEN_WANTED
 from elasticrun.wire.types import Finding, State
-from tests import aio, needs
+from tests import needs
 from tests.certificates import Authority
 from tests.detection.commands import NOT_A_POD, machine
 from tests.detection.environments import (
@@ -296,35 +296,29 @@ def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elasticrun.master.server.DIAL_LIMIT", LIMIT)
 
 
-def test_what_the_master_says(environ: dict[str, str]) -> None:
-    async def run() -> None:
-        environ["ELASTICRUN_TOKEN"] = TOKEN
-        async with serving(token=TOKEN) as served:
-            where = f"--rdzv-endpoint={served.endpoint}"
-            code, out, err = await beside("--json", where, environ=environ)
-            assert (code, err) == (0, "")
-            found = findings(out)
-            assert "the master of job 'job' answers" in one(found, "master").seen
-            assert "has dialled ports" in one(found, "ports").seen
-            assert {"clock", "packet size", "host name in the job"} <= {f.check for f in found}
-            assert TOKEN not in out
-
-    aio.run(run())
+async def test_what_the_master_says(environ: dict[str, str]) -> None:
+    environ["ELASTICRUN_TOKEN"] = TOKEN
+    async with serving(token=TOKEN) as served:
+        where = f"--rdzv-endpoint={served.endpoint}"
+        code, out, err = await beside("--json", where, environ=environ)
+        assert (code, err) == (0, "")
+        found = findings(out)
+        assert "the master of job 'job' answers" in one(found, "master").seen
+        assert "has dialled ports" in one(found, "ports").seen
+        assert {"clock", "packet size", "host name in the job"} <= {f.check for f in found}
+        assert TOKEN not in out
 
 
-def test_a_second_host_of_our_name_in_the_job(environ: dict[str, str]) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            (node,) = served.brain.page.nodes
-            other = replace(node, host=socket.gethostname(), address="198.51.100.9")
-            served.brain.page = status(nodes=(other,))
-            where = f"--rdzv-endpoint={served.endpoint}"
-            _, out, _ = await beside("--json", where, environ=environ)
-            twice = one(findings(out), "host name in the job")
-            assert twice.state is State.WARNING
-            assert "198.51.100.9" in twice.seen
-
-    aio.run(run())
+async def test_a_second_host_of_our_name_in_the_job(environ: dict[str, str]) -> None:
+    async with serving() as served:
+        (node,) = served.brain.page.nodes
+        other = replace(node, host=socket.gethostname(), address="198.51.100.9")
+        served.brain.page = status(nodes=(other,))
+        where = f"--rdzv-endpoint={served.endpoint}"
+        _, out, _ = await beside("--json", where, environ=environ)
+        twice = one(findings(out), "host name in the job")
+        assert twice.state is State.WARNING
+        assert "198.51.100.9" in twice.seen
 
 
 def test_a_master_that_does_not_answer(environ: dict[str, str]) -> None:
@@ -335,34 +329,27 @@ def test_a_master_that_does_not_answer(environ: dict[str, str]) -> None:
     assert done.returncode == 1
 
 
-def test_a_master_that_refuses_us(environ: dict[str, str]) -> None:
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            where = f"--rdzv-endpoint={served.endpoint}"
-            code, out, _ = await beside("--json", where, environ=environ)
-            assert code == 1
-            assert TOKEN_WANTED in one(findings(out), "master").seen
-
-    aio.run(run())
+async def test_a_master_that_refuses_us(environ: dict[str, str]) -> None:
+    async with serving(token=TOKEN) as served:
+        where = f"--rdzv-endpoint={served.endpoint}"
+        code, out, _ = await beside("--json", where, environ=environ)
+        assert code == 1
+        assert TOKEN_WANTED in one(findings(out), "master").seen
 
 
-def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
+async def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
     files = Authority(tmp_path).create().sign("node", "IP:127.0.0.1")
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
-
-    async def run() -> None:
-        async with serving(tls=auth.read_pem(files)) as served:
-            where = f"--rdzv-endpoint={served.endpoint}"
-            code, out, err = await beside("--json", where, *flags, environ=environ)
-            assert (code, err) == (0, "")
-            assert one(findings(out), "ports").state is State.OK
-            code, out, err = await beside("--json", where, environ=environ)
-            assert (code, err) == (1, "")
-            master = one(findings(out), "master")
-            assert "speaks TLS and this node does not" in master.seen
-            assert "--tls-ca" in master.todo
-
-    aio.run(run())
+    async with serving(tls=auth.read_pem(files)) as served:
+        where = f"--rdzv-endpoint={served.endpoint}"
+        code, out, err = await beside("--json", where, *flags, environ=environ)
+        assert (code, err) == (0, "")
+        assert one(findings(out), "ports").state is State.OK
+        code, out, err = await beside("--json", where, environ=environ)
+        assert (code, err) == (1, "")
+        master = one(findings(out), "master")
+        assert "speaks TLS and this node does not" in master.seen
+        assert "--tls-ca" in master.todo
 
 
 # ---------------------------------------------------------------- between hosts

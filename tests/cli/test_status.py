@@ -58,54 +58,44 @@ def _entry(served: Served, pid: int | None = None) -> run_folder.Published:
     )
 
 
-def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            code, out, err = await _status(str(served.endpoint))
-            assert (code, err) == (0, "")
-            for word in (
-                "JOB  STATE    NODES  STEP  STEP AGE  RESTARTS  AGE",
-                "job  running  1/2    -     -         1/3",
-                "round 1",
-                "2 of 3 left",
-                "waits: reason",
-                "last failure: boom",
-                "n0",
-                "alive",
-                "0-1",
-                "7 8",
-                "because [so]",
-            ):
-                assert word in out, out
-
-    aio.run(run())
+async def test_the_table_has_nodes_round_ranks_restarts_and_reasons(home: Path) -> None:
+    async with serving() as served:
+        code, out, err = await _status(str(served.endpoint))
+        assert (code, err) == (0, "")
+        for word in (
+            "JOB  STATE    NODES  STEP  STEP AGE  RESTARTS  AGE",
+            "job  running  1/2    -     -         1/3",
+            "round 1",
+            "2 of 3 left",
+            "waits: reason",
+            "last failure: boom",
+            "n0",
+            "alive",
+            "0-1",
+            "7 8",
+            "because [so]",
+        ):
+            assert word in out, out
 
 
-def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> None:
+async def test_the_table_has_the_health_of_nodes_and_who_is_excluded(home: Path) -> None:
     healthy = structs.replace(page().nodes[0], health="10 ms per matmul")
     bad = ExcludedNode("n9", "host9", "failed", "n9 failed the network check", 5.0, 3595.0)
     slow = ExcludedNode("n8", "", "slow", "n8 is slow", 5.0, 20.0)
-
-    async def run() -> None:
-        async with serving(Recorder()) as served:
-            _, out, _ = await _status(str(served.endpoint))
-            assert "health" not in out
-            assert "excluded" not in out
-            served.brain.page = page(
-                nodes=(healthy,), excluded=(bad, slow), check="network check of 3 nodes: n9 failed"
-            )
-            _, out, _ = await _status(str(served.endpoint))
-            shown = " ".join(out.split())
-            assert "health" in shown
-            assert "10 ms per matmul" in shown
-            assert "network check of 3 nodes: n9 failed" in out
-            assert (
-                "excluded: n9 on host9 (failed, for 3595 s more): n9 failed the network check"
-                in out
-            )
-            assert "excluded: n8 on an unknown host (slow, for 20 s more): n8 is slow" in out
-
-    aio.run(run())
+    async with serving(Recorder()) as served:
+        _, out, _ = await _status(str(served.endpoint))
+        assert "health" not in out
+        assert "excluded" not in out
+        served.brain.page = page(
+            nodes=(healthy,), excluded=(bad, slow), check="network check of 3 nodes: n9 failed"
+        )
+        _, out, _ = await _status(str(served.endpoint))
+        shown = " ".join(out.split())
+        assert "health" in shown
+        assert "10 ms per matmul" in shown
+        assert "network check of 3 nodes: n9 failed" in out
+        assert "excluded: n9 on host9 (failed, for 3595 s more): n9 failed the network check" in out
+        assert "excluded: n8 on an unknown host (slow, for 20 s more): n8 is slow" in out
 
 
 @pytest.mark.parametrize("host", ["gpu-0123.rack-17.cluster.example", "pod-0"])
@@ -190,95 +180,81 @@ def test_nobody_knows_what_a_lost_node_does(state: str, does: str) -> None:
     assert verb._row(node)[2:4] == (state, does)
 
 
-def test_json_is_the_page(home: Path) -> None:
-    async def run() -> None:
-        async with serving() as served:
-            code, out, _ = await _status(str(served.endpoint), "--json")
-            assert code == 0
-            shown = json.loads(out)
-            assert shown["nodes"][0]["pids"] == [7, 8]
-            assert shown["restarts_left"] == page().restarts_left
-
-    aio.run(run())
+async def test_json_is_the_page(home: Path) -> None:
+    async with serving() as served:
+        code, out, _ = await _status(str(served.endpoint), "--json")
+        assert code == 0
+        shown = json.loads(out)
+        assert shown["nodes"][0]["pids"] == [7, 8]
+        assert shown["restarts_left"] == page().restarts_left
 
 
-def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
-    async def run() -> None:
-        async with serving(Recorder()) as served:
-            folder = run_folder.run_folder(os.environ)
-            run_folder.publish(folder, _entry(served))
-            stale = run_folder.publish(folder, _entry(served, 2**22 - 1))
-            (folder / "master-odd.json").write_text("{}")
-            code, out, err = await _status()
-            assert (code, err) == (0, "")
-            assert "round 1" in out
-            assert not stale.exists()
-            assert [path.name for path in folder.glob("master-*")] == [
-                f"master-{os.getpid()}-{start_time(os.getpid())}.json"
-            ]
-
-    aio.run(run())
+async def test_without_an_endpoint_the_run_folder_is_asked(home: Path) -> None:
+    async with serving(Recorder()) as served:
+        folder = run_folder.run_folder(os.environ)
+        run_folder.publish(folder, _entry(served))
+        stale = run_folder.publish(folder, _entry(served, 2**22 - 1))
+        (folder / "master-odd.json").write_text("{}")
+        code, out, err = await _status()
+        assert (code, err) == (0, "")
+        assert "round 1" in out
+        assert not stale.exists()
+        assert [path.name for path in folder.glob("master-*")] == [
+            f"master-{os.getpid()}-{start_time(os.getpid())}.json"
+        ]
 
 
 TOKEN = "what the nodes of the job know"
 
 
 @pytest.mark.slow
-def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
+async def test_of_a_job_with_a_token(home: Path, tmp_path: Path) -> None:
     """The token by variable or file; the sentence without it; and what the master has left for its
     own user, with and without naming the endpoint."""
     (tmp_path / "token").write_text(TOKEN)
-
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            where = str(served.endpoint)
-            for words, variables in (
-                ((where,), {"ELASTICRUN_TOKEN": TOKEN}),
-                ((where, f"--token-file={tmp_path}/token"), {}),
-            ):
-                code, out, err = await _status(*words, **variables)
-                assert (code, err) == (0, "")
-                assert "round 1" in out
-            for given, said in (("", TOKEN_WANTED), ("another", MASTER_WRONG)):
-                code, out, err = await _status(where, ELASTICRUN_TOKEN=given)
-                assert (code, out) == (1, "")
-                assert said in err
-                assert err.count("\n") == 1
-                assert TOKEN not in err
-            left = replace(_entry(served), reader=reader_token(TOKEN))
-            path = run_folder.publish(run_folder.run_folder(os.environ), left)
-            assert path.stat().st_mode & 0o077 == 0
-            assert TOKEN not in path.read_text()
-            for words in ((), (where,)):
-                code, out, err = await _status(*words)
-                assert (code, err) == (0, "")
-                assert "round 1" in out
-
-    aio.run(run())
+    async with serving(token=TOKEN) as served:
+        where = str(served.endpoint)
+        for words, variables in (
+            ((where,), {"ELASTICRUN_TOKEN": TOKEN}),
+            ((where, f"--token-file={tmp_path}/token"), {}),
+        ):
+            code, out, err = await _status(*words, **variables)
+            assert (code, err) == (0, "")
+            assert "round 1" in out
+        for given, said in (("", TOKEN_WANTED), ("another", MASTER_WRONG)):
+            code, out, err = await _status(where, ELASTICRUN_TOKEN=given)
+            assert (code, out) == (1, "")
+            assert said in err
+            assert err.count("\n") == 1
+            assert TOKEN not in err
+        left = replace(_entry(served), reader=reader_token(TOKEN))
+        path = run_folder.publish(run_folder.run_folder(os.environ), left)
+        assert path.stat().st_mode & 0o077 == 0
+        assert TOKEN not in path.read_text()
+        for words in ((), (where,)):
+            code, out, err = await _status(*words)
+            assert (code, err) == (0, "")
+            assert "round 1" in out
 
 
 @pytest.mark.slow
-def test_over_tls(home: Path, tmp_path: Path) -> None:
+async def test_over_tls(home: Path, tmp_path: Path) -> None:
     files = Authority(tmp_path).create().sign("node", "IP:127.0.0.1")
     flags = (f"--tls-cert={files.cert}", f"--tls-key={files.key}", f"--tls-ca={files.ca}")
-
-    async def run() -> None:
-        async with serving(tls=auth.read_pem(files)) as served:
-            where = str(served.endpoint)
-            code, out, err = await _status(where, *flags)
-            assert (code, err) == (0, "")
-            assert "round 1" in out
-            for words, said in (
-                ((), "speaks TLS and this node does not"),
-                ((flags[2],), "hangs up after the TLS handshake"),
-                ((*flags[:2], f"--tls-ca={files.key}"), "holds no certificate"),
-            ):
-                code, out, err = await _status(where, *words)
-                assert (code, out) == (1, "")
-                assert said in err
-                assert err.count("\n") == 1
-
-    aio.run(run())
+    async with serving(tls=auth.read_pem(files)) as served:
+        where = str(served.endpoint)
+        code, out, err = await _status(where, *flags)
+        assert (code, err) == (0, "")
+        assert "round 1" in out
+        for words, said in (
+            ((), "speaks TLS and this node does not"),
+            ((flags[2],), "hangs up after the TLS handshake"),
+            ((*flags[:2], f"--tls-ca={files.key}"), "holds no certificate"),
+        ):
+            code, out, err = await _status(where, *words)
+            assert (code, out) == (1, "")
+            assert said in err
+            assert err.count("\n") == 1
 
 
 @pytest.mark.slow

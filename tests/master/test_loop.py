@@ -26,12 +26,9 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.messages import Holding, Holdings, Steps
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import Endpoint
-from tests import aio
 from tests.master.people import LIMIT, ROUND, Clock, Recorder, hello, serving, status
 
-
-def _kinds(events: list[JobEvent]) -> list[str]:
-    return [type(event).__name__ for event in events]
+HEARD = Heard(1, m.Beat(1))
 
 
 class Judge(Recorder):
@@ -43,40 +40,25 @@ class Judge(Recorder):
         return super().step(event, now)
 
 
-def _turn(late: float) -> list[str]:
-    """One turn that begins `late` seconds after its deadline, with a report in the inbox."""
-
-    async def run() -> list[str]:
-        brain, clock = Judge(), Clock()
-        loop = Loop(brain, on_over=lambda _: None, clock=clock)
-        brain.deadline = clock.now
-        clock.now += late
-        loop.put(Heard(1, m.Beat(1)))
-        loop._turn()
-        return _kinds(brain.events)
-
-    return aio.run(run())
-
-
-def test_a_turn_drains_before_it_judges() -> None:
-    assert _turn(0.1) == ["Heard", "Tick"]
-
-
-def test_a_late_turn_says_so_first() -> None:
-    assert _turn(0.5) == ["Overslept", "Heard", "Tick"]
-
-
-def test_before_its_deadline_nothing_is_judged() -> None:
-    assert _turn(-1.0) == ["Heard"]
-
-
-async def test_by_how_much_it_overslept_is_told() -> None:
+@pytest.mark.parametrize(
+    ("late", "events"),
+    [
+        (-1.0, [HEARD]),  # nothing is judged before its time
+        (0.1, [HEARD, Tick()]),
+        (0.5, [Overslept(0.5), HEARD, Tick()]),
+        (6.0, [Overslept(6.0), HEARD, Tick()]),
+    ],
+)
+async def test_a_turn_drains_before_it_judges_and_says_first_if_it_is_late(
+    late: float, events: list[JobEvent]
+) -> None:
     brain, clock = Judge(), Clock()
     loop = Loop(brain, on_over=lambda _: None, clock=clock)
     brain.deadline = clock.now
-    clock.now += 6.0
+    clock.now += late
+    loop.put(HEARD)
     loop._turn()
-    assert brain.events[0] == Overslept(6.0)
+    assert brain.events == events
 
 
 async def test_a_deadline_wakes_the_loop_and_none_leaves_it_asleep() -> None:
@@ -84,17 +66,15 @@ async def test_a_deadline_wakes_the_loop_and_none_leaves_it_asleep() -> None:
     before = set(map(id, loop._scheduled))  # type: ignore[attr-defined]
     async with serving(Judge()) as served:
         served.brain.deadline = served.loop._clock() + 0.05
-        served.loop.put(Heard(1, m.Beat(1)))
+        served.loop.put(HEARD)
         await served.brain.until(lambda e: isinstance(e, Tick))
         async with served.agent():
             pass
         await served.brain.until(lambda e: isinstance(e, Detached))
         await asyncio.sleep(0)
         timers = [h for h in loop._scheduled if not h.cancelled()]  # type: ignore[attr-defined]
-        assert not [
-            timer for timer in timers if id(timer) not in before
-        ]  # no timer when nothing is due
-        assert _kinds(served.brain.events).count("Tick") == 1
+        assert {id(timer) for timer in timers} <= before, "no timer when nothing is due"
+        assert served.brain.events.count(Tick()) == 1
 
 
 async def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_master(

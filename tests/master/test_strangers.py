@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
+from elasticrun.master import server
 from elasticrun.master.server import DEAF, TELL_EVERY, Listening, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
@@ -26,7 +27,6 @@ from elasticrun.wire.rpc.channel import (
     open_channel,
 )
 from elasticrun.wire.rpc.protobuf import report_to_wire
-from tests import aio
 from tests.master import raw
 from tests.master.people import (
     LIMIT,
@@ -58,30 +58,24 @@ async def test_who_knows_the_token_is_served() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "reason"),
-    [
-        (TOKEN, "", TOKEN_WANTED),
-        ("", TOKEN, MASTER_HAS_NONE),
-    ],
+    [(TOKEN, "", TOKEN_WANTED), ("", TOKEN, MASTER_HAS_NONE)],
     ids=["agent-without", "master-without"],
 )
-def test_one_side_with_a_token_and_one_without(
+async def test_one_side_with_a_token_and_one_without(
     ours: str, theirs: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with serving(token=ours) as served:
-            async with served.stream() as stream:
-                refused = await enter(stream, hello(), theirs)
-                assert refused == m.Refused(reason, EXIT_FAILED)
-                assert not stream.proved
-                assert await hear(stream) is None
-            with pytest.raises(LinkError) as told:
-                await get_status(served.endpoint, LIMIT, token=theirs)
-            assert str(told.value) == reason
-            assert told.value.rejected
-            assert not served.brain.events
-
-    with caplog.at_level(logging.WARNING, "elasticrun"):
-        aio.run(run())
+    caplog.set_level(logging.WARNING, "elasticrun")
+    async with serving(token=ours) as served:
+        async with served.stream() as stream:
+            refused = await enter(stream, hello(), theirs)
+            assert refused == m.Refused(reason, EXIT_FAILED)
+            assert not stream.proved
+            assert await hear(stream) is None
+        with pytest.raises(LinkError) as told:
+            await get_status(served.endpoint, LIMIT, token=theirs)
+        assert str(told.value) == reason
+        assert told.value.rejected
+        assert not served.brain.events
     assert len(caplog.messages) == 1  # two refusals of one kind
     assert "was refused" in caplog.messages[0]
     assert TOKEN not in caplog.text
@@ -106,28 +100,24 @@ async def test_another_job_with_a_token_is_not_named() -> None:
 
 
 @pytest.mark.parametrize("method", [ATTEND, GET_STATUS])
-def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
+async def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "elasticrun")
     role = m.Role.AGENT if method == ATTEND else m.Role.READER
     who = Guest("other", "1", role, job_id="job", node="n0", incarnation="i0")
-
-    async def run() -> None:
-        async with serving(token=TOKEN) as served:
-            async with open_channel(served.endpoint) as channel, asyncio.timeout(LIMIT):
-                call = channel.stream_stream(method)()
-                await call.write(report_to_wire(who.knock))
-                await call.read()
-                await call.write(report_to_wire(m.Proof(b"evil" * 8)))
-                data = await call.read()
-                assert b"proof of the job's token is wrong" in data
-                assert b"evil" not in data
-                assert await call.read() is grpc.aio.EOF
-            assert not served.brain.events
-            assert served.servicer.attached == 0
-
-    with caplog.at_level(logging.WARNING, "elasticrun"):
-        aio.run(run())
+    async with serving(token=TOKEN) as served:
+        async with open_channel(served.endpoint) as channel, asyncio.timeout(LIMIT):
+            call = channel.stream_stream(method)()
+            await call.write(report_to_wire(who.knock))
+            await call.read()
+            await call.write(report_to_wire(m.Proof(b"evil" * 8)))
+            data = await call.read()
+            assert b"proof of the job's token is wrong" in data
+            assert b"evil" not in data
+            assert await call.read() is grpc.aio.EOF
+        assert not served.brain.events
+        assert served.servicer.attached == 0
     assert caplog.messages == ["somebody with another token than the job's was refused"]
 
 
@@ -216,20 +206,10 @@ async def test_a_thousand_streams_that_say_nothing_hold_up_nobody() -> None:
         await served.is_well()
 
 
-HURRY = 2.0
-"""Seconds to prove oneself, for those who never will."""
-
-
-@contextlib.contextmanager
-def hurried(served: Served) -> Iterator[None]:
-    """Who is to prove itself has little time; for others, on a machine that stands still now and
-    then, it would be too little."""
-    pending = served.servicer._pending
-    usual, pending._limit = pending._limit, HURRY
-    try:
-        yield
-    finally:
-        pending._limit = usual
+def hurried() -> Any:
+    """Who is to prove itself has 2 s; for others, on a machine that stands still now and then, it
+    would be too little."""
+    return patch.object(server, "PROVE_LIMIT", 2.0)
 
 
 OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
@@ -252,7 +232,7 @@ LATE, BAD = "no Knock came in time", "no report of elasticrun"
 )
 async def test_what_no_grpc_library_sends_is_dropped(said: bytes, told: str) -> None:
     async with serving() as served, served.agent() as agent:
-        with hurried(served) if told == LATE else contextlib.nullcontext():
+        with hurried() if told == LATE else contextlib.nullcontext():
             reader, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
             writer.write(said)
             async with asyncio.timeout(LIMIT):
@@ -272,7 +252,7 @@ async def test_who_lets_nothing_be_sent_to_it_is_dropped() -> None:
     """The challenge would wait for ever in its closed window."""
     shut = raw.PREFACE + raw.settings(window=0) + raw.call(ATTEND) + raw.message(KNOCK)
     async with serving() as served, served.agent() as agent:
-        with hurried(served):
+        with hurried():
             _, writer = await asyncio.open_connection("127.0.0.1", served.endpoint.port)
             writer.write(shut)
             await _until(lambda: served.servicer.unproved == 1)
@@ -307,68 +287,52 @@ def test_refusals_are_logged_once_a_minute_with_their_number(
 # ---------------------------------------------------------------- how long a stream was silent
 
 
-def begun() -> tuple[Clock, Listening, float]:
-    """Somebody was heard, at this moment."""
-    clock = Clock()
-    listening = Listening(clock)
-    return clock, listening, listening.heard()
-
-
-def beats(listening: Listening, clock: Clock, until: float, every: float = 1.0) -> None:
+def beats(listening: Listening, clock: Clock, until: float, every: float) -> None:
     """Somebody is heard again and again."""
     while clock.now < until:
         clock.now = min(until, clock.now + every)
         listening.heard()
 
 
-def test_a_stream_that_others_outlived_was_silent() -> None:
-    clock, listening, last = begun()
-    beats(listening, clock, 1005.0)
-    assert listening.silence(last, 3) == pytest.approx(5.0)
-
-
-def test_a_stream_that_was_reset_was_not() -> None:
-    clock, listening, _ = begun()
-    beats(listening, clock, 1005.0)
-    clock.now += 0.2
-    assert listening.silence(1005.0, 3) == pytest.approx(0.2)
-
-
-def test_who_heard_nobody_knows_nothing() -> None:
-    """The master itself stood still, or there is nobody else: what breaks then proves nothing."""
-    clock, listening, last = begun()
-    clock.now += 10.0
-    assert listening.silence(last, 3) == 0.0
+@pytest.mark.parametrize(
+    ("until", "every", "more", "last", "streams", "silence"),
+    [
+        (1005.0, 1.0, 0.0, 1000.0, 3, 5.0),
+        (1005.0, 1.0, 0.2, 1005.0, 3, 0.2),
+        # the master itself stood still, or there is nobody else: what breaks then proves nothing
+        (1000.0, 1.0, 10.0, 1000.0, 3, 0.0),
+        # 5,000 nodes beat every 10 s: 5 s without a word of one of them are nothing
+        (1005.0, 0.1, 0.0, 1000.0, 5000, 0.0),
+        (1014.0, 0.1, 0.0, 1000.0, 5000, 5.0),
+        (1010.0, DEAF, 0.0, 1000.0, 2, 10.0),
+        (1000.0, 1.0, 5.0, 1000.0, 1, 0.0),
+    ],
+    ids=[
+        *("outlived by others", "reset", "nobody was heard", "a large job", "for long in it"),
+        *("a gap of a beat is none", "the only one"),
+    ],
+)
+def test_a_stream_is_as_silent_as_others_were_heard(
+    until: float, every: float, more: float, last: float, streams: int, silence: float
+) -> None:
+    """Somebody is heard so often until then; `more` seconds later the stream breaks."""
+    clock = Clock()
+    listening = Listening(clock)
+    assert listening.heard() == 1000.0
+    beats(listening, clock, until, every)
+    clock.now += more
+    assert listening.silence(last, streams) == pytest.approx(silence)
+    assert listening.quiet(last) == pytest.approx(clock.now - last)
 
 
 def test_what_was_missed_while_nobody_listened_does_not_count() -> None:
     """The loop stood still for 10 s; others are read again before this stream is seen broken."""
-    clock, listening, last = begun()
+    clock = Clock()
+    listening = Listening(clock)
+    last = listening.heard()
     clock.now += 10.0
     listening.heard()
     clock.now += 0.1
     assert listening.silence(last, 3) == pytest.approx(0.1)
-    beats(listening, clock, 1013.0)
+    beats(listening, clock, 1013.0, 1.0)
     assert listening.silence(last, 3) == pytest.approx(3.0)
-
-
-def test_in_a_large_job_nodes_beat_less_often() -> None:
-    """5,000 nodes beat every 10 s: 5 s without a word of one of them are nothing."""
-    clock, listening, last = begun()
-    beats(listening, clock, 1005.0, every=0.1)
-    assert listening.silence(last, 5000) == 0.0
-    beats(listening, clock, 1014.0, every=0.1)
-    assert listening.silence(last, 5000) == pytest.approx(5.0)
-
-
-def test_a_gap_of_a_beat_is_none() -> None:
-    clock, listening, last = begun()
-    beats(listening, clock, 1010.0, every=DEAF)
-    assert listening.silence(last, 2) == pytest.approx(10.0)
-
-
-def test_the_only_stream_of_all_was_quiet_however_little_that_proves() -> None:
-    clock, listening, last = begun()
-    clock.now += 5.0
-    assert listening.silence(last, 1) == 0.0
-    assert listening.quiet(last) == pytest.approx(5.0)
