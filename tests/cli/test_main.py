@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
-from elasticrun.cli.main import UNREAD, VERBS, check_program, say, verb_of
+from elasticrun.cli.main import UNREAD, VERBS, check_program, main, say, verb_of
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs.master import configure
+from elasticrun.config import EXIT_USAGE
+from elasticrun.wire import run_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind
 from tests.harness import clean_environment
@@ -226,35 +228,25 @@ def test_dry_run_shows_node_health(tmp_path: Path) -> None:
     assert rows["accelerator"] == ["cpu", "--accelerator"]
 
 
+FROM_MEMORY = "after a failure ranks go on from a snapshot in memory, if they have taken any"
+
+
 @pytest.mark.parametrize(
-    ("words", "summary"),
+    ("words", "row"),
     [
-        ((), "ranks go on from a snapshot in memory, if they have taken any"),
-        (
-            ("--save-at-breakpoint", "--save-limit=30"),
-            "ranks go on from a snapshot in memory, if they have taken any, and it is written out "
-            "as a checkpoint, in 30 s at most",
-        ),
+        ((), FROM_MEMORY),
+        (("--save-at-breakpoint", "--save-limit=30"),
+         f"{FROM_MEMORY}, and it is written out as a checkpoint, in 30 s at most"),
+        (("--nnodes=2:4", "--rdzv-endpoint=h:29400"),
+         "rdzv-backend c10d --nnodes=MIN:MAX with --rdzv-endpoint"),
     ],
-)
-def test_dry_run_shows_what_happens_after_a_failure(
-    words: tuple[str, ...], summary: str, tmp_path: Path
+)  # fmt: skip
+def test_dry_run_shows_what_counts_starts_nothing_and_needs_no_script(
+    words: tuple[str, ...], row: str, tmp_path: Path
 ) -> None:
-    done = command("--dry-run", *words, "s.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (shown,) = [line for line in done.stdout.splitlines() if line.startswith("after a failure")]
-    assert shown.split(maxsplit=3)[3] == summary
-
-
-def test_dry_run_shows_the_backend_that_counts(tmp_path: Path) -> None:
-    done = command("--dry-run", "--nnodes=2:4", "--rdzv-endpoint=h:29400", "s.py", cwd=tmp_path)
-    (row,) = [line for line in done.stdout.splitlines() if line.startswith("rdzv-backend")]
-    assert row.split(maxsplit=2)[1:] == ["c10d", "--nnodes=MIN:MAX with --rdzv-endpoint"]
-
-
-def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
-    done = command("--dry-run", "missing.py", cwd=tmp_path)
+    done = command("--dry-run", *words, "missing.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+    assert row in [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,12 +255,8 @@ def test_dry_run_starts_nothing_and_needs_no_script(tmp_path: Path) -> None:
 
 def test_master_without_flags_takes_the_first_agents_word() -> None:
     config = configure([], {})
-    assert (config.host, config.port, config.spec, config.job_id) == (
-        "0.0.0.0",
-        29400,
-        None,
-        "none",
-    )
+    assert (config.host, config.port, config.spec) == ("0.0.0.0", 29400, None)
+    assert (config.job_id, config.record_dir) == ("none", "")
 
 
 def test_master_with_flags_of_the_job() -> None:
@@ -280,49 +268,104 @@ def test_master_with_flags_of_the_job() -> None:
     assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
 
 
-def test_master_with_flags_of_node_health() -> None:
-    words = "--network_check --exclude-straggler --straggler-ratio 3 --rdzv-conf probe_timeout=4"
-    config = configure(words.split(), {})
-    assert config.spec is not None
-    assert config.spec.checks == CheckSpec(
-        network=True, exclude_stragglers=True, slow_ratio=3.0, probe_limit=4.0
-    )
+BOTH, NETWORK = CheckSpec(network=True, perf=True), CheckSpec(network=True)
 
 
 @pytest.mark.parametrize(
-    ("words", "environ"),
+    ("words", "environ", "part"),
     [
-        (["--save-at-breakpoint", "--save-limit=9"], {}),
-        (["--save-limit=9"], {"PET_SAVE_AT_BREAKPOINT": "1"}),
+        ("--network_check --exclude-straggler --straggler-ratio 3 --rdzv-conf probe_timeout=4", {},
+         CheckSpec(network=True, exclude_stragglers=True, slow_ratio=3.0, probe_limit=4.0)),
+        ("--precheck=0", {}, CheckSpec()),
+        ("--precheck=1", {}, NETWORK),
+        ("--precheck 2", {}, BOTH),
+        ("", {"PET_PRECHECK": "2"}, BOTH),
+        ("--precheck=1 --comm-perf-test", {}, BOTH),
+        ("--save-at-breakpoint --save-limit=9", {}, SaveSpec(at_breakpoint=True, limit=9.0)),
+        ("--save-limit=9", {"PET_SAVE_AT_BREAKPOINT": "1"},
+         SaveSpec(at_breakpoint=True, limit=9.0)),
     ],
-)
-def test_master_with_flags_of_snapshots(words: list[str], environ: dict[str, str]) -> None:
-    config = configure(words, environ)
-    assert config.spec is not None
-    assert config.spec.saves == SaveSpec(at_breakpoint=True, limit=9.0)
-
-
-@pytest.mark.parametrize(
-    ("words", "environ", "checks"),
-    [
-        (["--precheck=0"], {}, CheckSpec()),
-        (["--precheck=1"], {}, CheckSpec(network=True)),
-        (["--precheck", "2"], {}, CheckSpec(network=True, perf=True)),
-        ([], {"PET_PRECHECK": "2"}, CheckSpec(network=True, perf=True)),
-        (["--precheck=1", "--comm-perf-test"], {}, CheckSpec(network=True, perf=True)),
-    ],
-)
-def test_master_with_precheck_asks_for_the_jobs_checks(
-    words: list[str], environ: dict[str, str], checks: CheckSpec
+)  # fmt: skip
+def test_master_with_flags_of_node_health_and_snapshots(
+    words: str, environ: dict[str, str], part: CheckSpec | SaveSpec
 ) -> None:
-    config = configure(words, environ)
-    assert config.spec is not None
-    assert config.spec.checks == checks
+    spec = configure(words.split(), environ).spec
+    assert spec is not None
+    assert (spec.saves if isinstance(part, SaveSpec) else spec.checks) == part
 
 
 def test_master_with_a_level_of_precheck_that_is_none() -> None:
     with pytest.raises(UsageError, match="--precheck=3: use 0, 1 or 2"):
         configure(["--precheck=3"], {})
+
+
+def test_master_keeps_its_record_where_the_flag_or_the_variable_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = {"ELASTICRUN_STATE_DIR": str(tmp_path / "variable")}
+    flag = tmp_path / "a" / "flag"
+    for words, environ, folder in (
+        ([], named, tmp_path / "variable"),
+        ([f"--state-dir={flag}"], named, flag),
+        (["--state_dir", str(flag)], {}, flag),
+        (["--state-dir=here"], {}, tmp_path / "here"),
+    ):
+        assert configure(words, environ).record_dir == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_network_file_system_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_folder, "_file_system_type", lambda path: 0x0BD00BD0)
+    assert main(["master", f"--state-dir={tmp_path}"]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"--state-dir: {tmp_path} is on a network file system (Lustre)" in said
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used") as refused:
+        configure([f"--state-dir={tmp_path / 'file'}"], {})
+    assert refused.value.exit_code == EXIT_USAGE
+
+
+# ---------------------------------------------------------------- --exit-codes=scheduler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "plainly", "for_a_scheduler"),
+    [
+        (("gone.py",), 1, 93),
+        (("--no-python", "gone-for-good"), 1, 93),
+        (("--max-restarts=-1", "train.py"), 1, 2),
+        (("--nnodes=two", "train.py"), 1, 2),
+        (("--max-restarts=many", "train.py"), 2, 2),
+        (("--token-file=/nowhere/token", "train.py"), 1, 1),  # a mount may come
+    ],
+)
+def test_what_the_launcher_ends_with_where_another_try_cannot_help(
+    words: tuple[str, ...], plainly: int, for_a_scheduler: int, tmp_path: Path
+) -> None:
+    """Before anything is started. Which end has which code: tests/core/rounds/test_failures.py."""
+    (tmp_path / "train.py").write_text("")
+    plain = command(*words, cwd=tmp_path)
+    told = command("--exit-codes=scheduler", *words, cwd=tmp_path)
+    assert (plain.returncode, told.returncode) == (plainly, for_a_scheduler)
+    assert plain.stderr == told.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_cannot_be_imported(tmp_path: Path) -> None:
+    """Also where a restart was tried before: the scheduler must not start it for ever."""
+    (tmp_path / "train.py").write_text("import no_such_module_anywhere\n")
+    words = ("--max-restarts=1", "train.py")
+    done = command("--exit-codes=scheduler", *words, cwd=tmp_path)
+    assert done.returncode == 93, done.stderr
+    assert command("--max-restarts=0", "train.py", cwd=tmp_path).returncode == 1
 
 
 # ---------------------------------------------------------------- plug-ins of torchrun's

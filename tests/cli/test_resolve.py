@@ -14,6 +14,7 @@ from elasticrun import config
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
+from elasticrun.cli.settings import Asked, Filled
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, Rendezvous
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
@@ -559,6 +560,49 @@ def test_one_line_for_what_does_nothing_yet(dest: str) -> None:
         assert [note for note in found.notes if "does nothing yet" in note] == [
             f"--{dest.replace('_', '-')} is accepted, but does nothing yet in this version"
         ]
+
+
+# ---------------------------------------------------------------- whose word a value is
+
+VARIABLE = {"PET_NNODES": "3"}
+
+
+def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") -> Asked:
+    environ = environ or {}
+    namespace = get_args_parser(environ).parse_args([*words, "s.py"])
+    found = {"nnodes": Filled(filled, "$SLURM_JOB_NUM_NODES")} if filled else {}
+    return Asked(namespace, environ, found)
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "source"),
+    [
+        (asked(), "1:1", "default"),
+        (asked("--nnodes=2"), "2", "--nnodes"),
+        (asked(environ=VARIABLE), "3", "$PET_NNODES"),
+        (asked("--nnodes=2", environ=VARIABLE), "2", "--nnodes"),
+        (asked(filled="5"), "5", "$SLURM_JOB_NUM_NODES"),
+        (asked(environ=VARIABLE, filled="5"), "5", "$SLURM_JOB_NUM_NODES"),
+        (Asked(argparse.Namespace(nnodes="7"), {}), "7", "the caller"),
+        (Asked(argparse.Namespace(), {}), "1:1", "default"),
+    ],
+)
+def test_a_value_and_whose_it_is(given: Asked, value: str, source: str) -> None:
+    assert (given.text("nnodes"), given.source("nnodes")) == (value, source)
+    assert given.explicitly("nnodes") is (source != "default")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "on", "source"),
+    [
+        (argparse.Namespace(), False, "default"),
+        (argparse.Namespace(standalone=False), False, "default"),
+        (argparse.Namespace(standalone=True), True, "the caller"),
+    ],
+)
+def test_a_switch_of_another_maker(namespace: argparse.Namespace, on: bool, source: str) -> None:
+    given = Asked(namespace, {})
+    assert (given.switch("standalone"), given.source("standalone")) == (on, source)
 
 
 # ---------------------------------------------------------------- namespaces of other makers
