@@ -206,7 +206,6 @@ def test_what_this_job_holds_itself_is_no_finding(tmp_path: Path) -> None:
         start_new_session=True,
     )  # fmt: skip
     try:
-        assert shell.stdout is not None
         grandchild = int(shell.stdout.readline())
         held = {"memory": [70 * 2**30, 80 * 2**30], "held": [[grandchild, 69 * 2**30]]}
         assert not bad(Nvidia().examine(1, nvml(tmp_path, gpu(0, **held))))

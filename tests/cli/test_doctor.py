@@ -366,7 +366,6 @@ class Pair:
         words = ("-c", MASTER, str(dial_limit), "master", "--rdzv-id=job")
         command = [*lab.prefix("far"), sys.executable, *words]
         self.master = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-        assert self.master.stderr is not None
         for line in self.master.stderr:
             if "serving job" in line:
                 break

@@ -140,7 +140,6 @@ def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
         say("a note")
-        assert isinstance(sys.stderr, io.TextIOWrapper)
         sys.stderr.detach()
 
 
@@ -263,7 +262,6 @@ def test_master_with_flags_of_the_job() -> None:
     words = "--host ::1 --port 0 --nnodes 2:4 --rdzv-id j --max_restarts=3 --status_port 8080"
     config = configure(words.split(), {"PET_NODE_UNIT": "2"})
     assert (config.host, config.port, config.status_port, config.job_id) == ("::1", 0, 8080, "j")
-    assert config.spec is not None
     assert (config.spec.min_nodes, config.spec.max_nodes, config.spec.node_unit) == (2, 4, 2)
     assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
 
@@ -290,7 +288,6 @@ def test_master_with_flags_of_node_health_and_snapshots(
     words: str, environ: dict[str, str], part: CheckSpec | SaveSpec
 ) -> None:
     spec = configure(words.split(), environ).spec
-    assert spec is not None
     assert (spec.saves if isinstance(part, SaveSpec) else spec.checks) == part
 
 

@@ -75,7 +75,6 @@ class Master:
             self.feed(fx.Attached(session, hello(node)))
             self.hear(session, m.Join(Endpoint(f"10.0.0.{session}", 4000)))
         (start,) = self.orders(2)
-        assert isinstance(start, m.Start)
         self.hear(1, m.Running(start.round, (11, 12)))
         self.hear(2, m.Running(start.round, (21, 22)))
         return start.round

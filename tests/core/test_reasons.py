@@ -25,7 +25,6 @@ def world_of(*names: str, spec: JobSpec = SPEC, ping_timeout: float = 5.0) -> Wo
 
 def status(world: World, when: float) -> JobStatus:
     world.run_until(when)
-    assert world.master is not None
     world.master.step(Tick())
     return world.master.job.status()
 

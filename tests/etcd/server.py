@@ -128,12 +128,10 @@ class EtcdServer:
 
     def stop(self) -> None:
         """It stands still: connections stay, nothing is answered."""
-        assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """It runs again, and finds out how long it has stood."""
-        assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:

@@ -144,7 +144,6 @@ async def test_the_leader_names_the_address_that_it_was_given(etcd_server: EtcdS
         (item,) = (await client.txn((), (etcd.get(KEYS.master),))).items
         await client.close()
         leader = leader_from_bytes(item.value)
-        assert leader is not None
         assert leader.endpoint == Endpoint("node-7.example", master.endpoint.port)
         assert leader.holder == "me"
 

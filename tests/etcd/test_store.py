@@ -273,7 +273,6 @@ async def test_the_outcome_stays_and_the_leadership_goes(stage: Stage) -> None:
     assert there[KEYS.outcome].lease == there[KEYS.record].lease != 0
     second = stage.store()
     found = await second.load()
-    assert found is not None
     assert found.outcome == end
 
 

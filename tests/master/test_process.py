@@ -263,7 +263,6 @@ def test_by_hand_it_ends_on_sigterm_with_a_sentence_for_a_taken_port(home: Path)
     with subprocess.Popen(
         [sys.executable, "-c", code, "0"], stderr=subprocess.PIPE, text=True
     ) as popen:
-        assert popen.stderr is not None
         assert "serving job 'job'" in popen.stderr.readline()
         popen.send_signal(signal.SIGTERM)
         said = popen.stderr.read()

@@ -188,9 +188,7 @@ async def test_what_was_recorded_has_aged_when_it_is_loaded(tmp_path: Path) -> N
     await _keep(tmp_path, facts(charges=(7.0,)), now=1000.0)
     found = await _load(tmp_path, now=1090.0)
     assert found == aged(facts(charges=(7.0,)), 90.0)
-    assert found is not None
     assert found.charges == (97.0,)
-    assert found.round is not None
     assert found.round.age == 91.5
 
 
@@ -241,7 +239,6 @@ async def test_a_full_disk_costs_the_record_and_leaves_no_stale_one(
     async with opened(tmp_path) as store:
         await store.load()
         await _written(store, facts(1))
-        assert store._disk._db is not None
         store._disk._db.execute("PRAGMA max_page_count=1")
         await _written(store, facts(2, nodes=1000))
         await _written(store, facts(3))  # nobody waits for a disk any more
@@ -310,7 +307,6 @@ async def test_a_record_that_cannot_be_used_is_set_aside(
         await _written(store, facts(2))
     assert (tmp_path / "state.sqlite.aside").exists()
     found = await _load(tmp_path)
-    assert found is not None
     assert found.number == 2
     assert caplog.text.count("set aside") == 1
 
@@ -343,7 +339,6 @@ async def test_it_stays_small_and_is_loaded_whole(tmp_path: Path, rounds: int) -
     size = sum(f.stat().st_size for f in tmp_path.iterdir())
     assert size <= 1024 * 1024, f"{size} bytes"
     found = await _load(tmp_path)
-    assert found is not None
     assert (found.number, len(found.order)) == (rounds, 1000)
 
 
@@ -384,8 +379,6 @@ def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> 
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert writer.stdin is not None
-    assert writer.stdout is not None
     with writer:
         writer.stdin.write(dumps(facts(nodes=50)))
         writer.stdin.close()
@@ -395,7 +388,6 @@ def test_a_kill_at_any_moment_leaves_whole_facts(tmp_path: Path, after: int) -> 
             if told >= after:
                 writer.send_signal(signal.SIGKILL)
     found = aio.run(_load(tmp_path))
-    assert found is not None
     assert found.number in (told, told + 1)
     assert set(found.order) == {f"{found.number}-{i}" for i in range(50)}
 

@@ -65,7 +65,6 @@ def _kill(world: World, name: str, *, noticed: bool) -> None:
 
 
 def _whole(world: World, nodes: int) -> bool:
-    assert world.master is not None
     assert not world.worlds.faults, world.worlds.faults
     status = world.master.job.status()
     assert status.restart_count == 0, "a change of membership costs none of the budget"
@@ -81,7 +80,6 @@ def strike(seed: int, nodes: int, spread: float) -> Storm:
     for name, when in zip(victims, whens, strict=True):
         noticed = rng.random() < 0.5
         world.clock.at(when, partial(_kill, world, name, noticed=noticed))
-    assert isinstance(world.worlds, Dated)
     world.run_until(whens[-1] + 12.0)  # by then the last silence was noticed
     while not world.worlds.stepping or world.clock.now < world.worlds.whens[-1] + 20.0:
         world.run_until(world.clock.now + 5.0)

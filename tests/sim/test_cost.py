@@ -65,13 +65,10 @@ def cost(job: Job, event: JobEvent, now: float) -> int:
 
 def costs(world: World) -> dict[str, int]:
     """Lines by kind of event."""
-    assert world.master is not None
     job, now = world.master.job, world.clock.now
     node = world.nodes["n7"]
-    assert node.stream is not None
     session = node.stream.session
     offer = world.nodes["n8"].group.status().offered_store
-    assert offer is not None
     first, second = (Node(world, NodeSetup(name, node.setup.spec), name) for name in ("x", "y"))
     # the first to wait at the door changes what the record must say, which is written every 10 s
     job.step(Attached(10**6, first.hello()), now)
@@ -109,8 +106,6 @@ def cost_of_an_answer(nodes: int) -> int:
     world.run_until(1.1)
     assert len(orders) == nodes, "all are probed, and none has answered"
     stream = world.nodes["n7"].stream
-    assert world.master is not None
-    assert stream is not None
     done = ProbePhase.DONE
     said = Probed(orders["n7"].check, True, done, False, False, "", 0.01, 1e9, (), 0.2, 0.1)
     return cost(world.master.job, Heard(stream.session, said), world.clock.now)

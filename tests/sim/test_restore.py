@@ -145,7 +145,6 @@ def check(world: World, scenario: Scenario, *, record: bool) -> None:
     if not scenario.world_size:
         assert not world.worlds.stepping, in_words(world)
         return
-    assert world.master is not None
     status = world.master.job.status()
     assert status.phase == "running", in_words(world)
     assert status.world_size == scenario.world_size, in_words(world)

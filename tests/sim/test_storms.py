@@ -84,7 +84,6 @@ def test_a_storm_is_on_screen_and_says_until_when() -> None:
     assert len(world.worlds.began) == 2
     world.nodes["n2"].kill()
     world.run_until(16.0)
-    assert world.master is not None
     status = world.master.job.status()
     sentence = "nodes are lost one after another: the next round waits until no more are lost"
     assert status.reason.startswith(sentence)
@@ -118,7 +117,6 @@ def test_eight_agents_started_unevenly_over_forty_seconds(first: int) -> None:
         for index, when in enumerate([0.0, 40.0, *(rng.uniform(0.0, 40.0) for _ in range(6))]):
             world.clock.at(when, partial(world.start_node, NodeSetup(f"n{index}", spec)))
         world.run_until(120.0)
-        assert world.master is not None
         assert world.master.job.status().world_size == 8, f"seed {seed}"
         assert len(world.worlds.began) <= 2, f"seed {seed}"
 

@@ -222,7 +222,6 @@ def test_the_sender_cuts_texts_and_keeps_the_end_of_a_traceback() -> None:
         FAILURE, message="m" * 9000 + "end", traceback="first" + "t" * 9000 + "the error"
     )
     heard = protobuf.report_from_wire(protobuf.report_to_wire(m.RanksFailed(ROUND, (long,))))
-    assert isinstance(heard, m.RanksFailed)
     (failure,) = heard.failures
     assert len(failure.message) == len(failure.traceback) == MAX_TEXT
     assert failure.traceback.endswith("the error")
@@ -237,7 +236,6 @@ def test_many_long_failures_fit_into_one_message() -> None:
     data = protobuf.order_to_wire(m.End(1, "reason", many))
     assert len(data) <= m.MAX_MESSAGE_BYTES
     heard = protobuf.order_from_wire(data)
-    assert isinstance(heard, m.End)
     assert [failure.rank for failure in heard.failures] == list(range(m.MAX_FAILURES))
     assert all(failure.message for failure in heard.failures)
 
@@ -246,7 +244,6 @@ def test_half_a_surrogate_pair_does_not_stop_a_report() -> None:
     path = b"/tmp-\xff".decode("utf-8", "surrogateescape")
     odd = structs.replace(FAILURE, error_file=path, message="\ud800")
     heard = protobuf.report_from_wire(protobuf.report_to_wire(m.RanksFailed(ROUND, (odd,))))
-    assert isinstance(heard, m.RanksFailed)
     assert heard.failures[0].message == "?"
 
 

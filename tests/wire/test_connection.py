@@ -46,7 +46,6 @@ def test_what_is_no_message_is_told_after_those_before_it(
     connection, peer = pair
     peer.sendall(encode(CLOSED) + b"\0\0\0\2{}")
     messages = connection.receive()
-    assert messages is not None
     assert next(messages) == CLOSED
     with pytest.raises(FrameError, match="unknown type"):
         next(messages)
@@ -102,7 +101,6 @@ def test_a_descriptor_comes_with_its_message(pair: tuple[Connection, socket.sock
     os.close(write)
     assert list(connection.receive() or ()) == [SegmentOpen(1, 2)]
     here = connection.descriptor()
-    assert here is not None
     assert not os.get_inheritable(here)
     os.write(here, b"x")
     assert os.read(read, 1) == b"x"

@@ -36,7 +36,6 @@ def dead() -> Published:
     """The listing of a process that is gone."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = start_time(process.pid)
-        assert started is not None
         made = Published("job", "127.0.0.1", 29400, "", process.pid, started)
         process.kill()
     return made
@@ -157,7 +156,6 @@ def test_a_killed_owner_holds_nothing(environ: dict[str, str]) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as owner:
-        assert owner.stdout is not None
         path = Path(owner.stdout.readline().strip())
         assert sweep(environ) == 0
         assert path.exists()

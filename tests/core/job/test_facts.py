@@ -31,7 +31,6 @@ def kinds(effects: list[fx.JobEffect]) -> list[str]:
 
 def successor(master: Master, *, now: float = 1000.0) -> Master:
     """The next master, with the record, on another clock."""
-    assert master.facts is not None
     return Master(None, facts=loads(dumps(master.facts), Facts), now=now)
 
 
@@ -42,7 +41,6 @@ def test_what_is_recorded_and_before_what() -> None:
     assert kinds(master.feed(fx.Attached(2, hello("b")))) == ["Welcome"]
     formed = kinds(master.feed(fx.Heard(2, m.Join(Endpoint("b", 1)))))
     assert formed == ["Record", "Start", "Start"]
-    assert master.facts is not None
     name = master.facts.round.name  # type: ignore[union-attr]
     assert kinds(master.feed(fx.Heard(1, m.Running(name, (1, 2))))) == []
     assert kinds(master.feed(fx.Heard(1, m.Beat(1)))) == []
@@ -65,7 +63,6 @@ def test_a_restored_master_records_the_same_facts() -> None:
     again = successor(master)
     assert again.job.next_deadline() == 0.0, "it wants its first step"
     again.feed(fx.Tick())
-    assert master.facts is not None
     assert again.facts == replace(master.facts, term=master.facts.term + 1)
     assert again.job.term == 2
     assert again.job.next_deadline() == 1000.0 + RECORD_EVERY
@@ -92,8 +89,6 @@ def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
     master.running()
     master.now = GROW_YOUNG
     assert kinds(master.feed(fx.Tick())) == ["Record"], "it is not young any more"
-    assert master.facts is not None
-    assert master.facts.round is not None
     assert master.facts.round.age == GROW_YOUNG
     master.feed(fx.Detached(1, False))
     master.now = GROW_YOUNG + 6.0
@@ -102,7 +97,6 @@ def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
     for _ in range(3):
         master.hear(2, m.Beat(1))
         deadline = master.job.next_deadline()
-        assert deadline is not None
         assert deadline - master.now <= RECORD_EVERY
         master.now = deadline
         master.feed(fx.Tick())
@@ -175,8 +169,6 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
         else:
             master.come_back(2, name)
         found = master.facts
-        assert found is not None
-        assert found.round is not None
         assert found.round.name.number == crash + 2, "a round for every crash"
         assert len(found.charges) <= 3
         name = found.round.name
@@ -205,10 +197,7 @@ def test_charges_in_the_window_survive_and_others_do_not() -> None:
         master.hear(1, m.RanksFailed(name, (failure(0),)))
         master.come_back(1, name)
         master.come_back(2, name)
-        assert master.facts is not None
-        assert master.facts.round is not None
         name = master.facts.round.name
-    assert master.facts is not None
     assert master.facts.charges == (30.0, 0.0), "the first is out of the window"
     assert master.facts.restart_count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
     again = successor(master)
@@ -226,8 +215,6 @@ def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
         master = large(4)
         again = successor(master, now=0.0)
         again.feed(fx.Tick())
-        assert master.facts is not None
-        assert master.facts.round is not None
         seat = master.facts.round.seats[0]
         name, store = master.facts.round.name, master.facts.round.store
         spec = master.facts.spec
@@ -248,18 +235,14 @@ def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
 def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
     master = Master()
     name = master.running()
-    assert master.facts is not None
-    assert master.facts.round is not None
     old = replace(master.facts, round=replace(master.facts.round, age=500.0))
     again = Master(None, facts=old)
     again.feed(fx.Attached(1, hello("a", attached=None)))
     (start,) = (order for order in again.orders(1) if isinstance(order, m.Start))
     assert start.round == name
-    assert again.facts is not None
     again.now = GROW_YOUNG
     again.hear(1, m.Beat(1))
     again.feed(fx.Attached(2, hello("b", incarnation="another")))
-    assert again.facts.round is not None
     assert again.facts.round.age == GROW_YOUNG
 
 
@@ -279,7 +262,6 @@ LAIN = facts(
 
 def test_ages_grow_and_remainders_shrink() -> None:
     older = aged(LAIN, 10.0)
-    assert older.round is not None
     assert (older.round.age, older.round.silent) == (11.5, 12.0)
     assert older.charges == (11.0, 60.0)
     assert [entry.remaining for entry in older.left_out] == [90.0, 0.0]

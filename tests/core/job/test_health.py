@@ -75,7 +75,6 @@ def training(nodes: int = 2, spec: m.JobSpec = CHECKED) -> tuple[Master, RoundNa
     master, orders = gathered(nodes, spec)
     passed(master, orders)
     (start,) = master.orders(1)
-    assert isinstance(start, m.Start)
     for session in range(1, nodes + 1):
         master.hear(session, m.Running(start.round, (1, 2)))
     return master, start.round
@@ -125,7 +124,6 @@ def test_without_checks_nothing_is_probed_and_no_deadline_is_added() -> None:
     assert plain.job.status().check == ""
     assert {type(order) for order in checked.orders(1)} == {m.Probe, m.Wait}
     due = checked.job.next_deadline()
-    assert due is not None
     assert due <= 30.0 + PROBE_ANSWER_SLACK
 
 
@@ -213,7 +211,6 @@ def test_who_is_excluded_is_recorded_before_it_is_told() -> None:
     assert isinstance(refused, m.Refused)
     assert refused.exit_code == EXIT_BAD_NODE
     assert "a wrong result" in refused.reason
-    assert master.facts is not None
     (fact,) = master.facts.excluded
     assert (fact.node, fact.host, fact.kind) == ("b", "host-b", "failed")
     page = master.job.status()

@@ -54,7 +54,6 @@ def test_a_report_that_is_sent_again_is_charged_once() -> None:
     master.hear(1, report)
     master.come_back(2, name)
     (start,) = master.orders(1)
-    assert isinstance(start, m.Start)
     assert (start.restart_count, start.round.number) == (1, 2)
     master.hear(1, report, m.Stopped(name))
     assert master.effects == [], "it is of a round that is over"

@@ -297,7 +297,6 @@ def test_more_than_half_of_three_at_least(silent: str, size: int, held: bool) ->
 def test_the_hold_is_counted_from_its_beginning_and_ends() -> None:
     rule = MassSilence()
     until = rule.holds_until("abc", 4, 10.0)
-    assert until is not None
     assert rule.holds_until("abcd", 4, until - 1.0) == until
     rule.overslept(5.0)
     assert rule.holds_until("abcd", 4, until) == until + 5.0, "what the master slept does not count"

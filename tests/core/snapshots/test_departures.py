@@ -60,7 +60,6 @@ def test_there_is_an_end_to_that() -> None:
     departures.departing("a", departing(10), ALL)
     for _ in range(MAX_TRIES):
         last = departures.asked
-        assert last is not None
         departures.missed("b", m.Missed(ROUND, last[1], last[1]), ALL)
     assert told(departures)[-1] < 0
     assert departures.order is None
