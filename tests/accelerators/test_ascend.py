@@ -50,7 +50,6 @@ def printing(folder: Path, *parts: str) -> dict[str, str]:
 
 @pytest.fixture
 def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ascend:
-    """A node with four NPUs and torch_npu."""
     dev = tmp_path / "dev"
     dev.mkdir()
     for name in ("davinci0", "davinci1", "davinci2", "davinci3", "davinci_manager", "hisi_hdc"):

@@ -66,7 +66,6 @@ MASTER = (
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """What the command is started with."""
     folder = str(tmp_path)
     more = {
         "TMPDIR": folder,
@@ -80,7 +79,6 @@ def environ(tmp_path: Path) -> dict[str, str]:
 def doctor(
     *words: str, environ: dict[str, str], before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end."""
     return subprocess.run(
         [*DOCTOR, *words],
         env=environ,
@@ -107,7 +105,6 @@ async def beside(*words: str, environ: dict[str, str]) -> tuple[int, str, str]:
 
 
 def findings(text: str) -> list[Finding]:
-    """Those of --json."""
     page = json.loads(text)
     assert page["host"] == socket.gethostname()
     assert page["version"] == __version__
@@ -371,7 +368,6 @@ class Pair:
                 break
 
     def on(self, name: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command on a host."""
         return subprocess.run(
             [*self.lab.prefix(name), *command],
             env=self.environ,
@@ -383,7 +379,6 @@ class Pair:
         )
 
     def look(self) -> tuple[int, list[Finding]]:
-        """What the doctor finds on the near host."""
         done = self.on("near", *WITH_TIME, "--json", f"--rdzv-endpoint={self.where}")
         assert done.stderr == ""
         return done.returncode, [finding(fields) for fields in json.loads(done.stdout)["findings"]]

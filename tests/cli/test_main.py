@@ -27,7 +27,6 @@ from tests.harness import clean_environment
 def command(
     *words: str, cwd: Path, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the real command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "elasticrun", *words], cwd=cwd, capture_output=True, text=True,
         env=clean_environment() | dict(environ or {}), timeout=240, stdin=subprocess.DEVNULL,

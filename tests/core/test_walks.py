@@ -78,7 +78,6 @@ def failed() -> Callable[[], object]:
 
 
 def unchanged() -> Callable[[], object]:
-    """A report that says what was known."""
     master = Master()
     name = master.running()
     return lambda: master.hear(1, m.Running(name, (11, 12)))

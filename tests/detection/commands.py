@@ -33,7 +33,6 @@ def machine(facts: Facts | None, gpus: int = 0) -> Machine:
 def resolved(
     words: str, environ: Mapping[str, str], facts: Facts | None = NOT_A_POD, gpus: int = 0
 ) -> AgentConfig:
-    """What the agent would be started with."""
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return resolve(ns, environ, machine(facts, gpus))
 
@@ -41,7 +40,6 @@ def resolved(
 def seen(
     words: str, environ: Mapping[str, str], facts: Facts = NOT_A_POD, gpus: int = 0
 ) -> Whereabouts:
-    """What detection makes of it."""
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return look(Asked(ns, environ), machine(facts, gpus))
 

@@ -55,11 +55,9 @@ def found(
 
 
 def finding(fields: dict[str, Any]) -> Finding:
-    """A finding out of its JSON."""
     return Finding(**{**fields, "state": State(fields["state"])})
 
 
 def one(findings: list[Finding], check: str) -> Finding:
-    """The one finding of a check."""
     (only,) = [finding for finding in findings if finding.check == check]
     return only

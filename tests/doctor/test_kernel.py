@@ -27,7 +27,6 @@ XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>', name=<unknown>, GPU has 
 
 
 def plant(root: Path, *lines: tuple[int, str]) -> Path:
-    """A root folder with this /dev/kmsg."""
     (root / "dev").mkdir(parents=True)
     text = "".join(f"3,{n},{when},-;{said}\n KEY=value\n" for n, (when, said) in enumerate(lines))
     (root / "dev/kmsg").write_text(text)

@@ -24,7 +24,6 @@ REACHED = Reached(True, "", HERE, mtu_to(HERE), 0, "far")
 def answer(
     *, ok: bool = True, reason: str = "", sent: int = 0, took: int = 0, **more: object
 ) -> Answer:
-    """An answer of a master."""
     reached = replace(REACHED, ok=ok, reason=reason, **more)  # type: ignore[arg-type]
     return Answer(40_000, reached, sent, sent + took)
 

@@ -51,7 +51,6 @@ class EtcdServer:
 
     @property
     def url(self) -> str:
-        """What --master-store takes."""
         return f"etcd://{self.address}"
 
     @property
@@ -127,7 +126,6 @@ class EtcdServer:
             self._process.wait(LIMIT)
 
     def stop(self) -> None:
-        """It stands still: connections stay, nothing is answered."""
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -135,7 +133,6 @@ class EtcdServer:
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Leave nothing."""
         self.kill()
 
 
@@ -153,7 +150,6 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def swallow(self) -> None:
-        """From now on no byte passes."""
         self._flows.clear()
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ FAST = (TIMES, "--grow=now", "--local-addr=127.0.0.1")
 
 
 def start(world: World, server: EtcdServer, node: str, nnodes: str, *flags: str) -> Launched:
-    """One agent of the job, a node of its own."""
     meet = (f"--master-store={server.url}", f"--rdzv-id={JOB}", f"--nnodes={nnodes}")
     env = patient_masters()
     return job(world, ELASTICRUN, *meet, f"--node-id={node}", *FAST, *flags, env=env)
@@ -88,7 +87,6 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 
 def host_of(master: psutil.Process, jobs: list[Launched]) -> Launched:
-    """The agent that has started this master."""
     return next(j for j in jobs if j.pid == master.ppid())
 
 

@@ -47,7 +47,6 @@ ROUND = RoundName(1, 1, "0badcafe")
 
 
 def hello(node: str = "n0", **changes: Any) -> m.Hello:
-    """A Hello that is welcome."""
     made = m.Hello(
         protocol=m.PROTOCOL_VERSION,
         version=__version__,
@@ -66,7 +65,6 @@ def hello(node: str = "n0", **changes: Any) -> m.Hello:
 
 
 def status(**changes: Any) -> m.JobStatus:
-    """A page with one node on it."""
     node = m.NodeStatus(
         "n0", "host", "127.0.0.1", "alive", "running", "because [so]", 0, 0, 2, (7, 8)
     )
@@ -81,8 +79,6 @@ def at_once(page: m.JobStatus) -> m.JobStatus:
 
 
 class Clock:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 

@@ -59,7 +59,6 @@ async def say(port: int, data: bytes) -> bytes:
 
 
 async def get(port: int, path: str, method: str = "GET") -> tuple[int, str, bytes]:
-    """Status, headers and body of one request."""
     request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     head, _, body = (await say(port, request.encode())).partition(b"\r\n\r\n")
     return int(head.split()[1]), head.decode().lower(), body

@@ -49,12 +49,10 @@ class Process:
         return aio.run(get_status(self.endpoint, LIMIT))
 
     def cut(self) -> None:
-        """The agent has gone."""
         os.close(self.lifeline)
         self.lifeline = -1
 
     def ended(self) -> tuple[int, str]:
-        """Exit code and what it said on stderr."""
         _, said = self.popen.communicate(timeout=LIMIT)
         return self.popen.returncode, said
 

@@ -32,13 +32,11 @@ class Printed(NamedTuple):
         return list(yaml.safe_load_all(self.out))
 
     def one(self, kind: str) -> dict[str, Any]:
-        """The only document of a kind."""
         (found,) = (one for one in self.documents if one["kind"] == kind)
         return found
 
     @property
     def container(self) -> dict[str, Any]:
-        """The container of the pods."""
         (found,) = self.job["template"]["spec"]["containers"]
         return found
 
@@ -54,7 +52,6 @@ class Printed(NamedTuple):
 
 
 def render(*words: str) -> Printed:
-    """The verb with these words behind it."""
     notes: list[str] = []
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -24,8 +24,6 @@ BEGIN = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """What one event cost."""
-
     deaths: int  # rounds that the deaths made
     returns: int  # rounds that the returns made
     waited: float  # seconds from the last death to the round that the deaths left
@@ -41,7 +39,6 @@ class Dated(Worlds):
         self.whens: list[float] = []
 
     def born(self, rank: Rank) -> None:
-        """As `Worlds.born`."""
         super().born(rank)
         if len(self.began) > len(self.whens):
             self.whens.append(self._world.clock.now)
@@ -72,7 +69,6 @@ def _whole(world: World, nodes: int) -> bool:
 
 
 def strike(seed: int, nodes: int, spread: float) -> Storm:
-    """The deaths, and when all is quiet the returns."""
     rng = random.Random(f"{seed} {nodes} {spread}")
     world = _world(nodes)
     victims = [f"n{index}" for index in rng.sample(range(nodes), LOST)]

@@ -64,7 +64,6 @@ def cost(job: Job, event: JobEvent, now: float) -> int:
 
 
 def costs(world: World) -> dict[str, int]:
-    """Lines by kind of event."""
     job, now = world.master.job, world.clock.now
     node = world.nodes["n7"]
     session = node.stream.session

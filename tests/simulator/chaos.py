@@ -40,8 +40,6 @@ deadline of the jobs drawn here."""
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one seed showed."""
-
     seed: int
     faults: tuple[str, ...]
     rounds: int
@@ -51,8 +49,6 @@ class Findings:
 
 
 class Chaos:
-    """One seed's world."""
-
     def __init__(self, seed: int, *, duration: float = 60.0, checks: bool = False) -> None:
         """`checks`: nodes are probed, report their steps, and turn bad, slow and well again."""
         self.seed = seed
@@ -129,7 +125,6 @@ class Chaos:
     # ------------------------------------------------------------ running
 
     def run(self) -> Findings:
-        """All of it."""
         world, rng = self.world, self.rng
         world.start_master(self.spec, self.terms)
         for index in range(self.spec.max_nodes + rng.randint(0, 2)):
@@ -176,7 +171,6 @@ class Chaos:
         return False
 
     def _strike(self) -> None:
-        """One fault."""
         world, rng = self.world, self.rng
         nodes = [node for node in world.nodes.values() if node.alive]
         if not nodes or world.over is not None:

@@ -16,7 +16,6 @@ class Clock:
         self._serial = 0
 
     def after(self, delay: float, what: Callable[[], None]) -> None:
-        """Do `what` in `delay` seconds."""
         self.at(self.now + delay, what)
 
     def at(self, when: float, what: Callable[[], None]) -> None:
@@ -25,11 +24,9 @@ class Clock:
         heapq.heappush(self._queue, (max(when, self.now), self._serial, what))
 
     def next(self) -> float | None:
-        """When something happens next."""
         return self._queue[0][0] if self._queue else None
 
     def run_one(self) -> None:
-        """Go to the next thing and do it."""
         self.ran += 1
         self.now, _, what = heapq.heappop(self._queue)
         what()

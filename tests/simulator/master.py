@@ -39,8 +39,6 @@ def act_name(effect: JobEffect) -> str:
 
 
 class Master:
-    """One life of the job master."""
-
     def __init__(
         self, world: World, spec: JobSpec | None, term: int, facts: Facts | None = None
     ) -> None:
@@ -57,7 +55,6 @@ class Master:
         self._schedule_tick()
 
     def step(self, event: JobEvent) -> None:
-        """Give the brain an event and carry out what it asks for."""
         if not self.alive:
             return
         if self.stalled:

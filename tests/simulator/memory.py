@@ -62,7 +62,6 @@ class Replicas:
         self.copies = [one for one in self.copies if one.first_rank in wanted or one.pinned]
 
     def obey(self, order: m.Replicate) -> None:
-        """Copy what it names, in a moment."""
         if any((one.round, one.step) != (order.round, order.step) for one in self._orders):
             self._orders.clear()
         self._orders.append(order)
@@ -123,8 +122,6 @@ class Replicas:
 
 
 class Memory:
-    """See the module's head."""
-
     def __init__(self, world: World, node: Node, before: Memory | None = None) -> None:
         """`before`: of a killed agent of this node, whose memory this one takes over."""
         self._world = world
@@ -152,7 +149,6 @@ class Memory:
     # ------------------------------------------------------------ ranks
 
     def started(self, start: m.Start) -> None:
-        """Ranks of a new life are about to start."""
         shelves, want = self._shelves, start.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
@@ -197,7 +193,6 @@ class Memory:
                 self._node.say(m.Missed(asked.round, asked.step, step))
 
     def step(self, step: int) -> None:
-        """All local ranks have done this step, and take no snapshot of it."""
         if any(rank.alive for rank in self._node.ranks.values()):
             self.current = step
 
@@ -258,7 +253,6 @@ class Memory:
             self._fault(f"{self._node.name} ends as saved, and {whole} is not in storage")
 
     def spoil(self, step: int) -> None:
-        """A byte of this step flips."""
         for one in self.kept:
             one.bad = one.bad or one.step == step
 
@@ -272,7 +266,6 @@ class Memory:
             self._node.say(m.Holdings(self._saver, tuple(held), replicas, self.last, went_on))
 
     def obey(self, order: m.Order) -> None:
-        """An order about snapshots."""
         match order:
             case m.Watermark():
                 self._mark(order)
@@ -365,7 +358,6 @@ class Memory:
             self._node.say(report)
 
     def _end(self, attempt: str) -> None:
-        """It is over, or its time is."""
         self._said.pop(attempt, None)
         for one in self._all():
             one.attempts.pop(attempt, None)

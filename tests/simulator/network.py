@@ -16,16 +16,12 @@ from tests.simulator.clock import Clock
 
 
 class AgentEnd(Protocol):
-    """What a stream tells the agent."""
-
     def ordered(self, stream: Stream, order: Order) -> None: ...
 
     def link_broke(self, stream: Stream, reason: str) -> None: ...
 
 
 class MasterEnd(Protocol):
-    """What a stream tells the master."""
-
     def step(self, event: Attached | Heard | Detached) -> None: ...
 
 
@@ -52,8 +48,6 @@ class Stream:
         self._up_free = self._down_free = 0.0
 
     def hello(self, hello: Hello) -> None:
-        """Open it."""
-
         def arrive() -> None:
             self.master_open = True
             self._master.step(Attached(self.session, hello))
@@ -61,8 +55,6 @@ class Stream:
         self._up(arrive)
 
     def report(self, report: Report) -> None:
-        """Agent to master."""
-
         def arrive() -> None:
             if self.master_open:
                 self._master.step(Heard(self.session, report))
@@ -70,8 +62,6 @@ class Stream:
         self._up(arrive)
 
     def order(self, order: Order) -> None:
-        """Master to agent."""
-
         def arrive() -> None:
             if self.agent_open:
                 self._agent.ordered(self, order)

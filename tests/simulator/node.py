@@ -30,8 +30,6 @@ DEATH = 0.002
 
 
 class Node:
-    """One life of one agent."""
-
     def __init__(
         self, world: World, setup: NodeSetup, incarnation: str, before: Memory | None = None
     ) -> None:
@@ -71,7 +69,6 @@ class Node:
     # ------------------------------------------------------------ the loop
 
     def feed(self, event: fx.AgentEvent) -> None:
-        """Give the brain an event, unless the process is gone or stopped."""
         if self.frozen:
             self._held.append(lambda: self.feed(event))
             return
@@ -145,7 +142,6 @@ class Node:
             self.world.clock.after(self.world.redial, self.dial)
 
     def hello(self) -> m.Hello:
-        """The first message of a stream."""
         return m.Hello(
             protocol=m.PROTOCOL_VERSION,
             version="sim",
@@ -163,7 +159,6 @@ class Node:
         )
 
     def ordered(self, stream: Stream, order: m.Order) -> None:
-        """An order came in."""
         if self.frozen:
             self._held.append(lambda: self.ordered(stream, order))
             return
@@ -178,7 +173,6 @@ class Node:
         self.feed(fx.Ordered(order))
 
     def link_broke(self, stream: Stream, reason: str) -> None:
-        """The stream is gone."""
         if self.frozen:
             self._held.append(lambda: self.link_broke(stream, reason))
             return
@@ -196,7 +190,6 @@ class Node:
         self.world.clock.after(self.world.pace(), lambda: self._beat(stream))
 
     def say(self, report: m.Report) -> None:
-        """Send a report, if there is a stream."""
         if isinstance(report, m.Leaving):
             self.world.shelves.leaving.add(self.name)
         if self.stream is not None:
@@ -297,7 +290,6 @@ class Node:
     # ------------------------------------------------------------ what befalls it
 
     def signal(self, signum: int, name: str, *, death: bool) -> None:
-        """The agent receives a signal."""
         held = self.memory.signalled()
         self.feed(fx.Signalled(signum, name, death, self.memory.current, held=held))
 

@@ -63,7 +63,6 @@ class Bench:
             raise ValueError(f"there is no fault {what}")
 
     def heal(self) -> None:
-        """All is well everywhere."""
         self.faults.clear()
         self.links.clear()
         self.slow.clear()
@@ -90,7 +89,6 @@ class ProbeShell:
         self._began = 0.0
 
     def perform(self, effect: RunProbe | CallOffProbe) -> None:
-        """Carry one of its two effects out."""
         if isinstance(effect, CallOffProbe):
             self._order = None
             return

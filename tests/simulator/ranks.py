@@ -16,8 +16,6 @@ from elasticrun.wire.types import RoundName
 
 @dataclass(slots=True)
 class Rank:
-    """One fake rank."""
-
     round: RoundName
     rank: int
     local_rank: int
@@ -31,15 +29,12 @@ class Rank:
 
 @dataclass(slots=True)
 class Worlds:
-    """All ranks of all rounds."""
-
     live: dict[RoundName, dict[int, Rank]] = field(default_factory=dict)
     stepping: dict[RoundName, None] = field(default_factory=dict)
     began: list[RoundName] = field(default_factory=list)  # rounds that ever stepped, in order
     faults: list[str] = field(default_factory=list)
 
     def born(self, rank: Rank) -> None:
-        """A rank has started."""
         ranks = self.live.setdefault(rank.round, {})
         if rank.rank in ranks:
             self.faults.append(f"rank {rank.rank} lives twice in round {rank.round}")
@@ -50,7 +45,6 @@ class Worlds:
             self._steps(rank.round)
 
     def dead(self, rank: Rank) -> None:
-        """A rank has ended."""
         ranks = self.live.get(rank.round, {})
         ranks.pop(rank.rank, None)
         self.stepping.pop(rank.round, None)
@@ -70,8 +64,6 @@ class Worlds:
 
 @dataclass(slots=True)
 class NodeSetup:
-    """How a node is started."""
-
     name: str
     spec: JobSpec
     nproc: int = 1

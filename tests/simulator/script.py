@@ -83,8 +83,6 @@ class ScriptError(ValueError):
 
 @dataclass(slots=True)
 class Script:
-    """A scenario that was read."""
-
     why: str
     commands: str  # the text above the separator, as it was
     expected: list[str]
@@ -113,28 +111,26 @@ def read(text: str) -> Script:
 
 
 def _read_line(script: Script, words: list[str], line: str) -> None:
+    spec = script.spec
     if words[0] == "job":
         low, high = words[1].split(":")
-        script.spec = replace(script.spec, min_nodes=int(low), max_nodes=int(high))
-        for name, value in _pairs(words[2:]).items():
-            kind = type(getattr(DEFAULT_SPEC, name))
-            script.spec = replace(script.spec, **{name: kind(value)})
+        sized = replace(spec, min_nodes=int(low), max_nodes=int(high))
+        script.spec = _changed(sized, _pairs(words[2:]))
     elif words[0] == "check":
-        pairs = _pairs(words[1:]).items()
-        checks = {name: _like(getattr(script.spec.checks, name), value) for name, value in pairs}
-        script.spec = replace(script.spec, checks=replace(script.spec.checks, **checks))
+        script.spec = replace(spec, checks=_changed(spec.checks, _pairs(words[1:])))
     elif words[0] == "saves":
-        pairs = _pairs(words[1:]).items()
-        saves = {name: _like(getattr(script.spec.saves, name), value) for name, value in pairs}
-        script.spec = replace(script.spec, saves=replace(script.spec.saves, **saves))
+        script.spec = replace(spec, saves=_changed(spec.saves, _pairs(words[1:])))
     elif words[0] == "world":
         script.world.update(_pairs(words[1:]))
     else:
         script.steps.append((float(words[0]), words[1:], line))
 
 
-def _like(old: Any, value: str) -> Any:
-    return value == "1" if isinstance(old, bool) else type(old)(value)
+def _changed(record: Any, pairs: dict[str, str]) -> Any:
+    """The record with these values, each read as what it was before."""
+    old = {name: getattr(record, name) for name in pairs}
+    new = {n: v == "1" if isinstance(old[n], bool) else type(old[n])(v) for n, v in pairs.items()}
+    return replace(record, **new)
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
@@ -143,18 +139,19 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 def run(script: Script, prepare: Callable[[World], None] | None = None) -> World:
     """Carry a script out; the world as it is at the end. `prepare` may change it before."""
+    say = script.world.get
     world = World(
-        peer_delay=float(script.world.get("peer_delay", "0.05")) or None,
-        redial=float(script.world.get("redial", "0.2")),
-        ping_timeout=float(script.world.get("ping_timeout", "5")),
-        beats=script.world.get("beats", "0") == "1",
-        tells_silence=script.world.get("silence", "0") == "1",
-        steps=script.world.get("steps", "0") == "1",
+        peer_delay=float(say("peer_delay", "0.05")) or None,
+        redial=float(say("redial", "0.2")),
+        ping_timeout=float(say("ping_timeout", "5")),
+        beats=say("beats") == "1",
+        tells_silence=say("silence") == "1",
+        steps=say("steps") == "1",
     )
     world.records = []
-    world.shelves.state = script.world.get("state", "ddp")
-    world.shelves.slots = int(script.world.get("slots", "2"))
-    world.shelves.replicas = script.world.get("replicas", "0") == "1"
+    world.shelves.state = say("state", "ddp")
+    world.shelves.slots = int(say("slots", "2"))
+    world.shelves.replicas = say("replicas") == "1"
     if prepare is not None:
         prepare(world)
     world.start_master(script.spec)
@@ -203,27 +200,19 @@ def main(arguments: list[str]) -> int:
 # -------------------------------------------------------------------- the verbs
 
 
+OF_A_NODE: dict[str, Callable[[str], Any]] = {
+    "nproc": int, "node_rank": int, "role": str, "shutdown_timeout": float, "first_store": float,
+    "store": float, "term": float, "exit_barrier": float, "term_code": int,
+}  # fmt: skip
+
+
 def _node(world: World, spec: JobSpec, words: list[str]) -> None:
     options = _pairs([word for word in words if "=" in word])
-    own = {k: v for k, v in options.items() if hasattr(spec, k)}
-    typed = {k: type(getattr(spec, k))(v) for k, v in own.items()}
+    own = {name: options.pop(name) for name in list(options) if hasattr(spec, name)}
+    memory = options.pop("memory", "") == "1"
+    how = {name: OF_A_NODE[name](value) for name, value in options.items()}
     for name in (word for word in words if "=" not in word):
-        setup = NodeSetup(
-            name,
-            replace(spec, **typed),
-            nproc=int(options.get("nproc", "1")),
-            node_rank=int(options.get("node_rank", "-1")),
-            role=options.get("role", "default"),
-            shutdown_timeout=float(options.get("shutdown_timeout", str(SHUTDOWN_TIMEOUT))),
-            first_store=float(options.get("first_store", "1")),
-            store=float(options.get("store", "0.05")),
-            term=float(options.get("term", "0")),
-        )
-        if "exit_barrier" in options:
-            setup.exit_barrier = float(options["exit_barrier"])
-        if "term_code" in options:
-            setup.term_code = int(options["term_code"])
-        world.start_node(setup, memory=options.get("memory") == "1")
+        world.start_node(NodeSetup(name, _changed(spec, own), **how), memory=memory)
 
 
 def _fail(world: World, spec: JobSpec, words: list[str]) -> None:
@@ -318,14 +307,6 @@ def _disk(world: World, spec: JobSpec, words: list[str]) -> None:
     world.shelves.disks[words[0]] = "" if words[1] == "ok" else words[1]
 
 
-def _spoil(world: World, spec: JobSpec, words: list[str]) -> None:
-    world.nodes[words[0]].memory.spoil(int(words[1]))
-
-
-def _slow(world: World, spec: JobSpec, words: list[str]) -> None:
-    world.bench.slow[words[0]] = float(words[1])
-
-
 def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     if world.master is None:
         return
@@ -370,11 +351,11 @@ VERBS: dict[str, Verb] = {
     "signal-ranks": _signal_ranks,
     "stuck": _stuck,
     "fault": _fault,
-    "slow": _slow,
+    "slow": lambda world, _, words: world.bench.slow.update({words[0]: float(words[1])}),
     "snap": _snap,
     "step": _step,
     "disk": _disk,
-    "spoil": _spoil,
+    "spoil": lambda world, _, words: world.nodes[words[0]].memory.spoil(int(words[1])),
     "left-over": _left_over,
     "master": _master,
     "status": _status,

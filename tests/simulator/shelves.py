@@ -20,8 +20,6 @@ Key = tuple[RoundName, int]
 
 @dataclass(slots=True)
 class Shelves:
-    """What all nodes of a world have in common."""
-
     state: str = "ddp"
     slots: int = SLOTS
     disks: dict[str, str] = field(default_factory=dict)  # node -> full, stuck
@@ -44,7 +42,6 @@ class Shelves:
     judged_blind: int = 0  # of these, the first ones of a new master
 
     def content(self, rank: int) -> int:
-        """What this rank holds."""
         return 1 if self.state == "ddp" else rank + 1
 
     def has(self, node: str, one: Kept) -> None:
@@ -108,8 +105,6 @@ class Shelves:
 
 @dataclass(slots=True)
 class Kept:
-    """One snapshot of one node."""
-
     round: RoundName
     step: int
     first_rank: int

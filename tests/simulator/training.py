@@ -22,8 +22,6 @@ PERSIST_EVERY = 3
 
 
 class TrainingChaos(Chaos):
-    """One seed's world."""
-
     def __init__(self, seed: int, *, duration: float = 60.0) -> None:
         super().__init__(seed, duration=duration)
         self.world.shelves.state = self.rng.choice(["ddp", "sharded"])
@@ -36,7 +34,6 @@ class TrainingChaos(Chaos):
         return structs.replace(super()._draw_spec(), saves=saves)
 
     def run(self) -> Findings:
-        """All of it."""
         self.world.clock.after(STEP, self._train)
         findings = super().run()
         self.world.shelves.settle()

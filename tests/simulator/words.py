@@ -7,7 +7,6 @@ from elasticrun.trace.words import snapshot_words
 
 
 def in_short(message: m.Report | m.Order) -> str:
-    """A message as one line of a trace."""
     kind = type(message).__name__
     match message:
         case m.Start():

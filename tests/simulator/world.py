@@ -102,32 +102,26 @@ class World:
     # ------------------------------------------------------------ running
 
     def run_until(self, when: float) -> None:
-        """Let time pass."""
         while (upcoming := self.clock.next()) is not None and upcoming <= when:
             self.clock.run_one()
         self.clock.now = max(self.clock.now, when)
 
     def trace(self, who: str, text: str) -> None:
-        """Write one line of what was seen."""
         if self.traced:
             self.lines.append(f"{self.clock.now:9.3f}  {who}: {text}")
 
     # ------------------------------------------------------------ names
 
     def mint(self) -> str:
-        """The next nonce."""
         return f"{next(self._nonces):08x}"
 
     def new_port(self) -> int:
-        """A port nobody has."""
         return next(self._ports)
 
     def new_pid(self) -> int:
-        """A pid nobody has."""
         return next(self._pids)
 
     def new_stream(self, node: Node, master: Master) -> Stream:
-        """A stream from a node to the master."""
         stream = Stream(next(self._sessions), self.clock, self.delay, node, master)
         master.streams[stream.session] = stream
         return stream
@@ -147,7 +141,6 @@ class World:
         return self.master
 
     def kill_master(self) -> None:
-        """The master's process is gone."""
         if self.master is not None:
             self.master.die()
             self.master = None

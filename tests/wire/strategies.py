@@ -41,7 +41,6 @@ FLOATS = {
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """What a field with this annotation may hold."""
     bound = None
     if typing.get_origin(kind) is Annotated:
         kind, bound = typing.get_args(kind)
@@ -102,7 +101,6 @@ def _agreeing(of: type, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_of(union: Any, *but: type) -> st.SearchStrategy[Any]:
-    """Any message of a union."""
     return st.one_of([records(of) for of in typing.get_args(union) if of not in but])
 
 

@@ -65,7 +65,6 @@ class Master:
 
 
 async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTIONS) -> None:
-    """One beat and its echo over a channel with these options."""
     async with c.open_channel(endpoint, options) as channel, asyncio.timeout(LIMIT):
         stream = c.attend(channel)
         await stream.send(m.Beat(3))
@@ -85,7 +84,6 @@ async def show(context: Any, page: m.JobStatus) -> None:
 
 
 def dead_port() -> int:
-    """A port of loopback where nobody listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -241,7 +239,6 @@ def test_without_the_options_it_is_not_found_for_long() -> None:
 
 
 def _connections(port: int) -> int:
-    """Established connections of this process to a port of loopback."""
     import psutil
 
     return sum(

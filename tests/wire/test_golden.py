@@ -114,7 +114,6 @@ def _value(kind: Any, where: str, *, least: bool) -> Any:
 
 
 def everything() -> Iterator[tuple[str, str]]:
-    """Names of samples and their bytes, as text."""
     for envelope, (union, write, read) in ENVELOPES.items():
         for of in typing.get_args(union):
             for least in (False, True):

@@ -33,7 +33,6 @@ from elasticrun.wire.run_folder import (
 
 @pytest.fixture
 def dead() -> Published:
-    """The listing of a process that is gone."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = start_time(process.pid)
         made = Published("job", "127.0.0.1", 29400, "", process.pid, started)

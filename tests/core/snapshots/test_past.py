@@ -16,7 +16,6 @@ FROM_100 = m.LastRound(R2, 2, m.Restore(R1, 100, 2))
 def holdings(
     node: str, last: m.LastRound | None, *keys: tuple[RoundName, int], content: int = 0
 ) -> m.Holdings:
-    """What a node with one rank of two has in memory."""
     rank = "ab".index(node)
     held = tuple(m.Holding(*key, rank, 2, (content or rank + 1,), wanted=False) for key in keys)
     return m.Holdings(Endpoint(node, 7000), held, last=last)

@@ -48,7 +48,6 @@ class Saves(Snapshots):
         self.heard(node, m.Holdings(saver, held, self.replicas), now)
 
     def commit(self, step: int, now: float = 0.0) -> None:
-        """All nodes have this step."""
         for node in self.nodes:
             self.own[node].append(step)
             self.say(node, now)
@@ -58,7 +57,6 @@ class Saves(Snapshots):
         self.say(node, now)
 
     def told(self) -> dict[str, m.Replicate]:
-        """Who was told to copy since the last call."""
         orders, self.outbox.orders = self.outbox.orders, []
         return {nodes[0]: one for nodes, one in orders if isinstance(one, m.Replicate)}
 

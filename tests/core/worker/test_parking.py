@@ -28,7 +28,6 @@ def parked() -> Agent:
 
 
 def ending() -> Agent:
-    """Its ranks are still being stopped."""
     agent = Agent().running()
     assert agent.order(PARK) == [fx.SignalRanks((0, 1), 15), fx.Say(m.Stopping(ROUND, 20.0))]
     assert agent.state is State.ENDING
