@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 from stage import ELASTICRUN, Fact, Job, TookTooLong, free_port
 
-MASTER = "elasticrun.master"
+from elasticrun.testing.processes import is_master
+
 PAUSE = 0.01
 """Seconds between two steps of the script."""
 
@@ -60,12 +61,12 @@ class Nodes:
     def processes(self, node: int) -> list[psutil.Process]:
         """Everything of a node but a master that it hosts: agent, fork server, ranks."""
         agent = psutil.Process(self.run.agents[node].pid)
-        return [agent, *(p for p in agent.children(recursive=True) if not is_master(p))]
+        return [agent, *(p for p in agent.children(recursive=True) if not is_master(p.pid))]
 
     def master(self) -> psutil.Process:
         """The hosted master."""
         for process in self.run.processes():
-            if is_master(process):
+            if is_master(process.pid):
                 return process
         raise TookTooLong("there is no master")
 
@@ -110,13 +111,6 @@ class Nodes:
     def settle(self, seconds: float = 1.0) -> None:
         """Let the job train for a while."""
         time.sleep(seconds)
-
-
-def is_master(process: psutil.Process) -> bool:
-    """Whether this is a hosted job master."""
-    with contextlib.suppress(psutil.Error):
-        return MASTER in process.cmdline()
-    return False
 
 
 def listens(process: psutil.Process, port: int) -> bool:

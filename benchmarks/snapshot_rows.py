@@ -18,6 +18,8 @@ import psutil
 from rows import NO_BACKOFF, own
 from stage import ELASTICRUN, SCRIPTS, Job, TookTooLong, free_port, job
 
+from elasticrun.testing.processes import is_master
+
 Samples = dict[str, list[float]]
 
 LIMIT = 240.0
@@ -161,16 +163,12 @@ def processor(run: Job, ranks: set[int]) -> dict[str, float]:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Which of the launcher's processes this is; the saver and a store host are children of the
-    fork server that look as it does, and only the saver has a large state mapped."""
-    command = " ".join(process.cmdline())
-    if "elasticrun.master" in command:
-        return "master"
-    if "forkserver" not in command:
-        return "agent"
-    parent = process.parent()
-    forked = parent is not None and "forkserver" in " ".join(parent.cmdline())
-    return "saver" if forked and process.memory_info().shared > 64 << 20 else "fork server"
+    """Which of the launcher's processes this is, by the title that it gives itself."""
+    words = " ".join(process.cmdline())
+    for kind in ("master", "fork server", "saver"):
+        if words.startswith(f"elasticrun: {kind}"):
+            return kind
+    return "master" if is_master(process.pid) else "agent"
 
 
 def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
