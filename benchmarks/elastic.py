@@ -98,6 +98,10 @@ def comings(few: int) -> list[Row]:
             *("s", 1.5, partial(start, ELASTICRUN), partial(start, TORCHRUN), few),
         ),
         Row(
+            "the same, a warm process is there",
+            *("s", 1.5, partial(start, ELASTICRUN, warm=True), "has none", few),
+        ),
+        Row(
             "a node joins a young round and fills it (`2:3`): its command → first step of world 3",
             *("s", 1.5, partial(young, ELASTICRUN), partial(young, TORCHRUN), few),
         ),

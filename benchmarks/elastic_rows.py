@@ -12,7 +12,7 @@ import time
 from itertools import pairwise
 
 from nodes import FIRST_STEP_LIMIT, Nodes, answers, etcd, only_ours
-from rows import last
+from rows import last, warm_process
 from stage import ELASTICRUN, TORCHRUN, TookTooLong, job
 
 RECOVERY_LIMIT = 90.0
@@ -24,10 +24,11 @@ SILENT_LIMIT = 60.0
 QUIET = ("--rdzv-conf=last_call_timeout=30",)
 
 
-def start_together(launcher: str) -> list[float]:
-    """Two agents of `1:4` started together: from the commands to the first step of world 2."""
-    with job(launcher) as run:
-        nodes = Nodes(run, "1:4")
+def start_together(launcher: str, *, warm: bool = False) -> list[float]:
+    """Two agents of `1:4` started together: from the commands to the first step of world 2. `warm`:
+    a warm process is there, as on each host of a cluster where `elasticrun warm` was run."""
+    with job(launcher) as run, warm_process(run) if warm else contextlib.nullcontext({}) as more:
+        nodes = Nodes(run, "1:4", more=more)
         began = nodes.add(2)
         return [last(nodes.first_steps(2, began, FIRST_STEP_LIMIT)) - began]
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -27,8 +27,16 @@ FIRST_STEP_LIMIT = 90.0
 class Nodes:
     """Agents of one job, one rank each, that meet at one endpoint; node n is the n-th agent."""
 
-    def __init__(self, run: Job, nnodes: str, *flags: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        run: Job,
+        nnodes: str,
+        *flags: str,
+        host: str = "127.0.0.1",
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         self.run = run
+        self._more = more
         self.port = free_port()
         self._flags = (
             *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=bench"),
@@ -40,7 +48,8 @@ class Nodes:
         """Start so many more agents; when the first of them was started."""
         began = time.monotonic()
         for _ in range(count):
-            self.run.start(*self._flags, script="step_log.py", arguments=(str(PAUSE),))
+            words = (str(PAUSE),)
+            self.run.start(*self._flags, script="step_log.py", arguments=words, more=self._more)
         return began
 
     def first_steps(self, world: int, after: float, limit: float) -> list[Fact]:

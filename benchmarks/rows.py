@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -46,21 +46,26 @@ def cold_start(launcher: str) -> list[float]:
         return [last(run.of("allreduce")) - run.began]
 
 
+@contextlib.contextmanager
+def warm_process(run: Job) -> Iterator[dict[str, str]]:
+    """A warm process for a job that is to be started; what its commands must be started with."""
+    place = run.folder / "warm.sock"
+    said, pid = warm.start(place, 600.0, (), run.environment())
+    assert said.startswith("ok"), said
+    try:
+        yield {WARM_SERVER: str(place)}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
 def warm_start(launcher: str) -> list[float]:
     """The same where a warm process is there; torchrun has none."""
     if launcher == TORCHRUN:
         return cold_start(launcher)
-    with job(launcher) as run:
-        place = run.folder / "warm.sock"
-        said, pid = warm.start(place, 600.0, (), run.environment())
-        assert said.startswith("ok"), said
-        try:
-            words = {"more": {WARM_SERVER: str(place)}, "arguments": ("0", "0")}
-            run.start("--nproc-per-node=2", script="steps.py", **words)
-            run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
-            return [last(run.of("allreduce")) - run.began]
-        finally:
-            os.kill(pid, signal.SIGKILL)
+    with job(launcher) as run, warm_process(run) as more:
+        run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0"), more=more)
+        run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
+        return [last(run.of("allreduce")) - run.began]
 
 
 def came_to(run: Job, life: int, ranks: int) -> bool:
