@@ -33,7 +33,7 @@ from rows import last
 from stage import COMMANDS, ELASTICRUN, MARK, SCRIPTS, Job, TookTooLong, free_port, job
 
 from elasticrun.core.events import Heard
-from elasticrun.testing.processes import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.trace.replay import Step, read
 from elasticrun.wire.messages import Probed
 
@@ -151,7 +151,7 @@ def theirs(program: Path, agents: int) -> tuple[float, Check]:
 
 def _await(run: Job, consoles: list[Path], text: str) -> None:
     """Wait until every one of these files has the text."""
-    watch = Watch()
+    watch = Waiter()
     try:
         watch.folder(str(run.folder))
         deadline = Deadline(DLROVER_LIMIT)

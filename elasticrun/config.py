@@ -301,7 +301,7 @@ class LogPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class MasterPlace:
     """Where the master is and who starts it.
 
     kind "standalone": this agent starts one on loopback. "elastic": the agent whose address
@@ -335,7 +335,7 @@ class AgentConfig:
     """All that one agent needs to know; made by `cli.resolve` or `elasticrun.launcher`."""
 
     spec: JobSpec
-    rendezvous: Rendezvous
+    rendezvous: MasterPlace
     entry: Entry
     logs: LogPlan
     nproc_per_node: int

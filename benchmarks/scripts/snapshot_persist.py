@@ -18,7 +18,7 @@ import torch.distributed as dist
 from report import report
 from state import State
 
-from elasticrun.testing.processes import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.training import Checkpointer, Keep
 
 PAUSE = 1.0
@@ -30,7 +30,7 @@ LIMIT = 60.0
 
 def wait_for(folder: Path, name: str) -> None:
     """Until the marker of this checkpoint is there."""
-    watch, deadline = Watch(), Deadline(LIMIT)
+    watch, deadline = Waiter(), Deadline(LIMIT)
     try:
         watch.folder(str(folder))
         step = folder / name

@@ -22,7 +22,7 @@ from elasticrun.cli.settings import NotHere
 from elasticrun.wire.run_folder import network_file_system
 
 if TYPE_CHECKING:
-    from elasticrun.detection.found import Facts
+    from elasticrun.detection.found import HostFacts
 
 TORCH_LIMIT: Final = 120.0
 """Seconds for importing torch in a child and asking it; shared file systems are slow."""
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
     cores: Callable[[], int]
     accelerators: Callable[[str], int | None]
     entry_points: Callable[[str], Iterable[str]]  # names in a group
-    facts: Callable[[], Facts] | None = None
+    facts: Callable[[], HostFacts] | None = None
     shared: Callable[[str], str] = lambda folder: ""
     user: str = ""
 
@@ -104,10 +104,10 @@ def user_name() -> str:
         return str(os.geteuid())
 
 
-def facts(environ: Mapping[str, str]) -> Facts:
+def facts(environ: Mapping[str, str]) -> HostFacts:
     """What the environment does not say. The full host name is looked up in pods only, where the
     kubelet has written it into /etc/hosts: elsewhere a name server may take its time."""
-    from elasticrun.detection.found import Facts
+    from elasticrun.detection.found import HostFacts
 
     try:
         terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -115,7 +115,7 @@ def facts(environ: Mapping[str, str]) -> Facts:
         terminal = False
     name = socket.gethostname()
     pod = "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
-    return Facts(terminal, name, socket.getfqdn(name) if pod else name)
+    return HostFacts(terminal, name, socket.getfqdn(name) if pod else name)
 
 
 def cores(say: Callable[[str], None], quota: float | None = None) -> int:

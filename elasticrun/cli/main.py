@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.settings import NoProgram, NothingToDo, UsageError
 from elasticrun.cli.trust import notes, withdraw
-from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, Rendezvous
+from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.wire.types import Entry, EntryKind
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _master(words: Sequence[str]) -> int:
     from elasticrun.cli.verbs.master import configure
 
     config = configure(words, withdraw())
-    where = Rendezvous("elastic", config.host, config.port)
+    where = MasterPlace("elastic", config.host, config.port)
     for note in notes(where, config.spec.max_nodes if config.spec else 0, config.token, config.tls):
         say(note)
     from elasticrun.master.main import main as run_master

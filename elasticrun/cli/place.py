@@ -24,7 +24,7 @@ from elasticrun.cli.settings import NOWHERE, Filled, UsageError, Whereabouts
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
 from elasticrun.detection.detect import detect
-from elasticrun.detection.found import Facts, Found, Given, amount, number, port_of_name
+from elasticrun.detection.found import Found, Given, HostFacts, amount, number, port_of_name
 from elasticrun.detection.slurm import PTY, step_of
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import Endpoint
@@ -118,7 +118,7 @@ PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
 one: with any of them torchrun's rules are all there is."""
 
 
-def settle(asked: Asked, machine: Machine, facts: Facts) -> Whereabouts:
+def settle(asked: Asked, machine: Machine, facts: HostFacts) -> Whereabouts:
     """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
     found = detect(asked.environ, facts)
     if found is None:

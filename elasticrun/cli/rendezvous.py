@@ -20,7 +20,7 @@ from elasticrun import config
 from elasticrun.cli import settings
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import Rendezvous
+from elasticrun.config import MasterPlace
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
@@ -59,7 +59,7 @@ def is_file(asked: Asked) -> bool:
     return asked.text("rdzv_endpoint").strip().startswith(FILE)
 
 
-def by_hand(place: Rendezvous) -> bool:
+def by_hand(place: MasterPlace) -> bool:
     """Whether people type the command on one machine after another, since nothing says where nodes
     meet: who types it wants that machine in at once."""
     return place.kind == "open" or bool(place.found)
@@ -80,14 +80,14 @@ def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
 
 def open_place(
     asked: Asked, shared: Callable[[str], str], here: str, user: str
-) -> tuple[Rendezvous, str]:
+) -> tuple[MasterPlace, str]:
     """Where nodes meet that were told nothing: by a file beside the script where this folder is on
     a network file system, else at this node; and a sentence for the user. `shared(folder)`: the
     name of the network file system there, "" for none."""
     named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
     kind = shared(here)
     if not kind:
-        return Rendezvous(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
+        return MasterPlace(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
     script = os.path.join(here, str(asked.ns.training_script))
     beside = os.path.dirname(script)
     is_script = not asked.switch("module") and not asked.switch("no_python")
@@ -104,13 +104,13 @@ def open_place(
         f"{found}: all machines on which you start this very command meet by {path}; "
         "--rdzv-endpoint=HOST:PORT would name another place"
     )
-    place = Rendezvous(
+    place = MasterPlace(
         kind="file", port=config.FIRST_PORT, path=path, found=found, named=bool(named)
     )
     return place, note
 
 
-def file_place(asked: Asked, conf: Mapping[str, str]) -> Rendezvous:
+def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
     """The rendezvous file that the endpoint names; raises `UsageError`."""
     text = asked.text("rdzv_endpoint").strip()
     path = text.removeprefix(FILE)
@@ -130,7 +130,7 @@ def file_place(asked: Asked, conf: Mapping[str, str]) -> Rendezvous:
             config.EXIT_USAGE,
         )
     is_host = settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
-    return Rendezvous(
+    return MasterPlace(
         kind="file",
         port=config.FIRST_PORT,
         path=os.path.normpath(path),
@@ -200,7 +200,7 @@ PLUGIN_GROUP: Final = "torchrun.handlers"
 class Meeting(NamedTuple):
     """Where, under which name, with how many nodes, and as which of them."""
 
-    rendezvous: Rendezvous
+    rendezvous: MasterPlace
     job_id: str
     min_nodes: int
     max_nodes: int
@@ -258,7 +258,7 @@ def find_meeting(
     if word in ETCD_WORDS:
         return _etcd_of_torchrun(asked, conf, low, high, notes)
     if word in set(entry_points(PLUGIN_GROUP)):
-        place = Rendezvous(kind="external")
+        place = MasterPlace(kind="external")
         return Meeting(
             place, asked.text("rdzv_id"), low, high, _wish(asked), tuple(notes), delegate=word
         )
@@ -296,7 +296,7 @@ def _standalone(
     if high > 1:
         notes.append("--standalone: no other node can join, so there is one node")
     return Meeting(
-        Rendezvous(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
+        MasterPlace(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
         _wish(asked), tuple(notes),
     )  # fmt: skip
 
@@ -313,7 +313,7 @@ def _bare(
 
 def _shared(
     asked: Asked,
-    place: Rendezvous,
+    place: MasterPlace,
     low: int,
     high: int,
     new_id: Callable[[], str],
@@ -367,7 +367,7 @@ def _static(
             f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to {high - 1}"
         )
     return Meeting(
-        Rendezvous(kind="static", host=host, port=port), asked.text("rdzv_id"), high, high, rank,
+        MasterPlace(kind="static", host=host, port=port), asked.text("rdzv_id"), high, high, rank,
         tuple(notes),
     )  # fmt: skip
 
@@ -404,7 +404,7 @@ def _elastic(
             f"name a port, or use --nnodes=1"
         )
     return Meeting(
-        Rendezvous(kind="elastic", host=host, port=port, is_host=is_host), asked.text("rdzv_id"),
+        MasterPlace(kind="elastic", host=host, port=port, is_host=is_host), asked.text("rdzv_id"),
         low, high, _wish(asked), tuple(notes),
     )  # fmt: skip
 
@@ -459,7 +459,7 @@ def _etcd(
             "etcd remembers how a job of that name has ended"
         )
     return Meeting(
-        Rendezvous(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
+        MasterPlace(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
         _wish(asked), tuple(notes), store=store,
     )  # fmt: skip
 
@@ -491,7 +491,12 @@ def _external(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
         job_id = asked.environ.get("ELASTIC_JOB_NAME", "") or job_id
     rank = asked.number("node_rank") if asked.explicitly("node_rank") else _rank_variable(asked)
     return Meeting(
-        Rendezvous(kind="external", host=host, port=port), job_id, low, high, rank, tuple(notes)
+        MasterPlace(kind="external", host=host, port=port),
+        job_id,
+        low,
+        high,
+        rank,
+        tuple(notes),
     )
 
 

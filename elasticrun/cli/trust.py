@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli.settings import Asked, NotHere, UsageError
-from elasticrun.config import Rendezvous, Tls
+from elasticrun.config import MasterPlace, Tls
 from elasticrun.system.network import names_this_host_only
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
@@ -90,7 +90,7 @@ def _file(asked: Asked, dest: str) -> str:
     return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
 
 
-def notes(where: Rendezvous, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
+def notes(where: MasterPlace, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
     """What the user should know about who can join, and who can listen; [] where all is well."""
     if where.kind == "standalone":
         return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []

@@ -9,9 +9,9 @@ from typing import Final
 from elasticrun.detection import kubernetes, slurm
 from elasticrun.detection.found import (
     TERMINAL,
-    Facts,
     Found,
     Given,
+    HostFacts,
     amount,
     number,
     port_of_name,
@@ -19,7 +19,7 @@ from elasticrun.detection.found import (
 )
 
 
-def dlrover(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def dlrover(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """What DLRover's operator says; None where it has not made this pod. Its master is somebody
     else's to start, and NODE_RANK and NODE_NUM mean nodes."""
     master = text(environ, "DLROVER_MASTER_ADDR")
@@ -36,7 +36,7 @@ def dlrover(environ: Mapping[str, str], facts: Facts) -> Found | None:
     )
 
 
-def skypilot(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def skypilot(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """What SkyPilot says; None outside it."""
     rank = number(environ, "SKYPILOT_NODE_RANK")
     addresses = text(environ, "SKYPILOT_NODE_IPS")
@@ -67,7 +67,7 @@ def skypilot(environ: Mapping[str, str], facts: Facts) -> Found | None:
     )  # fmt: skip
 
 
-Family = Callable[[Mapping[str, str], Facts], Found | None]
+Family = Callable[[Mapping[str, str], HostFacts], Found | None]
 
 ORDER: Final[tuple[Family, ...]] = (
     kubernetes.kubeflow,  # PET_*: torchrun's own variables count more than any scheduler's
@@ -86,7 +86,7 @@ INSIDE: Final = "TORCHELASTIC_RUN_ID"
 process on one node all the same."""
 
 
-def detect(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """This node's place in its job; None where no scheduler is to be seen."""
     for family in ORDER:
         found = family(environ, facts)

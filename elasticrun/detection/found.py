@@ -32,7 +32,7 @@ def port_of_name(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostFacts:
     """What the environment does not say.
 
     terminal: standard input is one, so a person sits there. hostname: this host's own name; fqdn:

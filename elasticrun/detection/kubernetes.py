@@ -20,9 +20,9 @@ from typing import Final
 
 from elasticrun.detection.found import (
     TERMINAL,
-    Facts,
     Found,
     Given,
+    HostFacts,
     amount,
     not_a_number,
     number,
@@ -37,7 +37,7 @@ _HERE: Final = ("localhost", "127.0.0.1")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+\Z")
 
 
-def kubeflow(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def kubeflow(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """PET_NNODES and PET_MASTER_ADDR in a pod: all is said in torchrun's own words."""
     nodes = text(environ, "PET_NNODES")
     where = text(environ, "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
@@ -49,7 +49,7 @@ def kubeflow(environ: Mapping[str, str], facts: Facts) -> Found | None:
     )
 
 
-def pytorch_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def pytorch_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """A pod of a PyTorchJob without PET_*. Outside Kubernetes these variables are as likely those
     of a launcher that has started us as a rank, so they say nothing."""
     if POD not in environ:
@@ -58,7 +58,9 @@ def pytorch_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
     return node_level(environ, facts, "PyTorchJob", seen)
 
 
-def node_level(environ: Mapping[str, str], facts: Facts, family: str, seen: str) -> Found | None:
+def node_level(
+    environ: Mapping[str, str], facts: HostFacts, family: str, seen: str
+) -> Found | None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as an operator means them."""
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     master = text(environ, "MASTER_ADDR")
@@ -94,7 +96,7 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{1,6})\Z")
 _HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS\Z")
 
 
-def leader_worker_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def leader_worker_set(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """One group of a LeaderWorkerSet; LWS_WORKER_INDEX is there from its version 0.6 on."""
     leader = text(environ, "LWS_LEADER_ADDRESS")
     if leader is None:
@@ -109,7 +111,7 @@ def leader_worker_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
     return _of_all(found, facts)
 
 
-def volcano(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """A task of a Volcano job with the plugins svc and env, or with the one for PyTorch."""
     index = number(environ, "VC_TASK_INDEX", "VK_TASK_INDEX")
     if index is None:
@@ -134,7 +136,7 @@ def volcano(environ: Mapping[str, str], facts: Facts) -> Found | None:
     return _of_all(_named(found, first, _numbered(first.value.partition(".")[0])[0]), facts)
 
 
-def indexed_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """A pod of an Indexed Job, by itself or as part of a JobSet."""
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is None:
@@ -159,7 +161,7 @@ def indexed_job(environ: Mapping[str, str], facts: Facts) -> Found | None:
     return _by_index(found, domain, first, stem)
 
 
-def stateful_set(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def stateful_set(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """A pod of a StatefulSet, which nothing but its name shows."""
     stem, own = _numbered(facts.hostname)
     domain = _domain(facts)
@@ -183,7 +185,7 @@ def _named(found: Found, host: Given, name: str) -> Found:
     return replace(found, host=host, port=port, job_id=Given(name, host.source))
 
 
-def _of_all(found: Found, facts: Facts) -> Found:
+def _of_all(found: Found, facts: HostFacts) -> Found:
     """A bare command is about all nodes, if they are known to be several."""
     count = amount(found.nodes)
     if count <= 1:
@@ -200,7 +202,7 @@ def _numbered(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match is not None else (name, None)
 
 
-def _domain(facts: Facts) -> str:
+def _domain(facts: HostFacts) -> str:
     """What follows the host's own name in the full one, "" where there is nothing."""
     name, _, domain = facts.fqdn.partition(".")
     return domain if name == facts.hostname else ""

@@ -16,9 +16,9 @@ from typing import Final
 
 from elasticrun.detection.found import (
     TERMINAL,
-    Facts,
     Found,
     Given,
+    HostFacts,
     amount,
     not_a_number,
     number,
@@ -119,7 +119,7 @@ PTY: Final = "SLURM_PTY_PORT"
 """Set in everything that `srun --pty` has started, and in what is started from there."""
 
 
-def detect(environ: Mapping[str, str], facts: Facts) -> Found | None:
+def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """What Slurm says; None outside it."""
     job = number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
@@ -153,7 +153,7 @@ def _outside(environ: Mapping[str, str], job: Given) -> Found:
     return replace(found, nodes=nodes)
 
 
-def _task(environ: Mapping[str, str], facts: Facts, job: Given, step: int) -> Found:
+def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -> Found:
     name = f"{job.value}.{step}"
     nodes = number(environ, "SLURM_STEP_NUM_NODES")
     tasks = amount(number(environ, "SLURM_STEP_NUM_TASKS"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.doctor import disk, kernel, names, reach, resources, software
-from elasticrun.doctor.disk import Folder
+from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.reach import Answer
 from elasticrun.doctor.verdict import warning
 from elasticrun.wire.types import Finding, State
@@ -24,7 +24,7 @@ ACCELERATOR_LIMIT: Final = 45.0
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """One family of checks. `late`: how it counts that it has not ended in time."""
 
     name: str
@@ -45,33 +45,35 @@ class Subject:
     nproc: int = 0
     ranks: int = 1
     several: bool = False
-    folders: tuple[Folder, ...] = ()
+    folders: tuple[JobFolder, ...] = ()
     accelerator: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")
     starts: bool = False
 
 
-def checks(subject: Subject) -> list[Check]:
+def checks(subject: Subject) -> list[MachineCheck]:
     """Those that need nobody but this machine."""
     root, environ = subject.root, subject.environ
     return [
-        Check(software.CHECK, lambda: software.examine(root)),
+        MachineCheck(software.CHECK, lambda: software.examine(root)),
         *(_disk(folder) for folder in subject.folders),
-        Check(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
-        Check("limits", lambda: resources.examine_limits(subject.ranks, root)),
-        Check(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)),
-        Check(names.CHECK, lambda: names.examine(subject.several, environ)),
-        Check(names.REVERSE, names.reverse),
-        Check(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
-        Check("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
+        MachineCheck(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
+        MachineCheck("limits", lambda: resources.examine_limits(subject.ranks, root)),
+        MachineCheck(
+            resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)
+        ),
+        MachineCheck(names.CHECK, lambda: names.examine(subject.several, environ)),
+        MachineCheck(names.REVERSE, names.reverse),
+        MachineCheck(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
+        MachineCheck("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
     ]
 
 
-def _disk(folder: Folder) -> Check:
+def _disk(folder: JobFolder) -> MachineCheck:
     # A rank that touches a hanging file system cannot even be killed.
     late = State.FAILED if folder.needed else State.WARNING
-    return Check(folder.check, lambda: disk.examine(folder), late=late)
+    return MachineCheck(folder.check, lambda: disk.examine(folder), late=late)
 
 
 def _accelerator(subject: Subject) -> Iterable[Finding]:
@@ -93,7 +95,7 @@ def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
     ]
 
 
-def run(wanted: Sequence[Check]) -> list[Finding]:
+def run(wanted: Sequence[MachineCheck]) -> list[Finding]:
     """What the checks find, in their order. Blocks until each has ended or its limit is over; a
     thread that hangs in the kernel is left to itself."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
@@ -116,7 +118,9 @@ def run(wanted: Sequence[Check]) -> list[Finding]:
     return [finding for place in sorted(found) for finding in found[place]]
 
 
-def _look(place: int, check: Check, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
+def _look(
+    place: int, check: MachineCheck, done: queue.SimpleQueue[tuple[int, list[Finding]]]
+) -> None:
     try:
         findings = list(check.look())
     except Exception as wrong:  # a machine on which a check of ours fails can still train
@@ -125,7 +129,7 @@ def _look(place: int, check: Check, done: queue.SimpleQueue[tuple[int, list[Find
     done.put((place, findings))
 
 
-def _late(check: Check) -> Finding:
+def _late(check: MachineCheck) -> Finding:
     seen = f"no answer within {check.limit:g} s"
     todo = "look for what hangs: a file system that is gone, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

@@ -24,7 +24,7 @@ NO_INODES: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class JobFolder:
     """A folder of a job. `little`: free bytes below which there is a warning; `none`: below which
     no rank should be started. `needed`: ranks fail where nothing can be written there. `made`:
     whoever needs it makes it."""
@@ -44,27 +44,27 @@ class Folder:
 
 def folders(
     environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
-) -> list[Folder]:
+) -> list[JobFolder]:
     """Those of a job that is started with these settings. `log_dir`: None for one below the
     temporary folder."""
     try:
         temporary = environ.get("TMPDIR") or tempfile.gettempdir()
     except FileNotFoundError:  # none can be written to: the last that Python tries is this one
         temporary = os.getcwd()
-    found = [Folder("temporary", temporary, made=False)]
+    found = [JobFolder("temporary", temporary, made=False)]
     if log_dir and log_dir != os.devnull:
-        found.append(Folder("log", log_dir))
+        found.append(JobFolder("log", log_dir))
     if checkpoints:
-        found.append(Folder("checkpoint", checkpoints, little=10 * GIB, none=GIB))
+        found.append(JobFolder("checkpoint", checkpoints, little=10 * GIB, none=GIB))
     own = environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isdir(own):
         own = os.path.join("~", ".cache")
     # The master's record is here: a few megabytes, and a job runs without it.
     run = os.path.join(own, "elasticrun")
-    return [*found, Folder("run", run, little=64 * MIB, none=0, needed=False)]
+    return [*found, JobFolder("run", run, little=64 * MIB, none=0, needed=False)]
 
 
-def examine(folder: Folder) -> list[Finding]:
+def examine(folder: JobFolder) -> list[Finding]:
     """Whether a job can write there, and how much. Blocks as long as the file system does."""
     todo = f"give a folder that this user can write to ({_how(folder.role)})"
     try:

@@ -37,7 +37,7 @@ _MCE: Final = re.compile(r"\[Hardware Error\]: (?:Machine check|event severity: 
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class KernelLine:
     """One line of the log and its age in seconds."""
 
     age: float
@@ -88,7 +88,7 @@ def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Wor
     )
 
 
-def _records(root: Path, now: float | None) -> list[Record]:
+def _records(root: Path, now: float | None) -> list[KernelLine]:
     """OSError."""
     return list(read(root / "dev/kmsg", time.monotonic() if now is None else now))
 
@@ -97,7 +97,7 @@ def _why(wrong: OSError) -> str:
     return (wrong.strerror or str(wrong)).lower()
 
 
-def read(path: Path, now: float) -> Iterator[Record]:
+def read(path: Path, now: float) -> Iterator[KernelLine]:
     """The records that are there now; never waits for more. OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -106,7 +106,7 @@ def read(path: Path, now: float) -> Iterator[Record]:
         os.close(fd)
     for line in text.splitlines():
         if parts := _LINE.match(line):
-            yield Record(max(0.0, now - int(parts[1]) / 1e6), parts[2])
+            yield KernelLine(max(0.0, now - int(parts[1]) / 1e6), parts[2])
 
 
 def _pieces(fd: int) -> Iterator[bytes]:
@@ -125,14 +125,14 @@ def _pieces(fd: int) -> Iterator[bytes]:
         yield piece
 
 
-def _kills(records: list[Record]) -> Iterator[tuple[float, str, str]]:
+def _kills(records: list[KernelLine]) -> Iterator[tuple[float, str, str]]:
     """Age, process id and name of each process that was killed for want of memory."""
     for record in records:
         if m := _OOM.search(record.text):
             yield record.age, m[1], m[2]
 
 
-def _killed(records: list[Record]) -> Iterator[Finding]:
+def _killed(records: list[KernelLine]) -> Iterator[Finding]:
     kills = list(_kills(records))
     if kills:
         age, pid, name = min(kills)
@@ -144,7 +144,7 @@ def _killed(records: list[Record]) -> Iterator[Finding]:
         )
 
 
-def _xids(records: list[Record]) -> Iterator[Finding]:
+def _xids(records: list[KernelLine]) -> Iterator[Finding]:
     """One finding for each GPU and Xid, at most sixteen."""
     latest: dict[tuple[str, int], list[float]] = {}
     for record in records:
@@ -162,7 +162,7 @@ def _xids(records: list[Record]) -> Iterator[Finding]:
         )
 
 
-def _machine_checks(records: list[Record]) -> Iterator[Finding]:
+def _machine_checks(records: list[KernelLine]) -> Iterator[Finding]:
     ages = [record.age for record in records if _MCE.search(record.text)]
     if ages:
         yield warning(

@@ -14,6 +14,7 @@ brain said it (decision 012); events are taken in meanwhile, and beats are echoe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -25,42 +26,12 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from elasticrun.config import BEAT_INTERVAL
-from elasticrun.core.events import (
-    Attached,
-    Detached,
-    Hangup,
-    Heard,
-    JobEffect,
-    JobEvent,
-    JobOver,
-    Note,
-    Overslept,
-    Record,
-    Tell,
-    Tick,
-)
+from elasticrun.core import events
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
+from elasticrun.wire import messages as m
 from elasticrun.wire.bounds import WireError
-from elasticrun.wire.messages import (
-    Beat,
-    CommitCheckpoint,
-    Echo,
-    Holder,
-    Holdings,
-    JobStatus,
-    Order,
-    Persist,
-    PersistOver,
-    Probed,
-    RanksFailed,
-    Replicate,
-    Report,
-    Start,
-    Steps,
-    Welcome,
-)
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import RoundName
 
@@ -87,22 +58,22 @@ MAX_ORDERS: Final = 32_768
 the stream is closed, and the agent, when it dials anew, asks again."""
 
 
-class Brain(Protocol):
+class JobBrain(Protocol):
     """What the loop needs of `core.job.Job`."""
 
-    def step(self, event: JobEvent, now: float) -> list[JobEffect]: ...
+    def step(self, event: events.JobEvent, now: float) -> list[events.JobEffect]: ...
 
     def next_deadline(self) -> float | None: ...
 
-    def status(self) -> JobStatus: ...
+    def status(self) -> m.JobStatus: ...
 
 
 class Tracer(Protocol):
     """Who writes down what the brain took in and said (`trace/writer.py`)."""
 
-    def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None: ...
+    def took(self, event: events.JobEvent, now: float, effects: list[events.JobEffect]) -> None: ...
 
-    def raised(self, event: JobEvent, now: float, fault: Exception) -> None: ...
+    def raised(self, event: events.JobEvent, now: float, fault: Exception) -> None: ...
 
 
 class BrainFault(RuntimeError):
@@ -126,49 +97,48 @@ class Loop:
 
     def __init__(
         self,
-        brain: Brain,
+        brain: JobBrain,
         *,
         job_id: str = "",
-        on_over: Callable[[JobOver], None],
         clock: Callable[[], float] = time.monotonic,
         store: FactStore | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._brain = brain
         self._job_id = job_id
-        self._on_over = on_over
+        self.on_over: Callable[[events.JobOver], object] = lambda _: None
+        """Called when the brain says how the job has ended."""
         self.figures = Figures(clock)
         self._clock = clock
-        self._inbox: deque[JobEvent] = deque()
+        self._inbox: deque[events.JobEvent] = deque()
         self._wake = asyncio.Event()
         self._boxes: dict[int, Mailbox] = {}
         self._store = store
         self._tracer = tracer
-        self._line: deque[JobEffect | _Fence] = deque()  # begins with a fence, or is empty
+        self._line: deque[events.JobEffect | _Fence] = deque()  # begins with a fence, or is empty
         self._faults = 0
         self._paced = False  # whether there ever were so many streams that they beat less often
-        self._picture: JobStatus | None = None
+        self._picture: m.JobStatus | None = None
         self._fresh_until = 0.0
         self.status_url = ""
         """Told to agents in Welcome; "" without a status page."""
 
     # ------------------------------------------------------------ what handlers call
 
-    def attach(self, event: Attached, box: Mailbox) -> None:
+    def attach(self, event: events.Attached, box: Mailbox) -> None:
         """A stream said Hello: its orders go to `box` from now on."""
         self._boxes[event.session] = box
         self.put(event)
 
-    def put(self, event: JobEvent) -> None:
+    def put(self, event: events.JobEvent) -> None:
         """Queue an event. Each session bounds how many of its own wait here."""
         self._inbox.append(event)
         self._wake.set()
 
-    def status(self) -> JobStatus:
+    def status(self) -> m.JobStatus:
         """The brain's picture; at most a twentieth of the loop's time goes into making it."""
-        if why := self._held_up():
-            return replace(self._picture_now(), reason=why)
-        return self._picture_now()
+        picture, why = self._picture_now(), self._held_up()
+        return replace(picture, reason=why) if why else picture
 
     def fall_silent(self) -> None:
         """Nobody is told anything more: another master decides."""
@@ -186,7 +156,7 @@ class Loop:
             return ""
         return f"orders wait for the job's record, which has not been written for {waited:.0f} s"
 
-    def _picture_now(self) -> JobStatus:
+    def _picture_now(self) -> m.JobStatus:
         if self._picture is None or self._clock() >= self._fresh_until:
             began = self._clock()
             picture = self._brain.status()
@@ -204,49 +174,40 @@ class Loop:
         when what it says does not get out."""
         deadline = self._brain.next_deadline()
         if deadline is not None and deadline <= (now := self._clock()):
-            self._step(Tick(), now)  # the brain has a record to take up: nobody has overslept
+            self._step(events.Tick(), now)  # to take up a record: nobody has overslept
         while True:
             self._turn()
             if self._inbox:
                 await asyncio.sleep(0)  # writers and handlers first
-                continue
-            await self._sleep()
+            else:
+                await self._sleep()
 
     async def _sleep(self) -> None:
         """Until an event is put or the brain's deadline is due."""
         self._wake.clear()
         deadline = self._brain.next_deadline()
-        if deadline is None:
-            await self._wake.wait()
-            return
-        timer = asyncio.get_running_loop().call_later(
-            max(0.0, deadline - self._clock()), self._wake.set
-        )
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
+        wait = None if deadline is None else max(0.0, deadline - self._clock())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self._wake.wait()
 
     def _turn(self) -> None:
         now = self._clock()
         deadline = self._brain.next_deadline()
         if deadline is not None and now - deadline > OVERSLEPT:
-            self._step(Overslept(now - deadline), now)
+            self._step(events.Overslept(now - deadline), now)
         for _ in range(min(len(self._inbox), MAX_BATCH)):
             event = self._inbox.popleft()
             self._step(event, self._clock())
-            if isinstance(event, Detached):
+            if isinstance(event, events.Detached):
                 self._boxes.pop(event.session, None)
-            elif isinstance(event, Heard):
+            elif isinstance(event, events.Heard):
                 self.figures.heard(event.report)
-                if isinstance(event.report, Beat):  # says that this loop turns, as the Beat did
-                    self._tell((event.session,), Echo(event.report.number, self._pace()))
-        if self._inbox:
-            return
-        deadline = self._brain.next_deadline()
-        now = self._clock()
-        if deadline is not None and deadline <= now:
-            self._step(Tick(), now)
+                if isinstance(event.report, m.Beat):  # says that this loop turns, as the Beat did
+                    self._tell((event.session,), m.Echo(event.report.number, self._pace()))
+        deadline, now = self._brain.next_deadline(), self._clock()
+        if not self._inbox and deadline is not None and deadline <= now:
+            self._step(events.Tick(), now)
 
     def _pace(self) -> float:
         """What an Echo says of the beats to come. In a job that grows each node was told, when it
@@ -255,7 +216,7 @@ class Loop:
         self._paced = self._paced or pace > BEAT_INTERVAL
         return pace if self._paced else 0.0
 
-    def _step(self, event: JobEvent, now: float) -> None:
+    def _step(self, event: events.JobEvent, now: float) -> None:
         try:
             effects = self._brain.step(event, now)
         except Exception as fault:
@@ -268,20 +229,20 @@ class Loop:
         for effect in effects:
             self._in_turn(effect)
 
-    def _faulted(self, event: JobEvent, fault: Exception) -> None:
+    def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
         """An event that the brain cannot take is a defect of ours, yet no reason to end a job."""
         self._faults += 1
         logger.error("a defect: %s while handling %s", fault, event, exc_info=fault)
         if self._faults >= MAX_FAULTS:
             raise BrainFault(f"{self._faults} events could not be handled, the last: {fault}")
-        if isinstance(event, Heard | Attached):
+        if isinstance(event, events.Heard | events.Attached):
             self._hang_up(event.session)
 
     # ------------------------------------------------------------ effects
 
-    def _in_turn(self, effect: JobEffect) -> None:
+    def _in_turn(self, effect: events.JobEffect) -> None:
         """Carry an effect out, or have it wait behind the facts that were recorded before it."""
-        if isinstance(effect, Record):
+        if isinstance(effect, events.Record):
             if self._store is not None:
                 fence = _Fence(self._clock())
                 self._line.append(fence)
@@ -298,32 +259,30 @@ class Loop:
         fence.durable = True
         while self._line:
             first = self._line[0]
-            if isinstance(first, _Fence):
-                if not first.durable:
-                    return
-                self._line.popleft()
-            else:
-                self._line.popleft()
+            if isinstance(first, _Fence) and not first.durable:
+                return
+            self._line.popleft()
+            if not isinstance(first, _Fence):
                 self._perform(first)
 
-    def _perform(self, effect: JobEffect) -> None:
+    def _perform(self, effect: events.JobEffect) -> None:
         match effect:
-            case Tell():
+            case events.Tell():
                 self._tell(effect.sessions, effect.order)
-            case Hangup():
+            case events.Hangup():
                 self._hang_up(effect.session)
-            case Note():
+            case events.Note():
                 logger.log(LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
-            case JobOver():
-                self._on_over(effect)
+            case events.JobOver():
+                self.on_over(effect)
 
-    def _tell(self, sessions: tuple[int, ...], order: Order) -> None:
+    def _tell(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():
             return  # asked at the last moment: we may have been stopped since we decided
-        if isinstance(order, Welcome) and not order.status_url:
+        if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
             order = replace(order, status_url=self.status_url, clock_us=clock_us)
-        elif isinstance(order, Start):
+        elif isinstance(order, m.Start):
             self.figures.started(order.round, order.group_world_size)
         try:
             data = protobuf.order_to_wire(order)
@@ -343,16 +302,16 @@ class Loop:
 # ---------------------------------------------------------------- orders that wait
 
 
-def subject(order: Order) -> str:
+def subject(order: m.Order) -> str:
     """What an order is about: another of the same subject takes its place."""
     kind = type(order).__name__
-    if isinstance(order, Persist | CommitCheckpoint):
+    if isinstance(order, m.Persist | m.CommitCheckpoint):
         return f"{kind} {order.attempt}"
-    if isinstance(order, PersistOver):
+    if isinstance(order, m.PersistOver):
         return f"{kind} {order.attempt or f'{order.round} {order.step}'}"
-    if isinstance(order, Holder):
+    if isinstance(order, m.Holder):
         return f"{kind} {order.round} {order.step} {order.rank}"
-    if isinstance(order, Replicate):
+    if isinstance(order, m.Replicate):
         return f"{kind} {order.saver}"
     return kind
 
@@ -442,16 +401,16 @@ class Figures:
             self._round, self._since = name, self._clock()
             self.rounds += 1
 
-    def heard(self, report: Report) -> None:
+    def heard(self, report: m.Report) -> None:
         """A report reached the brain."""
-        if isinstance(report, Probed):
+        if isinstance(report, m.Probed):
             self.probes += 1
-        elif isinstance(report, Steps):
+        elif isinstance(report, m.Steps):
             self._came_to(report.round, report.step)
-        elif isinstance(report, Holdings):
+        elif isinstance(report, m.Holdings):
             for held in report.held:
                 self._came_to(held.round, held.step)
-        if not isinstance(report, RanksFailed):
+        if not isinstance(report, m.RanksFailed):
             return
         if report.round != self._failed_in:
             self._failed_in = report.round
@@ -466,16 +425,12 @@ class Figures:
         if self._round in (None, name) and (name != self._stepped_in or step > self._step):
             self._step, self._stepped, self._stepped_in = step, self._clock(), name
 
-    def shown(self, picture: JobStatus) -> JobStatus:
+    def shown(self, picture: m.JobStatus) -> m.JobStatus:
         """The brain's picture, with the step and the ages of this moment."""
         now = self._clock()
-        since = 0.0 if self._step < 0 else now - self._stepped
-        return replace(
-            picture,
-            step=self._step,
-            step_age=max(0.0, since),
-            age=max(0.0, now - self.began),
-        )
+        since = 0.0 if self._step < 0 else max(0.0, now - self._stepped)
+        age = max(0.0, now - self.began)
+        return replace(picture, step=self._step, step_age=since, age=age)
 
     def round_age(self) -> float | None:
         """Seconds since the newest round started; None before the first."""

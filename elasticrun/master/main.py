@@ -47,7 +47,7 @@ from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
-from elasticrun.master.loop import Brain, BrainFault, Loop, RecordStuck
+from elasticrun.master.loop import BrainFault, JobBrain, Loop, RecordStuck
 from elasticrun.master.page import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -156,24 +156,15 @@ class Lifetime:
     signal     SIGTERM or SIGINT to a master that was started by hand
     """
 
-    def __init__(
-        self,
-        config: MasterConfig,
-        *,
-        hosted: bool,
-        dialling: Callable[[], bool],
-        several: Callable[[], bool],
-    ) -> None:
-        """`dialling`: whether an agent whose stream broke may still come back; `several`: whether
-        more than one node ever attached."""
+    def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[tuple[int, str]] = self._loop.create_future()
         """Exit code and the sentence for the log."""
+        self.streams: Servicer | None = None
+        """Those of the agents, once the port is open to them."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
         self._lost = spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT
-        self._dialling = dialling
-        self._several = several
         self._attached = 0
         self._outcome: JobOver | None = None
         self._missed = False
@@ -187,7 +178,8 @@ class Lifetime:
         """So many agents are attached now."""
         self._attached = attached
         if self._outcome is not None:
-            if not attached and not self._missed and not self._dialling():
+            dialling = self.streams is not None and self.streams.may_come_back()
+            if not attached and not self._missed and not dialling:
                 self._end(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
@@ -254,7 +246,8 @@ class Lifetime:
             return
         if self._orphan:
             # Other nodes, if there ever were any, may only have lost their streams for a moment.
-            wait = REATTACH_GRACE if self._several() else OWNER_GONE
+            several = self.streams is not None and len(self.streams.nodes) > 1
+            wait = REATTACH_GRACE if several else OWNER_GONE
             self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
         else:
             code = code_of(Ending.TOO_FEW)
@@ -276,7 +269,9 @@ class Lifetime:
 class Master:
     """Everything one job needs, put together and taken down."""
 
-    def __init__(self, config: MasterConfig, *, hosted: bool, brain: Brain | None = None) -> None:
+    def __init__(
+        self, config: MasterConfig, *, hosted: bool, brain: JobBrain | None = None
+    ) -> None:
         self._config = config
         self._hosted = hosted
         self._brain = brain
@@ -290,15 +285,7 @@ class Master:
         """Serve; the exit code. ListenError if the port cannot be had, StoreRefused if the record
         cannot, BrainFault on a defect."""
         config = self._config
-        life = Lifetime(
-            config,
-            hosted=self._hosted,
-            dialling=lambda: any(
-                node.state == "suspect" and node.node in servicer.broken
-                for node in loop.status().nodes
-            ),
-            several=lambda: len(servicer.nodes) > 1,
-        )
+        life = Lifetime(config, hosted=self._hosted)
         self._watch(life)
         # The port first: whoever holds it is this job's master, and the record is that one's.
         silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
@@ -313,14 +300,9 @@ class Master:
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
-        loop = Loop(
-            brain,
-            job_id=config.job_id,
-            on_over=life.over,
-            store=records.store,
-            tracer=records.trace,
-        )
-        servicer = Servicer(
+        loop = Loop(brain, job_id=config.job_id, store=records.store, tracer=records.trace)
+        loop.on_over = life.over
+        servicer = life.streams = Servicer(
             loop, config.job_id, token=config.token, term=self._term, on_count=life.counted
         )
         page = StatusPage(loop)
@@ -372,7 +354,7 @@ class Master:
         finally:
             turning.cancel()
 
-    async def _remember(self, records: Records, port: int, life: Lifetime) -> Brain:
+    async def _remember(self, records: Records, port: int, life: Lifetime) -> JobBrain:
         """The brain, with what the master before this one has left to it."""
         facts = await records.open(port)
         if self._brain is not None:
@@ -398,7 +380,7 @@ class Master:
             life.was_over(JobOver(facts.outcome.exit_code, facts.outcome.reason))
         return brain
 
-    def _job(self, facts: Facts | None) -> Brain:
+    def _job(self, facts: Facts | None) -> JobBrain:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
     def _open(self, page: StatusPage) -> int:

@@ -29,22 +29,9 @@ from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.system.network import mtu_to
+from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Denied, Doorkeeper, OutOfTurn
 from elasticrun.wire.bounds import WireError
-from elasticrun.wire.messages import (
-    PROTOCOL_VERSION,
-    Beat,
-    Echo,
-    Hello,
-    JobStatus,
-    Knock,
-    Proof,
-    Reached,
-    ReachMe,
-    Refused,
-    Report,
-    Role,
-)
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.channel import grpc
 
@@ -146,7 +133,7 @@ class Servicer:
         self._refusals = Refusals()
         self._listening = Listening()
         self._sessions = itertools.count(1)
-        self._page: tuple[JobStatus, bytes] | None = None
+        self._page: tuple[m.JobStatus, bytes] | None = None
         self._reaching = 0
         self.attached = 0
         """Streams that have said Hello and still stand."""
@@ -154,6 +141,11 @@ class Servicer:
         """Node ids that ever attached, two at most: enough to tell one from several."""
         self.broken: set[str] = set()
         """Nodes whose last stream broke: they may be dialling, and have not heard the latest."""
+
+    def may_come_back(self) -> bool:
+        """Whether an agent whose stream broke may be dialling still."""
+        nodes = self._loop.status().nodes
+        return any(node.state == "suspect" and node.node in self.broken for node in nodes)
 
     @property
     def unproved(self) -> int:
@@ -164,20 +156,20 @@ class Servicer:
 
     async def status(self, context: Any) -> None:
         """One reader, from its knock to the page."""
-        await self._received(context, Role.READER, protobuf.answer_to_wire, self._show)
+        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._show)
 
     async def reach(self, context: Any) -> None:
         """One reader that wants to be dialled."""
-        await self._received(context, Role.READER, protobuf.answer_to_wire, self._dial)
+        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._dial)
 
     async def attend(self, context: Any) -> None:
         """One agent's stream, from its first byte to its end."""
-        await self._received(context, Role.AGENT, protobuf.order_to_wire, self._serve)
+        await self._received(context, m.Role.AGENT, protobuf.order_to_wire, self._serve)
 
     async def _received(
         self,
         context: Any,
-        role: Role,
+        role: m.Role,
         encode: Callable[[Any], bytes],
         serve: Callable[[Any, Doorkeeper], Awaitable[None]],
     ) -> None:
@@ -188,7 +180,7 @@ class Servicer:
             await serve(context, keeper)
         except Denied as denied:
             self._refusals.add(denied.word)
-            order = Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
+            order = m.Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(context.write(encode(order)), FLUSH_LIMIT)
         except Wrong as wrong:
@@ -224,7 +216,7 @@ class Servicer:
         # Who says no more takes a place among the pending and none here.
         async with self._pending.step(lambda: "ReachMe"):
             asked = await _first(context, "ReachMe")
-        if not isinstance(asked, ReachMe):
+        if not isinstance(asked, m.ReachMe):
             raise Wrong(f"{type(asked).__name__} came in the place of ReachMe")
         if self._reaching >= MAX_REACHING:
             reason = f"this master dials {MAX_REACHING} others already"
@@ -262,7 +254,7 @@ class Servicer:
             if reader.done():
                 # gRPC reads the same end whether the agent closed its side or its host vanished.
                 # What is written now arrives in the first case and raises in the second.
-                box.put("Echo", protobuf.order_to_wire(Echo(reader.result())))
+                box.put("Echo", protobuf.order_to_wire(m.Echo(reader.result())))
                 box.close()
                 await asyncio.wait((writer,))
             # The writer ends well when it was told to and every order is on its way.
@@ -298,11 +290,11 @@ class Servicer:
                 report = protobuf.report_from_wire(data)
             except WireError as wrong:
                 raise Wrong(str(wrong)) from None
-            if isinstance(report, Hello | Knock | Proof):
+            if isinstance(report, m.Hello | m.Knock | m.Proof):
                 raise Wrong(f"a second {type(report).__name__} on one stream")
-            if isinstance(report, ReachMe):
+            if isinstance(report, m.ReachMe):
                 raise Wrong("ReachMe is what a reader says, not an agent")
-            if isinstance(report, Beat):
+            if isinstance(report, m.Beat):
                 last = report.number
             self._loop.put(Heard(session, report))
             self._listening.heard()
@@ -315,7 +307,7 @@ class Servicer:
         return last
 
 
-async def _first(context: Any, awaited: str) -> Report:
+async def _first(context: Any, awaited: str) -> m.Report:
     """The next message of an introduction. Wrong; Denied for another protocol."""
     data = await context.read()
     if data is grpc.aio.EOF:
@@ -326,7 +318,7 @@ async def _first(context: Any, awaited: str) -> Report:
         raise Denied(
             f"this agent is elasticrun {other.version or '(unknown)'} with protocol "
             f"{other.protocol}, the master is elasticrun {__version__} with protocol "
-            f"{PROTOCOL_VERSION}: install one version on all nodes"
+            f"{m.PROTOCOL_VERSION}: install one version on all nodes"
         ) from None
     except WireError as wrong:
         raise Wrong(str(wrong)) from None
@@ -458,7 +450,7 @@ def peer_address(peer: str) -> str:
     return host.removeprefix("::ffff:") if "." in host else host
 
 
-async def reach(peer: str, asked: ReachMe) -> Reached:
+async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
     """Dial the peer as it asks (`elasticrun doctor`): whether this host can dial a reader's own.
     The one place where the master opens a connection.
 
@@ -469,7 +461,7 @@ async def reach(peer: str, asked: ReachMe) -> Reached:
     began = time.time_ns()
     address = peer_address(peer)
     reason = await _why_not(address, asked) if address else "its address is not known here"
-    return Reached(
+    return m.Reached(
         ok=not reason,
         reason=reason,
         address=address,
@@ -480,7 +472,7 @@ async def reach(peer: str, asked: ReachMe) -> Reached:
     )
 
 
-async def _why_not(address: str, asked: ReachMe) -> str:
+async def _why_not(address: str, asked: m.ReachMe) -> str:
     """What keeps the nonce from being read there, "" if it was."""
     writer: asyncio.StreamWriter | None = None
     try:

@@ -111,7 +111,7 @@ def _group(version: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict
 UID_LABEL: Final = "batch.kubernetes.io/controller-uid"
 
 
-class Place(NamedTuple):
+class PodNames(NamedTuple):
     """Where pods are in DNS."""
 
     host0: str  # host name of the pod with index 0
@@ -124,7 +124,7 @@ def literal(text: str) -> str:
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
-def template(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
+def template(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
     """The pod template of the Job."""
     labels = common_labels(wanted) | gang.pod_labels
     metadata: dict[str, Any] = {"labels": labels}
@@ -139,7 +139,7 @@ def common_labels(wanted: Pods) -> dict[str, str]:
     return ours | dict(wanted.labels)
 
 
-def arguments(wanted: Pods, place: Place) -> list[str]:
+def arguments(wanted: Pods, place: PodNames) -> list[str]:
     """The launcher's own words, then script and arguments."""
     launch = wanted.launch
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
@@ -151,7 +151,7 @@ def arguments(wanted: Pods, place: Place) -> list[str]:
     return [*words, *map(literal, launch.flags), *map(literal, launch.program)]
 
 
-def _spec(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
+def _spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
     spec: dict[str, Any] = {}
     if place.domain:
         spec["subdomain"] = place.domain
@@ -187,7 +187,7 @@ def _toleration(one: Any) -> dict[str, str]:
     return found | ({"effect": one.effect} if one.effect else {})
 
 
-def _container(wanted: Pods, place: Place) -> dict[str, Any]:
+def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
     made: dict[str, Any] = {
         "name": CONTAINER,
         "image": wanted.image,
@@ -239,7 +239,7 @@ SUCCESS_POLICY: Final = (1, 31)
 """From this version of Kubernetes on a Job may succeed with fewer indices than it has."""
 
 
-def job_spec(wanted: Pods, place: Place, gang: Gang) -> dict[str, Any]:
+def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
     """One index a node, replaced for as long as the master goes on; how the object itself begins
     and ends (`lifetime`) is not part of it."""
     count = wanted.replicas
@@ -347,7 +347,7 @@ def jobset_documents(wanted: Pods) -> list[dict[str, Any]]:
     checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{wanted.most_pods - 1}-abcde")
     metadata = common_metadata(wanted)
     extra = gang(wanted, metadata, of_a_set=True)
-    pods = job_spec(wanted, Place(f"{child}-0", ""), extra)
+    pods = job_spec(wanted, PodNames(f"{child}-0", ""), extra)
     spec = lifetime(wanted) | {
         "network": {
             "enableDNSHostnames": True,
@@ -392,6 +392,6 @@ def job_documents(wanted: Pods) -> list[dict[str, Any]]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": labelled(wanted, extra),
-        "spec": lifetime(wanted) | job_spec(wanted, Place(f"{name}-0", name), extra),
+        "spec": lifetime(wanted) | job_spec(wanted, PodNames(f"{name}-0", name), extra),
     }
     return [*rights(wanted, name), service, *extra.documents, made]

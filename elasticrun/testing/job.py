@@ -17,24 +17,12 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Final, Literal, overload
 
-from elasticrun.testing import page, processes
+from elasticrun.testing import page, processes, steps
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Lab
-from elasticrun.testing.node import ELASTICRUN, Node, Plan, environment
-from elasticrun.testing.processes import Deadline, Watch
-from elasticrun.testing.steps import (
-    STEP_LOG,
-    STEP_NODE,
-    Step,
-    StepLog,
-    World,
-    candidates,
-    earliest,
-    gap,
-    overlap,
-    story,
-    worlds,
-)
+from elasticrun.testing.node import ELASTICRUN, JobNode, JobPlan, environment
+from elasticrun.testing.processes import Deadline, Waiter
+from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, World
 from elasticrun.wire.messages import JobStatus
 
 KILL: Final = int(signal.SIGKILL)
@@ -114,7 +102,7 @@ def start(
     other nodes may be on their way. ValueError for what can never run, JobError when it does not
     start.
     """
-    plan = Plan(
+    plan = JobPlan(
         script=str(script),
         args=tuple(map(str, args)),
         nnodes=str(nnodes),
@@ -140,11 +128,13 @@ class ElasticJob:
     where a method has it: the job's own where none is given; JobError when what is waited for has
     not come by then, or when every agent has ended. `since`: see the module's head."""
 
-    def __init__(self, plan: Plan, scratch: Path, *, hosts: bool, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, plan: JobPlan, scratch: Path, *, hosts: bool, timeout: float = TIMEOUT
+    ) -> None:
         self.timeout = timeout
         """Seconds that anything awaited may take where no other limit is given."""
-        self.nodes: list[Node] = []
-        self.master_node: Node | None = None
+        self.nodes: list[JobNode] = []
+        self.master_node: JobNode | None = None
         """The master that was started by hand."""
         self._plan = plan
         self._scratch = scratch
@@ -153,9 +143,9 @@ class ElasticJob:
         for folder in (self._consoles, self._log_folder):
             folder.mkdir()
         self._log = StepLog(str(self._log_folder / "steps.jsonl"))
-        self._said = Watch()  # what agents, ranks and masters say
+        self._said = Waiter()  # what agents, ranks and masters say
         self._said.folder(str(self._consoles))
-        self._stepped = Watch()
+        self._stepped = Waiter()
         self._stepped.folder(str(self._log_folder))
         self._runs: dict[Path, None] = {}
         self._closed = False
@@ -190,7 +180,7 @@ class ElasticJob:
         options: Sequence[str] = (),
         env: Mapping[str, object] | None = None,
         nproc_per_node: str | int | None = None,
-    ) -> Node:
+    ) -> JobNode:
         """Start one more agent, on a host of its own where nodes have hosts; the new node."""
         node = self._made(f"node{len(self.nodes)}")
         if not self.nodes and self.master_node is None:
@@ -208,7 +198,7 @@ class ElasticJob:
         self._start(node, command, node.env)
         return node
 
-    def restart_node(self, number: int) -> Node:
+    def restart_node(self, number: int) -> JobNode:
         """Start the agent of a node that has ended again: the same node, a new life."""
         node = self._node(number)
         if node.exit_code is None:
@@ -219,13 +209,13 @@ class ElasticJob:
         self._start(node, node.command, node.env)
         return node
 
-    def _made(self, name: str) -> Node:
+    def _made(self, name: str) -> JobNode:
         console = self._consoles / f"{name}.txt"
         console.touch()
         host = self.lab.add(name) if self.lab else None
-        return Node(name, f"{self._plan.job_id}.{name}", console, host)
+        return JobNode(name, f"{self._plan.job_id}.{name}", console, host)
 
-    def _start(self, node: Node, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def _start(self, node: JobNode, command: Sequence[str], env: Mapping[str, str]) -> None:
         own = self._scratch / (node.name if self.lab else "host")
         told = {**self._plan.env, **env, STEP_LOG: self._log.path}
         if node in self.nodes:
@@ -240,7 +230,7 @@ class ElasticJob:
         self._said.process(node.pid)
         self._stepped.process(node.pid)
 
-    def _await_master(self, node: Node) -> None:
+    def _await_master(self, node: JobNode) -> None:
         deadline = Deadline(self.timeout)
         while True:
             ended = node.exit_code
@@ -257,7 +247,7 @@ class ElasticJob:
         """The job as its master sees it. JobError where no master answers."""
         try:
             return page.status(self._runs)
-        except page.NoAnswer as error:
+        except page.NoPage as error:
             raise JobError(str(error)) from None
 
     def steps(self) -> list[Step]:
@@ -271,18 +261,18 @@ class ElasticJob:
 
     # ------------------------------------------------------------ for those who do things to it
 
-    def _everybody(self) -> list[Node]:
+    def _everybody(self) -> list[JobNode]:
         return [*self.nodes, *([self.master_node] if self.master_node else [])]
 
     def _over(self) -> bool:
         return bool(self.nodes) and all(node.exit_code is not None for node in self.nodes)
 
-    def _node(self, number: int) -> Node:
+    def _node(self, number: int) -> JobNode:
         if not 0 <= number < len(self.nodes):
             raise ValueError(f"there is no node {number}: {len(self.nodes)} were started, from 0")
         return self.nodes[number]
 
-    def _named(self, where: Where) -> Node:
+    def _named(self, where: Where) -> JobNode:
         if where != "master":
             return self._node(where)
         if self.master_node is None:
@@ -298,18 +288,18 @@ class ElasticJob:
 
     def one_world(self) -> None:
         """Assert that no two worlds of this job have completed steps at a time."""
-        if wrong := overlap(self.steps()):
+        if wrong := steps.overlap(self.steps()):
             raise JobError(f"two worlds at a time: {wrong}")
 
     def no_gap(self) -> None:
         """Assert that every step, from the first to the one before the last, was completed by all
         ranks of one world: the script took up its work where it had been saved."""
-        if wrong := gap(self.worlds()):
+        if wrong := steps.gap(self.worlds()):
             raise JobError(f"steps are missing: {wrong}")
 
     def worlds(self) -> list[World]:
         """The worlds that have completed a step so far, in the order of their first."""
-        return worlds(self.steps())
+        return steps.worlds(self.steps())
 
     def wait_for_world(
         self,
@@ -330,14 +320,17 @@ class ElasticJob:
         while True:
             over = self._over()
             found = self.worlds()
-            for world in candidates(found, round, since):
+            for world in steps.candidates(found, round, since):
                 if world_size in (None, world.world_size) and world.has_done(step):
                     return world
             if over or deadline.over():
                 size = "" if world_size is None else f" of {world_size} ranks"
                 what = "a step" if step is None else f"step {step}"
                 raise self._failed(
-                    f"a world{size} all of which completed {what}", over, deadline, story(found)
+                    f"a world{size} all of which completed {what}",
+                    over,
+                    deadline,
+                    steps.story(found),
                 )
             self._stepped.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
@@ -423,7 +416,7 @@ class ElasticJob:
         deadline = self._deadline(timeout)
         while True:
             over = self._over()
-            if found := earliest(self.steps(), step, world_size, since):
+            if found := steps.earliest(self.steps(), step, world_size, since):
                 return found
             if over or deadline.over():
                 size = "" if world_size is None else f" of a world of {world_size}"
@@ -634,7 +627,7 @@ class ElasticJob:
             return ""
         self._closed = True
         try:
-            complaints = [*self._leftovers(), overlap(self.steps())]
+            complaints = [*self._leftovers(), steps.overlap(self.steps())]
         finally:
             self._remove()
         return "; ".join(filter(None, complaints))

@@ -47,7 +47,7 @@ MOST_BEHIND: Final = 0.2
 
 
 @dataclass
-class Line:
+class HostLine:
     """The rules of one host's line."""
 
     near: int
@@ -103,8 +103,8 @@ class Relay:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
-        self._lines: dict[int, Line] = {}
-        self._ends: dict[int, tuple[Line, bool]] = {}
+        self._lines: dict[int, HostLine] = {}
+        self._ends: dict[int, tuple[HostLine, bool]] = {}
         self._due: list[tuple[float, int, int, bytes]] = []  # when, order, to whom, frame
         self._order = itertools.count()
 
@@ -139,7 +139,7 @@ class Relay:
         os.write(1, answer.encode() + b"\n")
 
     def _add(self, host: int) -> None:
-        line = Line(_tap(f"near{host}"), _tap(f"far{host}"))
+        line = HostLine(_tap(f"near{host}"), _tap(f"far{host}"))
         self._lines[host] = line
         self._ends[line.near] = (line, False)
         self._ends[line.far] = (line, True)

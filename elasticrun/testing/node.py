@@ -73,7 +73,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
     return {**environ, **plugin.named(environ)}
 
 
-class Node:
+class JobNode:
     """An agent (or a master by hand) that a test has started, and what it started in its turn."""
 
     def __init__(self, name: str, mark: str, console: Path, host: Host | None) -> None:
@@ -183,7 +183,7 @@ _used: Final[set[int]] = set()
 
 
 @dataclass
-class Plan:
+class JobPlan:
     """One job; `place` says where its master is before a command is asked for."""
 
     script: str

@@ -33,7 +33,7 @@ MAX_PAGE: Final = 64 * 1024 * 1024
 CLONE_NEWNET: Final = 0x4000_0000
 
 
-class NoAnswer(Exception):
+class NoPage(Exception):
     """No master's page answers; the text is a sentence."""
 
 
@@ -45,9 +45,9 @@ def masters(folders: Iterable[Path]) -> list[Published]:
 def ask(master: Published) -> JobStatus:
     """The job as this master sees it. NoAnswer."""
     if not master.status_url:
-        raise NoAnswer(f"the master of process {master.pid} has no status page")
+        raise NoPage(f"the master of process {master.pid} has no status page")
     if state(master.pid) == "T":
-        raise NoAnswer(f"the master of process {master.pid} is stopped")
+        raise NoPage(f"the master of process {master.pid} is stopped")
     where = urlsplit(master.status_url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=ANSWER_LIMIT)
     try:
@@ -57,10 +57,10 @@ def ask(master: Published) -> JobStatus:
         answer = connection.getresponse()
         body = answer.read(MAX_PAGE)
         if answer.status != 200:
-            raise NoAnswer(f"the status page answers {answer.status}")
+            raise NoPage(f"the status page answers {answer.status}")
         return parse(json.loads(body))
     except (OSError, http.client.HTTPException, ValueError, msgspec.ValidationError) as error:
-        raise NoAnswer(f"no status page at {master.status_url}: {error}") from None
+        raise NoPage(f"no status page at {master.status_url}: {error}") from None
     finally:
         connection.close()
 
@@ -103,10 +103,10 @@ def status(folders: Iterable[Path]) -> JobStatus:
     for master in masters(folders):
         try:
             found.append(ask(master))
-        except NoAnswer as error:
+        except NoPage as error:
             reasons.append(str(error))
     if not found:
-        raise NoAnswer(reasons[0] if reasons else "no master has published itself yet")
+        raise NoPage(reasons[0] if reasons else "no master has published itself yet")
     return max(
         found, key=lambda page: (page.round.term, page.round.number) if page.round else (0, 0)
     )

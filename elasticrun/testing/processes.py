@@ -182,7 +182,7 @@ def await_end(pids: Iterable[int], limit: float) -> set[int]:
             os.close(fd)
 
 
-class Watch:
+class Waiter:
     """Wakes when something in the watched folders is written, made or removed, or a watched
     process ends. OSError where the kernel has no inotify (instance) to give."""
 

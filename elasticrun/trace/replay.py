@@ -23,30 +23,12 @@ from typing import Any, BinaryIO, Final
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.core.events import (
-    Attached,
-    Detached,
-    Hangup,
-    Heard,
-    JobEffect,
-    JobEvent,
-    JobOver,
-    Note,
-    Overslept,
-    Record,
-    Tell,
-)
+from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.trace.words import (
-    TRACE_VERSION,
-    effect_in_words,
-    event_from_plain,
-    facts_in_words,
-    in_words,
-)
+from elasticrun.trace import words
 from elasticrun.trace.writer import FILE, OLDER
-from elasticrun.wire.messages import Beat, JobSpec, RoundReport, Start, Welcome
+from elasticrun.wire import messages as m
 from elasticrun.wire.records import typed
 
 MAX_LINE: Final = 64 * 1024 * 1024
@@ -75,19 +57,19 @@ class NoTrace(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class TraceHead:
     """A master begins, or the ring's next file does."""
 
     version: str
     job_id: str
     term: int
-    spec: JobSpec | None
+    spec: m.JobSpec | None
     facts: Facts | None
     at: float
     wall: str
     midst: bool = False
     facts_age: float = 0.0
-    streams: tuple[Attached, ...] = ()
+    streams: tuple[events.Attached, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +77,7 @@ class Step:
     """The brain took something in; what it said, in words, and what it raised, if it did."""
 
     at: float
-    event: JobEvent
+    event: events.JobEvent
     minted: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     raised: str = ""
@@ -109,7 +91,7 @@ class Gap:
     cut: bool = False
 
 
-Item = Head | Step | Gap
+Item = TraceHead | Step | Gap
 
 
 def read(path: Path) -> Iterator[Item]:
@@ -141,7 +123,7 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
             cut = not line.endswith(b"\n") or _is_cut(file)
             yield Gap(f"line {number} of {path.name} {_damage(wrong, cut)}", cut)
             continue
-        if first and not (items and isinstance(items[0], Head)):
+        if first and not (items and isinstance(items[0], TraceHead)):
             raise NoTrace(f"{path} is no trace: it does not begin with a master's head")
         first = False
         yield from items
@@ -173,36 +155,38 @@ def _items(line: Any) -> Iterator[Item]:
         yield _head(line)
     elif "beats" in line:
         for at, session, number in line["beats"]:
-            yield Step(typed(at, float), Heard(typed(session, int), Beat(typed(number, int))))
+            yield Step(
+                typed(at, float), events.Heard(typed(session, int), m.Beat(typed(number, int)))
+            )
     elif "dropped" in line:
         yield Gap(f"{typed(line['dropped'], int)} events were not written here: the disk was slow")
     else:
         yield Step(
             typed(line.get("t"), float),
-            event_from_plain(line.get("e")),
+            words.event_from_plain(line.get("e")),
             typed(line.get("mint", []), tuple[str, ...]),
             typed(line.get("do", []), tuple[str, ...]),
             typed(line.get("raised", ""), str),
         )
 
 
-def _head(line: dict[str, Any]) -> Head:
-    if line["trace"] != TRACE_VERSION:
+def _head(line: dict[str, Any]) -> TraceHead:
+    if line["trace"] != words.TRACE_VERSION:
         raise ValueError(
-            f"it is of version {line['trace']!r}, and this elasticrun reads {TRACE_VERSION}"
+            f"it is of version {line['trace']!r}, and this elasticrun reads {words.TRACE_VERSION}"
         )
-    streams = [event_from_plain(stream) for stream in line.get("streams", [])]
-    return Head(
+    streams = [words.event_from_plain(stream) for stream in line.get("streams", [])]
+    return TraceHead(
         version=typed(line.get("version"), str),
         job_id=typed(line.get("job"), str),
         term=typed(line.get("term"), int),
-        spec=typed(line.get("spec"), JobSpec | None),
+        spec=typed(line.get("spec"), m.JobSpec | None),
         facts=typed(line.get("facts"), Facts | None),
         at=typed(line.get("t"), float),
         wall=typed(line.get("wall", ""), str),
         midst=typed(line.get("midst", False), bool),
         facts_age=typed(line.get("facts_age", 0.0), float),
-        streams=tuple(stream for stream in streams if isinstance(stream, Attached)),
+        streams=tuple(stream for stream in streams if isinstance(stream, events.Attached)),
     )
 
 
@@ -222,7 +206,7 @@ def replay(path: Path, wanted: Wanted, out: Callable[[str], None]) -> int:
     """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace."""
     player = _Player(wanted, out)
     for item in read(path):
-        if isinstance(item, Head):
+        if isinstance(item, TraceHead):
             player.head(item)
         elif isinstance(item, Step):
             player.step(item)
@@ -248,7 +232,7 @@ class _Player:
 
     # ------------------------------------------------------------ what the trace says
 
-    def head(self, head: Head) -> None:
+    def head(self, head: TraceHead) -> None:
         """Begin a brain as that master did, unless this is only the ring's next file."""
         if head.midst and self._brain is not None and head.term == self._term:
             return
@@ -275,17 +259,17 @@ class _Player:
         self._now = step.at
         self._steps += 1
         self._nonces.extend(step.minted)
-        if isinstance(step.event, Attached):
+        if isinstance(step.event, events.Attached):
             self._nodes[step.event.session] = step.event.hello.node
         raised = ""
-        effects: list[JobEffect] = []
+        effects: list[events.JobEffect] = []
         try:
             effects = self._brain.step(step.event, step.at)
         except Exception as fault:  # as it did then
             raised = f"{type(fault).__name__}: {fault}"
         self._show(step, effects, raised)
         self._compare(step, effects, raised)
-        if isinstance(step.event, Detached):
+        if isinstance(step.event, events.Detached):
             self._nodes.pop(step.event.session, None)
 
     def gap(self, gap: Gap) -> None:
@@ -315,7 +299,7 @@ class _Player:
 
     # ------------------------------------------------------------ printing
 
-    def _show(self, step: Step, effects: list[JobEffect], raised: str) -> None:
+    def _show(self, step: Step, effects: list[events.JobEffect], raised: str) -> None:
         at = step.at - (self._origin or 0.0)
         if at < self._wanted.since:
             return
@@ -340,34 +324,36 @@ class _Player:
             self._out(f"{stamp}{cause:<{CAUSE_WIDTH}}  {_ROUND_NAME.sub('', line)}")
             stamp, cause = " " * len(stamp), ""
 
-    def _concerns(self, step: Step, effects: list[JobEffect], lines: list[str]) -> bool:
+    def _concerns(self, step: Step, effects: list[events.JobEffect], lines: list[str]) -> bool:
         name = self._wanted.node
-        concerned = {s for effect in effects if isinstance(effect, Tell) for s in effect.sessions}
-        if isinstance(step.event, Attached | Heard | Detached):
+        concerned = {
+            s for effect in effects if isinstance(effect, events.Tell) for s in effect.sessions
+        }
+        if isinstance(step.event, events.Attached | events.Heard | events.Detached):
             concerned.add(step.event.session)
         if any(self._nodes.get(session) == name for session in concerned):
             return True
         return any(name in _words(line) for line in lines)
 
-    def _cause(self, event: JobEvent) -> str:
-        if isinstance(event, Attached):
+    def _cause(self, event: events.JobEvent) -> str:
+        if isinstance(event, events.Attached):
             attached = event.hello.attached
             back = "" if attached is None else f", in round {attached.round.number}"
             return f"{event.hello.node} attaches{back}"
-        if isinstance(event, Heard):
-            return f"{self._name(event.session)}: {in_words(event.report)}"
-        if isinstance(event, Detached):
+        if isinstance(event, events.Heard):
+            return f"{self._name(event.session)}: {words.in_words(event.report)}"
+        if isinstance(event, events.Detached):
             how = "hangs up" if event.clean else "stream broke"
             return f"{self._name(event.session)}: {how}"
-        if isinstance(event, Overslept):
+        if isinstance(event, events.Overslept):
             return f"the loop was {event.by:.1f} s late"
         return "(a deadline)"
 
-    def _decisions(self, effects: list[JobEffect]) -> Iterator[str]:
+    def _decisions(self, effects: list[events.JobEffect]) -> Iterator[str]:
         for kind, group in groupby(effects, _kind):
             same = list(group)
-            tells = [effect for effect in same if isinstance(effect, Tell)]
-            if kind is Welcome:
+            tells = [effect for effect in same if isinstance(effect, events.Tell)]
+            if kind is m.Welcome:
                 continue
             if len(tells) > MOST_NAMED:
                 yield self._told_in_short(tells)
@@ -375,23 +361,23 @@ class _Player:
             for effect in same:
                 yield self._decision(effect)
 
-    def _decision(self, effect: JobEffect) -> str:
+    def _decision(self, effect: events.JobEffect) -> str:
         match effect:
-            case Tell():
-                return f"-> {self._names(effect.sessions)}: {in_words(effect.order)}"
-            case Hangup():
+            case events.Tell():
+                return f"-> {self._names(effect.sessions)}: {words.in_words(effect.order)}"
+            case events.Hangup():
                 return f"hang up on {self._name(effect.session)}"
-            case Note():
+            case events.Note():
                 return effect.text if effect.level == "info" else f"{effect.level}: {effect.text}"
-            case JobOver():
+            case events.JobOver():
                 return f"the job is over with {effect.exit_code}: {effect.reason}"
-            case Record():
-                return f"recorded: {facts_in_words(effect.facts)}"
+            case events.Record():
+                return f"recorded: {words.facts_in_words(effect.facts)}"
 
-    def _told_in_short(self, tells: list[Tell]) -> str:
+    def _told_in_short(self, tells: list[events.Tell]) -> str:
         sessions = tuple(session for tell in tells for session in tell.sessions)
         order = tells[0].order
-        number = f" {order.round.number}" if isinstance(order, Start) else ""
+        number = f" {order.round.number}" if isinstance(order, m.Start) else ""
         return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
 
     def _names(self, sessions: tuple[int, ...]) -> str:
@@ -404,8 +390,8 @@ class _Player:
 
     # ------------------------------------------------------------ comparing
 
-    def _compare(self, step: Step, effects: list[JobEffect], raised: str) -> None:
-        said = tuple(effect_in_words(effect) for effect in effects)
+    def _compare(self, step: Step, effects: list[events.JobEffect], raised: str) -> None:
+        said = tuple(words.effect_in_words(effect) for effect in effects)
         if said == step.said and raised == step.raised:
             return
         if not self._exact:
@@ -432,20 +418,20 @@ def _unequal(recorded: tuple[str, ...], replayed: tuple[str, ...]) -> Iterator[t
             yield one, other
 
 
-def _kind(effect: JobEffect) -> type:
+def _kind(effect: events.JobEffect) -> type:
     """What is told in one line belongs together."""
-    return type(effect.order) if isinstance(effect, Tell) else type(effect)
+    return type(effect.order) if isinstance(effect, events.Tell) else type(effect)
 
 
-def _is_beat(event: JobEvent) -> bool:
-    return isinstance(event, Heard) and isinstance(event.report, Beat)
+def _is_beat(event: events.JobEvent) -> bool:
+    return isinstance(event, events.Heard) and isinstance(event.report, m.Beat)
 
 
 def _words(line: str) -> Iterable[str]:
     return (word.strip(".,:;()'\"") for word in line.split())
 
 
-def _heading(head: Head) -> Iterator[str]:
+def _heading(head: TraceHead) -> Iterator[str]:
     yield f"== job {head.job_id!r}, a master of term {head.term} since {head.wall}"
     if head.version != __version__:
         yield f"-- recorded by elasticrun {head.version}; this is {__version__}"
@@ -455,17 +441,17 @@ def _heading(head: Head) -> Iterator[str]:
             "facts of this moment, as a successor would, and what it says may differ"
         )
     if head.facts is not None:
-        yield f"-- with a record: {_ROUND_NAME.sub('', facts_in_words(head.facts))}"
+        yield f"-- with a record: {_ROUND_NAME.sub('', words.facts_in_words(head.facts))}"
 
 
-def _as_it_was(stream: Attached, facts: Facts | None) -> Attached:
+def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
     """A stream that stood when the ring turned, as its node would attach to a successor."""
     last = None if facts is None else facts.round
     seats = [] if last is None else [s for s in last.seats if s.node == stream.hello.node]
     if last is None or not seats or seats[0].incarnation != stream.hello.incarnation:
         return stream
     seat = seats[0]
-    attached = RoundReport(
+    attached = m.RoundReport(
         round=last.name,
         group_rank=seat.group_rank,
         group_world_size=len(last.seats),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticrun.config import AgentConfig, LogPlan, Rendezvous
+from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.wire.messages import JobSpec, Start
 from elasticrun.wire.types import Endpoint, Entry, EntryKind, RoundName
 
@@ -35,7 +35,7 @@ def agent_config(spec: dict[str, Any] | None = None, **changes: Any) -> AgentCon
     """An agent with two ranks on one node."""
     values: dict[str, Any] = {
         "spec": job_spec(**(spec or {})),
-        "rendezvous": Rendezvous("standalone"),
+        "rendezvous": MasterPlace("standalone"),
         "entry": Entry(EntryKind.SCRIPT, "train.py", ("--lr=1",)),
         "logs": LogPlan(log_dir="/dev/null"),
         "nproc_per_node": 2,

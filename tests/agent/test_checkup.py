@@ -12,9 +12,9 @@ import pytest
 
 from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
-from elasticrun.config import EXIT_BAD_NODE, Rendezvous
+from elasticrun.config import EXIT_BAD_NODE, MasterPlace
 from elasticrun.doctor import checkup
-from elasticrun.doctor.checkup import Check
+from elasticrun.doctor.checkup import MachineCheck
 from elasticrun.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
@@ -79,7 +79,7 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
 
 def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     """Have the machine show these findings."""
-    monkeypatch.setattr(checkup, "checks", lambda _: [Check("planted", lambda: findings)])
+    monkeypatch.setattr(checkup, "checks", lambda _: [MachineCheck("planted", lambda: findings)])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,9 @@ def test_only_precheck_ends_an_agent(
 def test_nobody_waits_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --precheck; and the agent's end does not either."""
     go = threading.Event()
-    monkeypatch.setattr(checkup, "checks", lambda _: [Check("hangs", lambda: [go.wait(LIMIT)])])
+    monkeypatch.setattr(
+        checkup, "checks", lambda _: [MachineCheck("hangs", lambda: [go.wait(LIMIT)])]
+    )
 
     async def run() -> None:
         mine = Checkup(agent_config())
@@ -142,11 +144,11 @@ def test_nobody_waits_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
-    several = Rendezvous("elastic", "head", 29400)
+    several = MasterPlace("elastic", "head", 29400)
     wanted = subject(agent_config({"max_nodes": 100}, rendezvous=several))
     assert (wanted.nproc, wanted.ranks, wanted.several) == (2, 200, True)
     assert "log" not in [folder.role for folder in wanted.folders]  # /dev/null
-    here = Rendezvous("elastic", "localhost", 29400)
+    here = MasterPlace("elastic", "localhost", 29400)
     assert not subject(agent_config({"max_nodes": 2}, rendezvous=here)).several
     assert not subject(agent_config()).several
 
@@ -179,7 +181,7 @@ def test_an_agent_of_several_asks_a_while_after_its_welcome(
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     told: list[list[Finding]] = []
     monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
-    where = Rendezvous("elastic", "localhost", 29400)
+    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
         async with serving(token=TOKEN) as served:
@@ -202,7 +204,7 @@ def test_what_the_master_finds_ends_no_agent(
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
-    where = Rendezvous("elastic", "localhost", 29400)
+    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
         async with serving(token=TOKEN) as served:
@@ -221,7 +223,7 @@ def test_a_master_that_does_not_answer_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
-    where = Rendezvous("elastic", "localhost", 29400)
+    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
         mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=where))

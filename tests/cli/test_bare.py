@@ -13,15 +13,15 @@ from elasticrun.cli.rendezvous import SLOT, for_others
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import AgentConfig, Rendezvous
-from elasticrun.detection.found import Facts
+from elasticrun.config import AgentConfig, MasterPlace
+from elasticrun.detection.found import HostFacts
 
 LOCAL: Mapping[str, str] = {}
 
 
 def machine(shared: str = "") -> Machine:
     """A machine without a scheduler; every folder is on this network file system."""
-    facts = Facts(hostname="h", fqdn="h")
+    facts = HostFacts(hostname="h", fqdn="h")
     return Machine(
         lambda: 1, lambda word: 0, lambda group: [], lambda: facts, lambda folder: shared, "ada"
     )
@@ -34,7 +34,7 @@ def made(words: str, environ: Mapping[str, str] = LOCAL, shared: str = "") -> Ag
 
 def test_a_range_and_nothing_else_begins_here_under_a_name_of_its_own() -> None:
     found = made("--nnodes=1:10 train.py --lr=1")
-    assert found.rendezvous == Rendezvous("open", port=29400)
+    assert found.rendezvous == MasterPlace("open", port=29400)
     assert (found.spec.min_nodes, found.spec.max_nodes) == (1, 10)
     assert found.spec.job_id.startswith("train-")
     assert found.spec.job_id != made("--nnodes=1:10 train.py --lr=1").spec.job_id
@@ -135,7 +135,7 @@ def test_on_a_network_file_system_a_file_beside_the_script(
 def test_a_file_that_is_named(endpoint: str, path: str) -> None:
     for nodes, backend in (("2", ""), ("1:4", "--rdzv-backend=c10d")):
         found = made(f"--nnodes={nodes} {backend} --rdzv-endpoint={endpoint} s.py")
-        assert found.rendezvous == Rendezvous("file", port=29400, path=path)
+        assert found.rendezvous == MasterPlace("file", port=29400, path=path)
         assert found.notes == ()
     named = made(f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={endpoint} s.py")
     assert (named.spec.job_id, named.rendezvous.named) == ("j", True)

@@ -16,7 +16,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
 from elasticrun.cli.settings import Asked, Filled
 from elasticrun.cli.table import NOTHING_YET
-from elasticrun.config import AgentConfig, Learning, LogPlan, Rendezvous
+from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind
 
@@ -65,7 +65,7 @@ def test_every_default() -> None:
             heartbeat_timeout=config.HEARTBEAT_TIMEOUT, grow="auto", grow_cooldown=600.0,
             restart_grace=30.0, master_lost_timeout=600.0,
         ),
-        rendezvous=Rendezvous("standalone", "127.0.0.1", 0),
+        rendezvous=MasterPlace("standalone", "127.0.0.1", 0),
         entry=Entry(EntryKind.SCRIPT, "s.py", ()),
         logs=LogPlan(log_dir=None),
         nproc_per_node=1,
@@ -89,101 +89,101 @@ STALE = {
 }  # fmt: skip
 DLROVER = {"DLROVER_MASTER_ADDR": "pod-0:50001", "NODE_RANK": "2", "NODE_NUM": "4"}
 
-MEETINGS: list[tuple[str, Mapping[str, str], Rendezvous, str, tuple[int, int], int]] = [
+MEETINGS: list[tuple[str, Mapping[str, str], MasterPlace, str, tuple[int, int], int]] = [
     # words, environment, where, job id ("*": fresh), nodes, node rank
-    ("", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--standalone", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--standalone --rdzv-id x", {}, Rendezvous("standalone", "127.0.0.1"), "x", (1, 1), -1),
-    ("--rdzv-id x", {}, Rendezvous("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone --rdzv-id x", {}, MasterPlace("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("--rdzv-id x", {}, MasterPlace("standalone", "127.0.0.1"), "x", (1, 1), -1),
     ("--standalone --rdzv-endpoint h:1 --rdzv-backend c10d", {},
-     Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--master-addr h", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--nnodes 1:1 --node-rank 0", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), 0),
-    ("--standalone --nnodes 1:4", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--master-addr h", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--nnodes 1:1 --node-rank 0", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), 0),
+    ("--standalone --nnodes 1:4", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
     # static
-    ("--master-port 29611", {}, Rendezvous("static", "127.0.0.1", 29611), "none", (1, 1), 0),
-    ("--nnodes 2", {}, Rendezvous("static", "127.0.0.1", 29500), "none", (2, 2), 0),
+    ("--master-port 29611", {}, MasterPlace("static", "127.0.0.1", 29611), "none", (1, 1), 0),
+    ("--nnodes 2", {}, MasterPlace("static", "127.0.0.1", 29500), "none", (2, 2), 0),
     ("--nnodes 2 --node-rank 1 --master-addr h --master-port 7", {},
-     Rendezvous("static", "h", 7), "none", (2, 2), 1),
+     MasterPlace("static", "h", 7), "none", (2, 2), 1),
     ("--nnodes 2 --master-addr [::1] --master-port 7", {},
-     Rendezvous("static", "::1", 7), "none", (2, 2), 0),
+     MasterPlace("static", "::1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --master-addr ::1 --master-port 7", {},
-     Rendezvous("static", "::1", 7), "none", (2, 2), 0),
+     MasterPlace("static", "::1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --rdzv-endpoint h:7 --master-port 8", {},
-     Rendezvous("static", "h", 7), "none", (2, 2), 0),
-    ("--nnodes 1 --rdzv-endpoint h:7", {}, Rendezvous("static", "h", 7), "none", (1, 1), 0),
-    ("--nnodes 1:2 --master-port 7", {}, Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
-    ("--master-port 0", {}, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("", KUBEFLOW, Rendezvous("static", "job-master-0", 23456), "none", (4, 4), 3),
-    ("--node-rank 1", KUBEFLOW, Rendezvous("static", "job-master-0", 23456), "none", (4, 4), 1),
+     MasterPlace("static", "h", 7), "none", (2, 2), 0),
+    ("--nnodes 1 --rdzv-endpoint h:7", {}, MasterPlace("static", "h", 7), "none", (1, 1), 0),
+    ("--nnodes 1:2 --master-port 7", {}, MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
+    ("--master-port 0", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("", KUBEFLOW, MasterPlace("static", "job-master-0", 23456), "none", (4, 4), 3),
+    ("--node-rank 1", KUBEFLOW, MasterPlace("static", "job-master-0", 23456), "none", (4, 4), 1),
     ("--nnodes 2 --master-port 7", {"NODE_RANK": "1"},
-     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 1),
+     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 1),
     ("--nnodes 2 --master-port 7 --node-rank 0", {"NODE_RANK": "1"},
-     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
+     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --master-port 7", {"NODE_RANK": "1", "PET_NODE_RANK": "0"},
-     Rendezvous("static", "127.0.0.1", 7), "none", (2, 2), 0),
+     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
     ("--nnodes 1 --master-port 7", {"NODE_RANK": "1"},
-     Rendezvous("static", "127.0.0.1", 7), "none", (1, 1), 0),
+     MasterPlace("static", "127.0.0.1", 7), "none", (1, 1), 0),
     # elastic
-    ("--rdzv-backend c10d", {}, Rendezvous("elastic", "localhost", 29400), "none", (1, 1), -1),
+    ("--rdzv-backend c10d", {}, MasterPlace("elastic", "localhost", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h --nnodes 2:4", {},
-     Rendezvous("elastic", "h", 29400), "none", (2, 4), -1),
+     MasterPlace("elastic", "h", 29400), "none", (2, 4), -1),
     # ... also where only min:max and an endpoint say so, which static cannot serve
     ("--rdzv-endpoint h --nnodes 2:4", {},
-     Rendezvous("elastic", "h", 29400), "none", (2, 4), -1),
+     MasterPlace("elastic", "h", 29400), "none", (2, 4), -1),
     ("--rdzv-endpoint h:7 --nnodes 2:4 --rdzv-backend static", {},
-     Rendezvous("static", "h", 7), "none", (4, 4), 0),
+     MasterPlace("static", "h", 7), "none", (4, 4), 0),
     ("--rdzv-endpoint h:7 --nnodes 2:4 --node-rank 1", {},
-     Rendezvous("static", "h", 7), "none", (4, 4), 1),
+     MasterPlace("static", "h", 7), "none", (4, 4), 1),
     ("--rdzv-endpoint h:7 --nnodes 2:4", {"NODE_RANK": "1"},
-     Rendezvous("static", "h", 7), "none", (4, 4), 1),
+     MasterPlace("static", "h", 7), "none", (4, 4), 1),
     ("--rdzv-endpoint h:7 --nnodes 4", {},
-     Rendezvous("static", "h", 7), "none", (4, 4), 0),
+     MasterPlace("static", "h", 7), "none", (4, 4), 0),
     ("--rdzv-backend elasticrun --rdzv-endpoint h:7 --rdzv-id j --nnodes 2", {},
-     Rendezvous("elastic", "h", 7), "j", (2, 2), -1),
+     MasterPlace("elastic", "h", 7), "j", (2, 2), -1),
     ("--rdzv-backend c10d --rdzv-endpoint [fe80::1]:7", {},
-     Rendezvous("elastic", "fe80::1", 7), "none", (1, 1), -1),
+     MasterPlace("elastic", "fe80::1", 7), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint [::1]", {},
-     Rendezvous("elastic", "::1", 29400), "none", (1, 1), -1),
+     MasterPlace("elastic", "::1", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint ::1", {},
-     Rendezvous("elastic", "::1", 29400), "none", (1, 1), -1),
+     MasterPlace("elastic", "::1", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {},
-     Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=false", {},
-     Rendezvous("elastic", "h", 7, is_host=False), "none", (1, 1), -1),
+     MasterPlace("elastic", "h", 7, is_host=False), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=1,store_type=tcp", {},
-     Rendezvous("elastic", "h", 7, is_host=True), "none", (1, 1), -1),
+     MasterPlace("elastic", "h", 7, is_host=True), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 2", {},
-     Rendezvous("elastic", "h", 7), "none", (4, 4), 2),
+     MasterPlace("elastic", "h", 7), "none", (4, 4), 2),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 0", {},
-     Rendezvous("elastic", "h", 7), "none", (4, 4), 0),
+     MasterPlace("elastic", "h", 7), "none", (4, 4), 0),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4", {"NODE_RANK": "2"},
-     Rendezvous("elastic", "h", 7), "none", (4, 4), -1),
+     MasterPlace("elastic", "h", 7), "none", (4, 4), -1),
     # dlrover-run's words
-    ("", DLROVER, Rendezvous("external", "pod-0", 50001), "none", (4, 4), 2),
+    ("", DLROVER, MasterPlace("external", "pod-0", 50001), "none", (4, 4), 2),
     ("--nnodes 2:8 --node-rank 1", DLROVER,
-     Rendezvous("external", "pod-0", 50001), "none", (2, 8), 1),
+     MasterPlace("external", "pod-0", 50001), "none", (2, 8), 1),
     ("", DLROVER | {"PET_NNODES": "3", "PET_NODE_RANK": "0"},
-     Rendezvous("external", "pod-0", 50001), "none", (3, 3), 0),
+     MasterPlace("external", "pod-0", 50001), "none", (3, 3), 0),
     ("", {"DLROVER_MASTER_ADDR": "pod-0:50001", "WORKER_RANK": "1", "ELASTIC_JOB_NAME": "j"},
-     Rendezvous("external", "pod-0", 50001), "j", (1, 1), 1),
-    ("--standalone", DLROVER, Rendezvous("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     MasterPlace("external", "pod-0", 50001), "j", (1, 1), 1),
+    ("--standalone", DLROVER, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7", DLROVER,
-     Rendezvous("elastic", "h", 7), "none", (1, 1), -1),
+     MasterPlace("elastic", "h", 7), "none", (1, 1), -1),
     ("--nnodes 3 --master-port 7", DLROVER,
-     Rendezvous("static", "127.0.0.1", 7), "none", (3, 3), 2),
+     MasterPlace("static", "127.0.0.1", 7), "none", (3, 3), 2),
     ("--auto-config --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
-     Rendezvous("elastic", "h", 7), "none", (3, 3), -1),
+     MasterPlace("elastic", "h", 7), "none", (3, 3), -1),
     ("--auto-config --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
-     Rendezvous("elastic", "h", 7), "none", (2, 2), -1),
+     MasterPlace("elastic", "h", 7), "none", (2, 2), -1),
     ("--rdzv-backend c10d", {"NODE_NUM": "3"},
-     Rendezvous("elastic", "localhost", 29400), "none", (1, 1), -1),
+     MasterPlace("elastic", "localhost", 29400), "none", (1, 1), -1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "environ", "where", "job", "nodes", "rank"), MEETINGS)
 def test_where_nodes_meet(
-    words: str, environ: Mapping[str, str], where: Rendezvous, job: str,
+    words: str, environ: Mapping[str, str], where: MasterPlace, job: str,
     nodes: tuple[int, int], rank: int,
 ) -> None:  # fmt: skip
     found = made(words, environ)
@@ -622,7 +622,7 @@ def test_a_namespace_as_accelerate_fills_it() -> None:
     ns = get_args_parser({}).parse_args(["s.py"])
     ns.nproc_per_node, ns.nnodes, ns.master_port, ns.node_rank = "2", "2", "29612", 1
     found = resolve(ns, {}, machine())
-    assert found.rendezvous == Rendezvous("static", "127.0.0.1", 29612)
+    assert found.rendezvous == MasterPlace("static", "127.0.0.1", 29612)
     assert (found.nproc_per_node, found.node_rank, found.spec.max_nodes) == (2, 1, 2)
 
 

@@ -10,17 +10,17 @@ from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import Asked, Whereabouts, look
 from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import AgentConfig
-from elasticrun.detection.found import Facts
+from elasticrun.detection.found import HostFacts
 
-NOT_A_POD = Facts(hostname="node3", fqdn="node3")
+NOT_A_POD = HostFacts(hostname="node3", fqdn="node3")
 
 
-def pod(hostname: str, domain: str = "", *, terminal: bool = False) -> Facts:
+def pod(hostname: str, domain: str = "", *, terminal: bool = False) -> HostFacts:
     """What a pod knows of itself; `domain`: its subdomain and what follows."""
-    return Facts(terminal, hostname, f"{hostname}.{domain}" if domain else hostname)
+    return HostFacts(terminal, hostname, f"{hostname}.{domain}" if domain else hostname)
 
 
-def machine(facts: Facts | None, gpus: int = 0) -> Machine:
+def machine(facts: HostFacts | None, gpus: int = 0) -> Machine:
     """A machine on which nothing is looked up."""
     return Machine(
         lambda: 6,
@@ -31,20 +31,20 @@ def machine(facts: Facts | None, gpus: int = 0) -> Machine:
 
 
 def resolved(
-    words: str, environ: Mapping[str, str], facts: Facts | None = NOT_A_POD, gpus: int = 0
+    words: str, environ: Mapping[str, str], facts: HostFacts | None = NOT_A_POD, gpus: int = 0
 ) -> AgentConfig:
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return resolve(ns, environ, machine(facts, gpus))
 
 
 def seen(
-    words: str, environ: Mapping[str, str], facts: Facts = NOT_A_POD, gpus: int = 0
+    words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD, gpus: int = 0
 ) -> Whereabouts:
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return look(Asked(ns, environ), machine(facts, gpus))
 
 
-def dry_run(words: str, environ: Mapping[str, str], facts: Facts = NOT_A_POD) -> dict[str, str]:
+def dry_run(words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD) -> dict[str, str]:
     """The rows of --dry-run by their first word or words."""
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     config = resolve(ns, environ, machine(facts))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor import disk
-from elasticrun.doctor.disk import Folder
+from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.verdict import GIB, MIB
 from elasticrun.wire.types import State
 from tests.doctor.child import found
@@ -50,14 +50,14 @@ def test_a_file_system_of_its_own(
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    (only,) = disk.examine(Folder("log", str(tmp_path), little=0, none=0))
+    (only,) = disk.examine(JobFolder("log", str(tmp_path), little=0, none=0))
     assert only.state is State.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_made_later(tmp_path: Path) -> None:
     later = tmp_path / "a" / "b"
-    (only,) = disk.examine(Folder("log", str(later), little=0, none=0))
+    (only,) = disk.examine(JobFolder("log", str(later), little=0, none=0))
     assert only.state is State.OK
     assert f"{later} (to be made in {tmp_path})" in only.seen
     assert list(tmp_path.iterdir()) == []
@@ -75,17 +75,17 @@ def test_a_temporary_folder_that_nobody_makes(tmp_path: Path) -> None:
 
 def test_a_folder_below_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
     """Here a name that no file system takes; for a user who is not root, a folder of root's."""
-    (only,) = disk.examine(Folder("log", str(tmp_path / ("x" * 300)), little=0, none=0))
+    (only,) = disk.examine(JobFolder("log", str(tmp_path / ("x" * 300)), little=0, none=0))
     assert "(to be made in " in only.seen
 
 
 def test_a_user_without_a_home() -> None:
     """The run folder is only wanted; a log folder is needed."""
     place = "~no-such-user-here/x"
-    (only,) = disk.examine(Folder("run", place, needed=False))
+    (only,) = disk.examine(JobFolder("run", place, needed=False))
     assert only.state is State.WARNING
     assert only.seen == f"{place} cannot be found: this user has no home folder"
-    (only,) = disk.examine(Folder("log", place))
+    (only,) = disk.examine(JobFolder("log", place))
     assert only.state is State.FAILED
 
 

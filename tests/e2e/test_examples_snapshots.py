@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 import pytest
 
-from elasticrun.testing.processes import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Waiter
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, PATIENT, SCRIPTS, TORCHRUN, Launched, World
 
@@ -161,7 +161,7 @@ def until_committed(folder: Path, step: int) -> None:
     """Wait until the marker of this step is there, or of a later one: it may be gone by then."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline, watched = Deadline(LIMIT), set[Path]()
-    with contextlib.closing(Watch()) as watch:
+    with contextlib.closing(Waiter()) as watch:
         watch.folder(str(folder))
         while max(committed(folder), default=-1) < step:
             new = set(folder.glob("step-*")) - watched

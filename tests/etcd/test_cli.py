@@ -8,7 +8,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import Rendezvous
+from elasticrun.config import MasterPlace
 from tests.cli.test_resolve import machine, made, notes
 
 STORE = "--master-store=etcd://h1:2379,h2:2379"
@@ -17,14 +17,14 @@ STORE = "--master-store=etcd://h1:2379,h2:2379"
 def test_nodes_meet_by_way_of_etcd() -> None:
     config = made(f"{STORE} --rdzv-id=j --nnodes=1:4")
     assert config.master_store == "etcd://h1:2379,h2:2379"
-    assert config.rendezvous == Rendezvous("etcd", "h1", 0)
+    assert config.rendezvous == MasterPlace("etcd", "h1", 0)
     assert (config.spec.job_id, config.spec.min_nodes, config.spec.max_nodes) == ("j", 1, 4)
     assert config.node_rank == -1
 
 
 def test_of_an_endpoint_only_the_port_counts() -> None:
     config = made(f"{STORE} --rdzv-id=j --nnodes=2 --rdzv-endpoint=h9:29999 --rdzv-backend=c10d")
-    assert config.rendezvous == Rendezvous("etcd", "h1", 29999)
+    assert config.rendezvous == MasterPlace("etcd", "h1", 29999)
     assert "only the port counts" in notes(config)
     assert made(f"{STORE} --rdzv-id=j --rdzv-endpoint=h9").rendezvous.port == 0
 
@@ -32,7 +32,7 @@ def test_of_an_endpoint_only_the_port_counts() -> None:
 @pytest.mark.parametrize("word", ["etcd", "etcd-v2"])
 def test_torchruns_words_for_it(word: str) -> None:
     config = made(f"--rdzv-backend={word} --rdzv-endpoint=e0:2379 --rdzv-id=j --nnodes=1:4")
-    assert config.rendezvous == Rendezvous("etcd", "e0", 0)
+    assert config.rendezvous == MasterPlace("etcd", "e0", 0)
     assert (config.master_store, config.spec.job_id) == ("etcd://e0:2379", "j")
     said = f"--rdzv-backend={word} --rdzv-endpoint=e0:2379: taken as --master-store=etcd://e0:2379"
     assert said in config.notes

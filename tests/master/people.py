@@ -212,7 +212,8 @@ async def serving(
     with patch.multiple(server, **{"PROVE_LIMIT": LIMIT, **bounds}):
         brain = brain or Recorder()
         over: list[JobOver] = []
-        loop = Loop(brain, on_over=over.append, store=store)
+        loop = Loop(brain, store=store)
+        loop.on_over = over.append
         servicer = Servicer(loop, "job", **options)
         made = make_server(
             servicer.attend, servicer.status, servicer.reach, most=MAX_CALLS, options=transport

@@ -53,7 +53,7 @@ async def test_a_turn_drains_before_it_judges_and_says_first_if_it_is_late(
     late: float, events: list[JobEvent]
 ) -> None:
     brain, clock = Judge(), Clock()
-    loop = Loop(brain, on_over=lambda _: None, clock=clock)
+    loop = Loop(brain, clock=clock)
     brain.deadline = clock.now
     clock.now += late
     loop.put(HEARD)
@@ -87,7 +87,7 @@ async def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_mast
 
     brain = Recorder()
     brain.on = raises
-    loop = Loop(brain, on_over=lambda _: None)
+    loop = Loop(brain)
     box = Mailbox()
     loop.attach(Attached(1, hello()), box)
     turning = asyncio.ensure_future(loop.run())
@@ -178,7 +178,7 @@ async def test_an_echo_tells_the_pace_of_a_job_that_has_grown() -> None:
     """The first to attach were told to beat each second; they hear it when there are thousands, and
     again when there are few."""
     many = 2 * BEATS_PER_SECOND
-    loop = Loop(Recorder(), on_over=lambda _: None)
+    loop = Loop(Recorder())
     boxes = {session: Mailbox() for session in range(1, many + 1)}
     loop.attach(Attached(1, hello("n1")), boxes[1])
     assert await echo_of(loop, boxes[1], 1) == m.Echo(1)

@@ -37,7 +37,7 @@ FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
 async def paged() -> AsyncIterator[tuple[Loop, int]]:
     brain = Recorder()
     brain.page = status(excluded=(EXCLUDED,), check="all passed")
-    loop = Loop(brain, on_over=lambda _: None)
+    loop = Loop(brain)
     page = StatusPage(loop)
     try:
         yield loop, page.listen("127.0.0.1", 0)
@@ -211,7 +211,7 @@ def test_nothing_is_imported_before_somebody_knocks() -> None:
 
 async def test_a_port_that_is_taken_is_an_oserror() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        page = StatusPage(Loop(Recorder(), on_over=lambda _: None))
+        page = StatusPage(Loop(Recorder()))
         with pytest.raises(OSError, match="in use"):
             page.listen("127.0.0.1", taken.getsockname()[1])
         await page.close()

@@ -113,7 +113,7 @@ async def test_a_long_wait_for_the_record_is_the_reason_on_the_page() -> None:
     from elasticrun.master.loop import Loop
 
     store = Held()
-    loop = Loop(brain, on_over=lambda _: None, store=store, clock=lambda: now[0])
+    loop = Loop(brain, store=store, clock=lambda: now[0])
     loop.put(Heard(1, JOIN))
     loop._turn()
     assert loop.status().reason == brain.page.reason

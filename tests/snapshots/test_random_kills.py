@@ -22,7 +22,7 @@ import pytest
 
 from elasticrun.shm.segment import Segment
 from elasticrun.testing import processes
-from elasticrun.testing.processes import Deadline, Watch
+from elasticrun.testing.processes import Deadline, Waiter
 from tests.further import further
 from tests.harness import LIMIT
 from tests.snapshots.conftest import Training, fork_server, saver
@@ -227,7 +227,7 @@ def freeze_after_the_marker(training: Training) -> psutil.Process:
     """The saver, stopped when a marker stands and what is no longer kept does so, too."""
     training.until(lambda: len(training.checkpoints()) == 1, "checkpoint")
     process = saver(training.job)
-    watch, deadline = Watch(), Deadline(LIMIT)
+    watch, deadline = Waiter(), Deadline(LIMIT)
     watched = set()
     try:
         watch.folder(str(training.ckpt))

@@ -12,7 +12,7 @@ from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import EXIT_USAGE, MasterConfig, Rendezvous
+from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace
 from elasticrun.wire import env, run_folder
 
 JOB_FLAGS: Final = (
@@ -84,7 +84,7 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     if any(asked.explicitly(dest) for dest in JOB_FLAGS):
         low, high = settings.nodes(asked.text("nnodes"))
         conf = conf_keys(asked)
-        meeting = Meeting(Rendezvous("elastic"), asked.text("rdzv_id"), low, high, -1)
+        meeting = Meeting(MasterPlace("elastic"), asked.text("rdzv_id"), low, high, -1)
         spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
     return MasterConfig(
         job_id=settings.name(asked.text("rdzv_id"), "--rdzv-id"),

@@ -22,15 +22,8 @@ from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs import render_flags
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.render import checks, grammar, slurm, text
+from elasticrun.render import checks, grammar, pods, slurm, text
 from elasticrun.render.checks import Invalid
-from elasticrun.render.pods import (
-    JOBSET_REMARKS,
-    SUCCESS_POLICY,
-    job_documents,
-    jobset_documents,
-    remarks,
-)
 from elasticrun.render.slurm import SIGNALS, Batch
 from elasticrun.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
 
@@ -56,7 +49,7 @@ def of_pods(wanted: Pods) -> list[str]:
         )
     if not wanted.token_secret and not has(wanted.launch, "--token-file"):
         notes.append(_no_token("--token-secret NAME"))
-    if wanted.launch.min_nodes < wanted.replicas and wanted.version < SUCCESS_POLICY:
+    if wanted.launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
         notes.append(
             "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
             "place keep it from ending"
@@ -189,8 +182,8 @@ def _understood(launch: Launch) -> list[str]:
 
 
 MAKERS: Final[Mapping[str, Callable[[Pods], list[dict[str, Any]]]]] = {
-    "k8s": job_documents,
-    "jobset": jobset_documents,
+    "k8s": pods.job_documents,
+    "jobset": pods.jobset_documents,
 }
 
 
@@ -228,21 +221,21 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         notes += of_batch(batch)
     else:
         launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
-        pods = _pods(ns, launch)
-        out = _manifest(target, pods, ns.output)
-        notes += of_pods(pods)
+        wanted = _pods(ns, launch)
+        out = _manifest(target, wanted, ns.output)
+        notes += of_pods(wanted)
     for note in notes:
         say(note)
     sys.stdout.write(out)
     return EXIT_OK
 
 
-def _manifest(target: str, pods: Pods, form: str) -> str:
-    documents = MAKERS[target](pods)
+def _manifest(target: str, wanted: Pods, form: str) -> str:
+    documents = MAKERS[target](wanted)
     if form == "json":
         return text.as_json(documents)
-    special = JOBSET_REMARKS if target == "jobset" else {}
-    return text.as_yaml(documents, {**special, **remarks(pods)})
+    special = pods.JOBSET_REMARKS if target == "jobset" else {}
+    return text.as_yaml(documents, {**special, **pods.remarks(wanted)})
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ import pytest
 from elasticrun.agent.link import answering
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
-from elasticrun.config import EXIT_FAILED, AgentConfig, Rendezvous, Tls
+from elasticrun.config import EXIT_FAILED, AgentConfig, MasterPlace, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Guest
@@ -275,7 +275,7 @@ def test_a_renewed_certificate_is_used_from_the_next_connection_on(
 
 
 def configured(kind: str, nodes: int = 1, **changes: Any) -> AgentConfig:
-    where = Rendezvous(kind, host="10.0.0.1", port=29500)
+    where = MasterPlace(kind, host="10.0.0.1", port=29500)
     return agent_config({"max_nodes": nodes}, rendezvous=where, **changes)
 
 

@@ -19,7 +19,7 @@ from elasticrun.agent.rendezvous.c10d import (
     resolve_again,
     settle,
 )
-from elasticrun.config import Rendezvous
+from elasticrun.config import MasterPlace
 from elasticrun.system.network import routed_address
 from elasticrun.wire.types import Endpoint
 from tests.agent.configs import agent_config
@@ -92,9 +92,9 @@ def test_a_name_is_asked_for_more_and_more_rarely() -> None:
 def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> None:
     several = {"max_nodes": 2}
     free = free_port()
-    first = settle(agent_config(several, rendezvous=Rendezvous("elastic", "localhost", free)))
+    first = settle(agent_config(several, rendezvous=MasterPlace("elastic", "localhost", free)))
     assert first.bind == Endpoint("127.0.0.1", free)
-    second = settle(agent_config(several, rendezvous=Rendezvous("elastic", "localhost", taken)))
+    second = settle(agent_config(several, rendezvous=MasterPlace("elastic", "localhost", taken)))
     assert second.bind is None
     assert second.dial == Endpoint("127.0.0.1", taken)
 
@@ -108,7 +108,7 @@ def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> N
     ],
 )
 def test_what_is_host_says(host: str, is_host: bool | None, bind: str | None) -> None:
-    where = Rendezvous("elastic", host, free_port(), is_host=is_host)
+    where = MasterPlace("elastic", host, free_port(), is_host=is_host)
     expected = None if bind is None else Endpoint(bind, where.port)
     assert settle(agent_config(rendezvous=where)).bind == expected
 
@@ -122,7 +122,7 @@ def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(
     # Debian writes `127.0.1.1 hostname` into /etc/hosts; this host's resolver is given that line.
     ask = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: ask("127.0.1.1", *a, **k))
-    where = Rendezvous("elastic", "debian-host", free_port())
+    where = MasterPlace("elastic", "debian-host", free_port())
     place = settle(agent_config({"max_nodes": 2}, rendezvous=where))
     assert place.bind == Endpoint(routed, where.port)
     alone = settle(agent_config(rendezvous=where))
@@ -135,7 +135,7 @@ def test_a_name_that_does_not_resolve_may_yet() -> None:
 
 
 def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:
-    where = Rendezvous("static", "127.0.0.1", free_port())
+    where = MasterPlace("static", "127.0.0.1", free_port())
     head = settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
     assert head.proxy == Endpoint("127.0.0.1", where.port)
     assert head.bind == Endpoint("127.0.0.1", 0)

@@ -16,7 +16,7 @@ import pytest
 from elasticrun.agent.main import SignalInbox
 from elasticrun.agent.rendezvous import claims, finding
 from elasticrun.agent.rendezvous.finding import Found, find, free_port
-from elasticrun.config import AgentConfig, Rendezvous
+from elasticrun.config import AgentConfig, MasterPlace
 from tests.agent.configs import agent_config
 
 
@@ -44,7 +44,7 @@ def found() -> Iterator[list[Found]]:
 
 
 def config(path: Path, job: str = "mine", token: str = "", **where: object) -> AgentConfig:
-    place = Rendezvous("file", port=29400, path=str(path), **where)  # type: ignore[arg-type]
+    place = MasterPlace("file", port=29400, path=str(path), **where)  # type: ignore[arg-type]
     spec = {"job_id": job, "min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}
     return agent_config(spec, rendezvous=place, token=token, local_addr="127.0.0.1")
 

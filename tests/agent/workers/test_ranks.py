@@ -18,7 +18,7 @@ from elasticrun.agent.runtime import NodeContext, NoThread
 from elasticrun.agent.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
-from elasticrun.config import LogPlan, Rendezvous
+from elasticrun.config import LogPlan, MasterPlace
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
@@ -275,7 +275,7 @@ def test_omp_is_one_where_the_command_line_decided_so() -> None:
 
 
 def test_a_static_job_sees_the_port_that_was_named() -> None:
-    config = agent_config(rendezvous=Rendezvous("static", "head", 29612), node_rank=1)
+    config = agent_config(rendezvous=MasterPlace("static", "head", 29612), node_rank=1)
     made = rank_environment(config, start(store=Endpoint("10.0.0.9", 40000)), 0, {}, {})
     assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("head", "29612")
 
