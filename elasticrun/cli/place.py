@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.flags import get_args_parser
+from elasticrun.cli.rendezvous import ELASTIC_WORDS, MEETING_FLAGS
 from elasticrun.cli.settings import NOWHERE, Filled, UsageError, Whereabouts
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
@@ -100,19 +101,6 @@ def _without(words: Sequence[str]) -> list[str]:
     return [*(word for word in words[:script] if word not in NOT_HANDED_ON), *words[script:]]
 
 
-ELASTIC: Final = ("c10d", "elasticrun")
-"""Backends under which a node rank is a wish."""
-
-MEETING_FLAGS: Final = (
-    "standalone",
-    "rdzv_endpoint",
-    "rdzv_backend",
-    "master_addr",
-    "master_port",
-    "master_store",
-)
-"""Flags that say where nodes meet."""
-
 PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
 """Flags that say where nodes meet, or which of them this is. No scheduler overrules
 one: with any of them torchrun's rules are all there is."""
@@ -182,7 +170,7 @@ def _of_some(asked: Asked, found: Found) -> Whereabouts:
 
 def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
     """Flags say where nodes meet. The node's number there is welcome, where it is but a wish."""
-    elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC
+    elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC_WORDS
     wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1

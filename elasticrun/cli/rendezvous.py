@@ -33,16 +33,15 @@ SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
 SLOT: Final = "\0"
 """In a command for other nodes: where the flags go that are known only when the master serves."""
 
-_PLACES: Final = (
+MEETING_FLAGS: Final = (
     "standalone",
     "rdzv_endpoint",
     "rdzv_backend",
     "master_addr",
     "master_port",
     "master_store",
-    "node_rank",
 )
-"""Flags that say where nodes meet, or which one this is."""
+"""Flags that say where nodes meet."""
 
 _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
 """Flags that are another's on each node."""
@@ -51,12 +50,7 @@ _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
 def says_nothing(asked: Asked) -> bool:
     """Whether neither a flag nor a variable says where nodes meet, or which of them this is."""
     numbered = any(asked.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
-    return not numbered and not any(map(asked.explicitly, _PLACES))
-
-
-def is_file(asked: Asked) -> bool:
-    """Whether the endpoint is a file."""
-    return asked.text("rdzv_endpoint").strip().startswith(FILE)
+    return not numbered and not any(map(asked.explicitly, (*MEETING_FLAGS, "node_rank")))
 
 
 def by_hand(place: MasterPlace) -> bool:
@@ -104,10 +98,8 @@ def open_place(
         f"{found}: all machines on which you start this very command meet by {path}; "
         "--rdzv-endpoint=HOST:PORT would name another place"
     )
-    place = MasterPlace(
-        kind="file", port=config.FIRST_PORT, path=path, found=found, named=bool(named)
-    )
-    return place, note
+    port = config.FIRST_PORT
+    return MasterPlace("file", port=port, path=path, found=found, named=bool(named)), note
 
 
 def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
@@ -124,17 +116,16 @@ def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
             config.EXIT_USAGE,
         )
     word = asked.text("rdzv_backend")
-    if asked.explicitly("rdzv_backend") and word not in ("c10d", "elasticrun"):
+    if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
         raise UsageError(
             f"--rdzv-endpoint={text} does not go with --rdzv-backend={word}: leave the backend out",
             config.EXIT_USAGE,
         )
-    is_host = settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
     return MasterPlace(
         kind="file",
         port=config.FIRST_PORT,
         path=os.path.normpath(path),
-        is_host=is_host,
+        is_host=_is_host(conf),
         named=asked.explicitly("rdzv_id"),
     )
 
@@ -190,8 +181,8 @@ def _is_of_one_node(name: str) -> bool:
 
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
+"""Backends under which a node rank is a wish."""
 ETCD_WORDS: Final = ("etcd", "etcd-v2")
-KNOWN_WORDS: Final = ("static", *ELASTIC_WORDS)
 
 PLUGIN_GROUP: Final = "torchrun.handlers"
 """Entry points of other rendezvous backends."""
@@ -215,10 +206,10 @@ class Around(NamedTuple):
     and no scheduler is here; else it means what it means to torchrun. `shared(folder)`: the name of
     the network file system there, "" for none."""
 
-    bare: bool = False
-    shared: Callable[[str], str] = lambda folder: ""
-    folder: str = "."
-    user: str = ""
+    bare: bool
+    shared: Callable[[str], str]
+    folder: str
+    user: str
 
 
 def fresh_id() -> str:
@@ -232,41 +223,216 @@ def find_meeting(
     asked: Asked,
     conf: Mapping[str, str],
     entry_points: Callable[[str], Iterable[str]],
-    new_id: Callable[[], str] = fresh_id,
-    around: Around | None = None,
+    around: Around,
 ) -> Meeting:
     """Everything that is settled by how and where nodes meet."""
-    low, high, notes = _how_many(asked)
+    case = _Case(asked, conf)
     word = asked.text("rdzv_backend")
-    around = around or Around()
-    if asked.text("master_store"):
-        return _etcd(asked, asked.text("master_store"), low, high, notes)
-    if asked.environ.get("DLROVER_MASTER_ADDR") and _stronger(asked):
-        notes.append(f"DLROVER_MASTER_ADDR is not used: {_stronger(asked)} says where nodes meet")
+    if store := asked.text("master_store"):
+        return case.etcd(store)
+    if asked.environ.get("DLROVER_MASTER_ADDR") and (stronger := _stronger(asked)):
+        case.notes.append(f"DLROVER_MASTER_ADDR is not used: {stronger} says where nodes meet")
     if asked.switch("standalone"):
-        return _standalone(asked, low, high, new_id, notes)
-    if _dlrover_master(asked):
-        return _external(asked, low, high, notes)
-    if is_file(asked):
-        return _shared(asked, file_place(asked, conf), low, high, new_id, notes)
-    if high > 1 and around.bare and says_nothing(asked):
-        return _bare(asked, around, low, high, new_id, notes)
-    if word == "static" and not _comes_and_goes(asked, low, high):
-        return _static(asked, low, high, new_id, notes)
-    if word == "static" or word in ELASTIC_WORDS:
-        return _elastic(asked, conf, low, high, new_id, notes)
+        return case.standalone()
+    if master := _dlrover_master(asked):
+        return case.external(master)
+    if case.endpoint.startswith(FILE):
+        return case.shared(file_place(asked, conf))
+    if case.high > 1 and around.bare and says_nothing(asked):
+        return case.bare(around)
+    if word == "static" and not case.comes_and_goes():
+        return case.static()
+    if word in ("static", *ELASTIC_WORDS):
+        return case.elastic()
     if word in ETCD_WORDS:
-        return _etcd_of_torchrun(asked, conf, low, high, notes)
+        return case.etcd_of_torchrun(word)
     if word in set(entry_points(PLUGIN_GROUP)):
-        place = MasterPlace(kind="external")
-        return Meeting(
-            place, asked.text("rdzv_id"), low, high, _wish(asked), tuple(notes), delegate=word
-        )
-    known = ", ".join(KNOWN_WORDS)
+        return case.meeting(MasterPlace("external"))._replace(delegate=word)
+    known = ", ".join(("static", *ELASTIC_WORDS))
     raise UsageError(
         f"--rdzv-backend={word} is not known: use one of {known}, or the name of an installed "
         f"plug-in of the group {PLUGIN_GROUP}"
     )
+
+
+class _Case:
+    """One command: what it asks for, and what is to be said of that."""
+
+    def __init__(self, asked: Asked, conf: Mapping[str, str]) -> None:
+        self.asked = asked
+        self.conf = conf
+        self.low, self.high, self.notes = _how_many(asked)
+        self.endpoint = asked.text("rdzv_endpoint").strip()
+
+    def meeting(self, place: MasterPlace) -> Meeting:
+        """There, and else as the flags say. The node rank is a wish: -1 unless the user gave it."""
+        wish = self.asked.number("node_rank") if self.asked.explicitly("node_rank") else -1
+        job_id, notes = self.asked.text("rdzv_id"), tuple(self.notes)
+        return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes)
+
+    def standalone(self) -> Meeting:
+        """A job that nobody else has to find has a name of its own, unless the user gave it one."""
+        if self.low > 1:
+            raise UsageError(
+                f"--standalone is for one node and --nnodes={self.asked.text('nnodes')} asks for "
+                f"{self.low}: use --rdzv-endpoint=HOST:PORT with the name of one of them"
+            )
+        if self.high > 1:
+            self.notes.append("--standalone: no other node can join, so there is one node")
+        found = self.meeting(MasterPlace("standalone", "127.0.0.1"))
+        job_id = fresh_id() if found.job_id in ("", "none") else found.job_id
+        return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
+
+    def bare(self, around: Around) -> Meeting:
+        """Several nodes, and nobody says where."""
+        if self.low == self.high:
+            raise refuse_fixed(self.asked, self.high)
+        place, note = open_place(self.asked, around.shared, around.folder, around.user)
+        self.notes += [note] if note else []
+        return self.shared(place)
+
+    def shared(self, place: MasterPlace) -> Meeting:
+        """The first node makes up the job's name; the others hear it."""
+        found = self.meeting(place)
+        if place.named:
+            return found
+        return found._replace(job_id=f"{job_stem(self.asked)}-{fresh_id()[:8]}")
+
+    def comes_and_goes(self) -> bool:
+        """Whether only `min:max` and an endpoint say how nodes meet. torchrun's default, static,
+        makes a fixed number of that range, and gives every node rank 0: nobody can mean that."""
+        return (
+            self.low != self.high
+            and bool(self.endpoint)
+            and not any(map(self.asked.explicitly, ("rdzv_backend", "node_rank")))
+            and _rank_variable(self.asked) < 0
+        )
+
+    def static(self) -> Meeting:
+        """At an address that all know, with a fixed number of nodes."""
+        asked, high = self.asked, self.high
+        number = asked.value("master_port")
+        if not self.endpoint and number is None and high == 1:
+            return self.standalone()
+        if self.endpoint:
+            host, port = settings.endpoint(self.endpoint, None, "--rdzv-endpoint")
+        else:
+            port = settings.STATIC_PORT if number is None else int(number)
+            port = settings.port(port, "--master-port")
+            host = settings.host_name(asked.text("master_addr"), "--master-addr")
+        if port == 0 and high == 1:
+            return self.standalone()
+        if port == 0:
+            raise UsageError(
+                "port 0 is any free port, which the other nodes cannot know: name a port"
+            )
+        if self.low != high:
+            self.notes.append(
+                f"--nnodes={asked.text('nnodes')}: a static job has a fixed number of nodes, "
+                f"{high}; use --rdzv-endpoint with --rdzv-backend=c10d for a number that may change"
+            )
+        rank = asked.number("node_rank")
+        if high > 1 and not asked.explicitly("node_rank"):
+            rank = _rank_variable(asked, default=rank)
+        if not 0 <= rank < high:
+            raise UsageError(
+                f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to "
+                f"{high - 1}"
+            )
+        found = self.meeting(MasterPlace("static", host, port))
+        return found._replace(min_nodes=high, node_rank=rank)
+
+    def elastic(self) -> Meeting:
+        """At the node that the endpoint names, which starts the master."""
+        if (store := self.conf.get("store_type", "tcp")) != "tcp":
+            raise UsageError(
+                f"--rdzv-conf: store_type={store} has no use here, nodes meet at the master; leave "
+                "it out and give --rdzv-endpoint=HOST:PORT"
+            )
+        host, port = "localhost", settings.C10D_PORT
+        if self.endpoint:
+            host, port = settings.endpoint(self.endpoint, settings.C10D_PORT, "--rdzv-endpoint")
+        elif any(map(self.asked.explicitly, ("master_addr", "master_port"))):
+            self.notes.append(
+                "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet "
+                f"at {host}:{port}, name another place by --rdzv-endpoint"
+            )
+        is_host = _is_host(self.conf)
+        if port == 0 and self.high == 1 and is_host is not False:
+            return self.standalone()
+        if port == 0:
+            raise UsageError(
+                f"--rdzv-endpoint={self.endpoint}: port 0 is any free port, which the other nodes "
+                "cannot know; name a port, or use --nnodes=1"
+            )
+        return self.meeting(MasterPlace("elastic", host, port, is_host))
+
+    def etcd_of_torchrun(self, word: str) -> Meeting:
+        """torchrun's nodes meet in etcd itself; ours learn there which of them has the master."""
+        if not self.endpoint:
+            raise UsageError(
+                f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; "
+                f"without an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT}"
+                " with the name of one of the nodes"
+            )
+        scheme = "etcds" if self.conf.get("protocol", "http").lower() == "https" else "etcd"
+        store = f"{scheme}://{self.endpoint}"
+        self.notes.append(
+            f"--rdzv-backend={word} --rdzv-endpoint={self.endpoint}: taken as "
+            f"--master-store={store}"
+        )
+        return self.etcd(store, "--rdzv-endpoint", f"--rdzv-backend={word}")
+
+    def etcd(
+        self, store: str, flag: str = "--master-store", given: str = "--master-store"
+    ) -> Meeting:
+        """The nodes choose the master's host by way of etcd, whose URL `flag` has given."""
+        try:
+            place = parse_place(store)
+        except PlaceError as wrong:
+            raise UsageError(f"{flag}: {wrong}") from None
+        port = self._port_beside_a_store() if flag == "--master-store" else 0
+        found = self.meeting(MasterPlace("etcd", place.servers[0].host, port))
+        if not self.asked.explicitly("rdzv_id") or not found.job_id:
+            raise UsageError(
+                f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
+                "etcd remembers how a job of that name has ended"
+            )
+        return found._replace(store=store)
+
+    def _port_beside_a_store(self) -> int:
+        """Beside --master-store only the port of an endpoint counts."""
+        asked, word = self.asked, self.asked.text("rdzv_backend")
+        if asked.switch("standalone"):
+            raise UsageError("--master-store has no use with --standalone: no other node can join")
+        if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+            raise UsageError(
+                f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
+            )
+        if not self.endpoint:
+            return 0
+        host, port = settings.endpoint(self.endpoint, 0, "--rdzv-endpoint")
+        self.notes.append(
+            f"--rdzv-endpoint={self.endpoint}: with --master-store the master's host ({host} or "
+            "another) is known from etcd, and only the port counts"
+        )
+        return port
+
+    def external(self, master: str) -> Meeting:
+        """DLRover's operator has a master of its own."""
+        host, port = settings.endpoint(master, None, "DLROVER_MASTER_ADDR")
+        self.notes.append(
+            f"the job master is expected at {master} (DLROVER_MASTER_ADDR); with "
+            f"--rdzv-backend=c10d --rdzv-endpoint={master} the node with that address would start "
+            "it"
+        )
+        asked = self.asked
+        found = self.meeting(MasterPlace("external", host, port))
+        if not asked.explicitly("rdzv_id"):
+            found = found._replace(job_id=asked.environ.get("ELASTIC_JOB_NAME") or found.job_id)
+        explicit = asked.explicitly("node_rank")
+        rank = asked.number("node_rank") if explicit else _rank_variable(asked)
+        return found._replace(node_rank=rank)
 
 
 def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
@@ -285,185 +451,6 @@ def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
     return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
 
-def _standalone(
-    asked: Asked, low: int, high: int, new_id: Callable[[], str], notes: list[str]
-) -> Meeting:
-    if low > 1:
-        raise UsageError(
-            f"--standalone is for one node and --nnodes={asked.text('nnodes')} asks for {low}: "
-            "use --rdzv-endpoint=HOST:PORT with the name of one of them"
-        )
-    if high > 1:
-        notes.append("--standalone: no other node can join, so there is one node")
-    return Meeting(
-        MasterPlace(kind="standalone", host="127.0.0.1"), _own_id(asked, new_id), 1, 1,
-        _wish(asked), tuple(notes),
-    )  # fmt: skip
-
-
-def _bare(
-    asked: Asked, around: Around, low: int, high: int, new_id: Callable[[], str], notes: list[str]
-) -> Meeting:
-    """Several nodes, and nobody says where."""
-    if low == high:
-        raise refuse_fixed(asked, high)
-    place, note = open_place(asked, around.shared, around.folder, around.user)
-    return _shared(asked, place, low, high, new_id, [*notes, *([note] if note else [])])
-
-
-def _shared(
-    asked: Asked,
-    place: MasterPlace,
-    low: int,
-    high: int,
-    new_id: Callable[[], str],
-    notes: list[str],
-) -> Meeting:
-    """The first node makes up the job's name; the others hear it."""
-    own = f"{job_stem(asked)}-{new_id()[:8]}"
-    job_id = asked.text("rdzv_id") if place.named else own
-    return Meeting(place, job_id, low, high, _wish(asked), tuple(notes))
-
-
-def _comes_and_goes(asked: Asked, low: int, high: int) -> bool:
-    """Whether only `min:max` and an endpoint say how nodes meet. torchrun's default, static,
-    makes a fixed number of that range, and gives every node rank 0: nobody can mean that."""
-    return (
-        low != high
-        and bool(asked.text("rdzv_endpoint").strip())
-        and not any(map(asked.explicitly, ("rdzv_backend", "node_rank")))
-        and _rank_variable(asked) < 0
-    )
-
-
-def _static(
-    asked: Asked, low: int, high: int, new_id: Callable[[], str], notes: list[str]
-) -> Meeting:
-    named = asked.text("rdzv_endpoint").strip()
-    if not named and asked.value("master_port") is None and high == 1:
-        return _standalone(asked, low, high, new_id, notes)
-    if named:
-        host, port = settings.endpoint(named, None, "--rdzv-endpoint")
-    else:
-        number = asked.value("master_port")
-        port = (
-            settings.STATIC_PORT if number is None else settings.port(int(number), "--master-port")
-        )
-        host = settings.host_name(asked.text("master_addr"), "--master-addr")
-    if port == 0 and high == 1:
-        return _standalone(asked, low, high, new_id, notes)
-    if port == 0:
-        raise UsageError("port 0 is any free port, which the other nodes cannot know: name a port")
-    if low != high:
-        notes.append(
-            f"--nnodes={asked.text('nnodes')}: a static job has a fixed number of nodes, {high}; "
-            "use --rdzv-endpoint with --rdzv-backend=c10d for a number that may change"
-        )
-    rank = asked.number("node_rank")
-    if high > 1 and not asked.explicitly("node_rank"):
-        rank = _rank_variable(asked, default=rank)
-    if not 0 <= rank < high:
-        raise UsageError(
-            f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to {high - 1}"
-        )
-    return Meeting(
-        MasterPlace(kind="static", host=host, port=port), asked.text("rdzv_id"), high, high, rank,
-        tuple(notes),
-    )  # fmt: skip
-
-
-def _elastic(
-    asked: Asked,
-    conf: Mapping[str, str],
-    low: int,
-    high: int,
-    new_id: Callable[[], str],
-    notes: list[str],
-) -> Meeting:
-    named = asked.text("rdzv_endpoint").strip()
-    store = conf.get("store_type", "tcp")
-    if store != "tcp":
-        raise UsageError(
-            f"--rdzv-conf: store_type={store} has no use here, nodes meet at the master; leave it "
-            "out and give --rdzv-endpoint=HOST:PORT"
-        )
-    host, port = "localhost", settings.C10D_PORT
-    if named:
-        host, port = settings.endpoint(named, settings.C10D_PORT, "--rdzv-endpoint")
-    elif asked.explicitly("master_addr") or asked.explicitly("master_port"):
-        notes.append(
-            "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet at "
-            f"{host}:{port}, name another place by --rdzv-endpoint"
-        )
-    is_host = settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
-    if port == 0 and high == 1 and is_host is not False:
-        return _standalone(asked, low, high, new_id, notes)
-    if port == 0:
-        raise UsageError(
-            f"--rdzv-endpoint={named}: port 0 is any free port, which the other nodes cannot know; "
-            f"name a port, or use --nnodes=1"
-        )
-    return Meeting(
-        MasterPlace(kind="elastic", host=host, port=port, is_host=is_host), asked.text("rdzv_id"),
-        low, high, _wish(asked), tuple(notes),
-    )  # fmt: skip
-
-
-def _etcd_of_torchrun(
-    asked: Asked, conf: Mapping[str, str], low: int, high: int, notes: list[str]
-) -> Meeting:
-    """torchrun's nodes meet in etcd itself; ours learn there which of them has the master."""
-    word, servers = asked.text("rdzv_backend"), asked.text("rdzv_endpoint").strip()
-    if not servers:
-        raise UsageError(
-            f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; without "
-            f"an etcd use --rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the "
-            "name of one of the nodes"
-        )
-    scheme = "etcds" if conf.get("protocol", "http").lower() == "https" else "etcd"
-    store = f"{scheme}://{servers}"
-    notes.append(
-        f"--rdzv-backend={word} --rdzv-endpoint={servers}: taken as --master-store={store}"
-    )
-    return _etcd(asked, store, low, high, notes, flag="--rdzv-endpoint")
-
-
-def _etcd(
-    asked: Asked, store: str, low: int, high: int, notes: list[str], flag: str = "--master-store"
-) -> Meeting:
-    """The nodes choose the master's host by way of etcd, whose URL `flag` has given. Beside
-    --master-store only the port of an endpoint counts."""
-    try:
-        place = parse_place(store)
-    except PlaceError as wrong:
-        raise UsageError(f"{flag}: {wrong}") from None
-    word, port = asked.text("rdzv_backend"), 0
-    if flag == "--master-store":
-        if asked.switch("standalone"):
-            raise UsageError("--master-store has no use with --standalone: no other node can join")
-        if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
-            raise UsageError(
-                f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
-            )
-        if named := asked.text("rdzv_endpoint").strip():
-            host, port = settings.endpoint(named, 0, "--rdzv-endpoint")
-            notes.append(
-                f"--rdzv-endpoint={named}: with --master-store the master's host ({host} or "
-                "another) is known from etcd, and only the port counts"
-            )
-    job_id = asked.text("rdzv_id")
-    if not asked.explicitly("rdzv_id") or not job_id:
-        given = flag if flag == "--master-store" else f"--rdzv-backend={word}"
-        raise UsageError(
-            f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
-            "etcd remembers how a job of that name has ended"
-        )
-    return Meeting(
-        MasterPlace(kind="etcd", host=place.servers[0].host, port=port), job_id, low, high,
-        _wish(asked), tuple(notes), store=store,
-    )  # fmt: skip
-
-
 def _dlrover_master(asked: Asked) -> str:
     """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable says where nodes meet."""
     return "" if _stronger(asked) else asked.environ.get("DLROVER_MASTER_ADDR", "").strip()
@@ -479,25 +466,8 @@ def _stronger(asked: Asked) -> str:
     return ""
 
 
-def _external(asked: Asked, low: int, high: int, notes: list[str]) -> Meeting:
-    named = _dlrover_master(asked)
-    host, port = settings.endpoint(named, None, "DLROVER_MASTER_ADDR")
-    notes.append(
-        f"the job master is expected at {named} (DLROVER_MASTER_ADDR); with --rdzv-backend=c10d "
-        f"--rdzv-endpoint={named} the node with that address would start it"
-    )
-    job_id = asked.text("rdzv_id")
-    if not asked.explicitly("rdzv_id"):
-        job_id = asked.environ.get("ELASTIC_JOB_NAME", "") or job_id
-    rank = asked.number("node_rank") if asked.explicitly("node_rank") else _rank_variable(asked)
-    return Meeting(
-        MasterPlace(kind="external", host=host, port=port),
-        job_id,
-        low,
-        high,
-        rank,
-        tuple(notes),
-    )
+def _is_host(conf: Mapping[str, str]) -> bool | None:
+    return settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
 
 
 def _rank_variable(asked: Asked, default: int = -1) -> int:
@@ -509,16 +479,3 @@ def _rank_variable(asked: Asked, default: int = -1) -> int:
                 raise UsageError(f"{name}={text} is not a node rank; set it right or --node-rank")
             return int(text)
     return default
-
-
-def _wish(asked: Asked) -> int:
-    """The node rank where it is a wish only: -1 unless the user gave one."""
-    if not asked.explicitly("node_rank"):
-        return -1
-    return max(-1, asked.number("node_rank"))
-
-
-def _own_id(asked: Asked, new_id: Callable[[], str]) -> str:
-    """The user's --rdzv-id, or a name of its own for a job that nobody else has to find."""
-    named = asked.text("rdzv_id")
-    return named if named and named != "none" else new_id()
