@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.render import checks
-from elasticrun.render.wanted import INDEX, JOB_UID, Pods
+from elasticrun.render.wanted import INDEX, JOB_UID, Pods, Toleration
 
 CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
@@ -28,24 +28,22 @@ BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
 
 def failure_rules() -> list[dict[str, Any]]:
     """The rules of a Job's podFailurePolicy; the first that fits counts, none means one failure."""
+
+    def by_code(action: str, codes: tuple[int, ...]) -> dict[str, Any]:
+        those = {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}
+        return {"action": action, "onExitCodes": those}
+
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return [
-        {
-            "action": "FailJob",
-            "onExitCodes": {
-                "containerName": CONTAINER, "operator": "In", "values": sorted(HOPELESS)
-            },
-        },
-        {
-            "action": "Ignore",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
-        {
-            "action": "Ignore",
-            "onExitCodes": {
-                "containerName": CONTAINER, "operator": "In", "values": sorted(BLAMELESS)
-            },
-        },
-    ]  # fmt: skip
+        by_code("FailJob", HOPELESS),
+        {"action": "Ignore", "onPodConditions": disrupted},
+        by_code("Ignore", BLAMELESS),
+    ]
+
+
+def said(made: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields of which nothing is said."""
+    return {key: value for key, value in made.items() if value not in (None, "", [], {})}
 
 
 BETA: Final = (1, 37)
@@ -72,10 +70,8 @@ def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> G
     """
     name, least = wanted.name, wanted.launch.min_nodes
     if wanted.gang == "volcano":
-        spec: dict[str, Any] = {"minMember": least}
-        spec |= {"queue": wanted.queue} if wanted.queue else {}
-        spec |= {"priorityClassName": wanted.priority} if wanted.priority else {}
-        group = _group("scheduling.volcano.sh/v1beta1", metadata, spec)
+        spec = {"minMember": least, "queue": wanted.queue, "priorityClassName": wanted.priority}
+        group = _group("scheduling.volcano.sh/v1beta1", metadata, said(spec))
         by_name = {"scheduling.k8s.io/group-name": name}
         return Gang((group,), pod_annotations=by_name, scheduler="volcano")
     if wanted.gang == "coscheduling":
@@ -127,9 +123,8 @@ def literal(text: str) -> str:
 def template(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
     """The pod template of the Job."""
     labels = common_labels(wanted) | gang.pod_labels
-    metadata: dict[str, Any] = {"labels": labels}
-    if annotations := {**wanted.annotations, **gang.pod_annotations}:
-        metadata["annotations"] = annotations
+    annotations = {**wanted.annotations, **gang.pod_annotations}
+    metadata = said({"labels": labels, "annotations": annotations})
     return {"metadata": metadata, "spec": _spec(wanted, place, gang)}
 
 
@@ -152,64 +147,55 @@ def arguments(wanted: Pods, place: PodNames) -> list[str]:
 
 
 def _spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
-    spec: dict[str, Any] = {}
-    if place.domain:
-        spec["subdomain"] = place.domain
-    spec |= {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": wanted.grace_seconds,
-        "automountServiceAccountToken": wanted.rbac,
-    }
-    if account := wanted.service_account or (wanted.name if wanted.rbac else ""):
-        spec["serviceAccountName"] = account
-    if wanted.priority:
-        spec["priorityClassName"] = wanted.priority
-    if scheduler := wanted.scheduler or gang.scheduler:
-        spec["schedulerName"] = scheduler
-    spec |= gang.pod_spec
-    if wanted.host_network:
-        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if wanted.selector:
-        spec["nodeSelector"] = dict(wanted.selector)
-    if wanted.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in wanted.tolerations]
-    if wanted.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in wanted.pull_secrets]
-    spec["containers"] = [_container(wanted, place)]
+    host = wanted.host_network
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": wanted.shm}}
-    spec["volumes"] = [shm, *({"name": v.name, **v.source} for v in wanted.volumes)]
-    return spec
+    return said(
+        {
+            "subdomain": place.domain,
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": wanted.grace_seconds,
+            "automountServiceAccountToken": wanted.rbac,
+            "serviceAccountName": wanted.service_account or (wanted.name if wanted.rbac else ""),
+            "priorityClassName": wanted.priority,
+            "schedulerName": wanted.scheduler or gang.scheduler,
+            **gang.pod_spec,
+            **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host else {}),
+            "nodeSelector": dict(wanted.selector),
+            "tolerations": list(map(_toleration, wanted.tolerations)),
+            "imagePullSecrets": [{"name": name} for name in wanted.pull_secrets],
+            "containers": [_container(wanted, place)],
+            "volumes": [shm, *({"name": v.name, **v.source} for v in wanted.volumes)],
+        }
+    )
 
 
-def _toleration(one: Any) -> dict[str, str]:
+def _toleration(one: Toleration) -> dict[str, str]:
     found = {"key": one.key, "operator": "Exists" if one.value is None else "Equal"}
     found |= {} if one.value is None else {"value": one.value}
     return found | ({"effect": one.effect} if one.effect else {})
 
 
 def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": wanted.image,
-        "command": ["elasticrun"],
-        "args": arguments(wanted, place),
-    }
-    if wanted.working_dir:
-        made["workingDir"] = wanted.working_dir
-    if env := _env(wanted):
-        made["env"] = env
-    made["ports"] = [{"name": "master", "containerPort": wanted.port}]
-    if resources := _resources(wanted):
-        made["resources"] = resources
-    if wanted.rdma:
-        made["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    made["terminationMessagePolicy"] = "FallbackToLogsOnError"
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for volume in wanted.volumes:
         read_only = {"readOnly": True} if volume.read_only else {}
         mounts.append({"name": volume.name, "mountPath": volume.mount, **read_only})
-    made["volumeMounts"] = mounts
-    return made
+    lock_memory = {"capabilities": {"add": ["IPC_LOCK"]}}
+    return said(
+        {
+            "name": CONTAINER,
+            "image": wanted.image,
+            "command": ["elasticrun"],
+            "args": arguments(wanted, place),
+            "workingDir": wanted.working_dir,
+            "env": _env(wanted),
+            "ports": [{"name": "master", "containerPort": wanted.port}],
+            "resources": _resources(wanted),
+            "securityContext": lock_memory if wanted.rdma else None,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": mounts,
+        }
+    )
 
 
 def _env(wanted: Pods) -> list[dict[str, Any]]:
@@ -224,15 +210,10 @@ def _env(wanted: Pods) -> list[dict[str, Any]]:
 
 
 def _resources(wanted: Pods) -> dict[str, Any]:
-    both = {name: amount for name, amount in (("cpu", wanted.cpu), ("memory", wanted.memory))
-            if amount}  # fmt: skip
-    limits = dict(both)
-    if wanted.gpus:
-        limits[wanted.gpu_resource] = str(wanted.gpus)
-    if wanted.rdma:
-        limits[wanted.rdma] = "1"
-    found: dict[str, Any] = {"requests": both} if both else {}
-    return found | ({"limits": limits} if limits else {})
+    both = said({"cpu": wanted.cpu, "memory": wanted.memory})
+    limits = both | ({wanted.gpu_resource: str(wanted.gpus)} if wanted.gpus else {})
+    limits |= {wanted.rdma: "1"} if wanted.rdma else {}
+    return said({"requests": both, "limits": limits})
 
 
 SUCCESS_POLICY: Final = (1, 31)
@@ -242,22 +223,21 @@ SUCCESS_POLICY: Final = (1, 31)
 def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
     """One index a node, replaced for as long as the master goes on; how the object itself begins
     and ends (`lifetime`) is not part of it."""
-    count = wanted.replicas
-    made: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
-        "backoffLimit": wanted.failures_allowed,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": failure_rules()},
-    }
-    least = wanted.launch.min_nodes
-    if least < count and wanted.version >= SUCCESS_POLICY:
-        made["successPolicy"] = {"rules": [{"succeededCount": least}]}
-    if wanted.deadline:
-        made["activeDeadlineSeconds"] = wanted.deadline
-    made["template"] = template(wanted, place, gang)
-    return made
+    count, least = wanted.replicas, wanted.launch.min_nodes
+    enough = least < count and wanted.version >= SUCCESS_POLICY
+    return said(
+        {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": wanted.failures_allowed,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": failure_rules()},
+            "successPolicy": {"rules": [{"succeededCount": least}]} if enough else None,
+            "activeDeadlineSeconds": wanted.deadline or None,
+            "template": template(wanted, place, gang),
+        }
+    )
 
 
 def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
@@ -270,24 +250,20 @@ def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
 
 def lifetime(wanted: Pods) -> dict[str, Any]:
     """Whether it waits for somebody's word, and when it is removed: of a Job or of a JobSet."""
-    made: dict[str, Any] = {"suspend": True} if wanted.suspend else {}
-    return made | ({} if wanted.ttl is None else {"ttlSecondsAfterFinished": wanted.ttl})
+    return said({"suspend": wanted.suspend or None, "ttlSecondsAfterFinished": wanted.ttl})
 
 
 def labelled(wanted: Pods, gang: Gang) -> dict[str, Any]:
     """The metadata of the Job or JobSet: that of every object, annotations, a gang's words."""
-    made = common_metadata(wanted)
-    made["labels"] |= gang.job_labels
+    labels = common_labels(wanted) | gang.job_labels
     annotations = {**wanted.annotations, **gang.job_annotations}
-    return made | ({"annotations": annotations} if annotations else {})
+    return common_metadata(wanted) | said({"labels": labels, "annotations": annotations})
 
 
 def common_metadata(wanted: Pods) -> dict[str, Any]:
     """Name, namespace and labels of every object of the job."""
-    made: dict[str, Any] = {"name": wanted.name}
-    if wanted.namespace:
-        made["namespace"] = wanted.namespace
-    return made | {"labels": common_labels(wanted)}
+    names = said({"name": wanted.name, "namespace": wanted.namespace})
+    return names | {"labels": common_labels(wanted)}
 
 
 def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
@@ -295,34 +271,25 @@ def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
     if not wanted.rbac:
         return []
     account = wanted.service_account or wanted.name
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": wanted.namespace}
+    rbac = "rbac.authorization.k8s.io"
+    role = {"apiGroup": rbac, "kind": "Role", "name": wanted.name}
     rule = {
         "apiGroups": ["batch"],
         "resources": ["jobs"],
         "resourceNames": [job],
         "verbs": ["get", "patch"],
     }
-    made: list[dict[str, Any]] = []
-    if not wanted.service_account:
-        made.append(
-            {
-                "apiVersion": "v1",
-                "kind": "ServiceAccount",
-                "metadata": common_metadata(wanted),
-                "automountServiceAccountToken": False,
-            }
-        )
-    subject = {"kind": "ServiceAccount", "name": account}
-    if wanted.namespace:
-        subject["namespace"] = wanted.namespace
-    rbac = "rbac.authorization.k8s.io"
-    role = {"apiGroup": rbac, "kind": "Role", "name": wanted.name}
-    for kind, more in (
-        ("Role", {"rules": [rule]}),
-        ("RoleBinding", {"roleRef": role, "subjects": [subject]}),
-    ):
-        head = {"apiVersion": f"{rbac}/v1", "kind": kind, "metadata": common_metadata(wanted)}
-        made.append(head | more)
-    return made
+    made = [
+        ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
+        (f"{rbac}/v1", "Role", {"rules": [rule]}),
+        (f"{rbac}/v1", "RoleBinding", {"roleRef": role, "subjects": [said(subject)]}),
+    ]
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": common_metadata(wanted), **more}
+        for version, kind, more in made
+        if kind != "ServiceAccount" or not wanted.service_account
+    ]
 
 
 REPLICATED_JOB: Final = "node"

@@ -125,7 +125,7 @@ def test_behind_the_dashes_of_render() -> None:
         flags, rest = _split(["--name=x", "--image=y:1", "--", *program])
         ns, extra = render_parser("k8s").parse_known_args(flags)
         assert extra == []
-        read = render.read(ns, rest, gpus=0, signal="TERM").launch
+        read, _ = render.read(ns, rest, gpus=0, signal="TERM")
         assert (read.script, list(read.args)) == (program[0], program[1:])
 
 

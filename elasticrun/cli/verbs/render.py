@@ -9,10 +9,11 @@ looked at. What the user should know of it is said on stderr, a line each.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from elasticrun.cli import settings, trust
 from elasticrun.cli.devices import Machine
@@ -99,20 +100,18 @@ ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
 """Flags whose values are files or plug-ins of the nodes."""
 
 
-class Read(NamedTuple):
-    """The command, and what the user should know of it."""
-
-    launch: Launch
-    notes: list[str]
-
-
-def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str) -> Read:
-    """What flags and program come to. `gpus`: GPUs that each node is asked for, 0 for none said;
-    `signal`: the one by which the scheduler has nodes leave, "" for none. UsageError, Invalid."""
+def read(
+    ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
+) -> tuple[Launch, list[str]]:
+    """What flags and program come to, and what the user should know of it. `gpus`: GPUs that each
+    node is asked for, 0 for none said; `signal`: the one by which the scheduler has nodes leave, ""
+    for none. UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes)
     given = render_flags.handed_on(ns)
     asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
+    # a job that cannot succeed is to end for its scheduler, too
+    codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
     launch = Launch(
         script=program[0],
         args=tuple(program[1:]),
@@ -121,12 +120,12 @@ def read(ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: s
         nproc_per_node=ranks,
         job_id=settings.name(ns.rdzv_id, "--rdzv-id"),
         by_etcd=bool(asked.text("master_store")),
-        flags=(*given, *_heard(asked, signal), *_codes(asked)),
+        flags=(*given, *_heard(asked, signal), *codes),
         leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
     )
     if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
         raise Invalid("--tls-cert and --tls-key belong together: give both")
-    return Read(launch, [*notes, *_understood(launch)])
+    return launch, [*notes, *_understood(launch)]
 
 
 def gpus_in(text: str) -> int:
@@ -160,11 +159,6 @@ def _heard(asked: Asked, signal: str) -> list[str]:
     return [f"--signals-to-handle={handled},{name}"]
 
 
-def _codes(asked: Asked) -> list[str]:
-    """The flag by which a job that cannot succeed ends for its scheduler, too."""
-    return [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
-
-
 def _understood(launch: Launch) -> list[str]:
     """Have the launcher read the command as a node will; what it has to say. Raises what it raises
     there."""
@@ -179,12 +173,6 @@ def _understood(launch: Launch) -> list[str]:
     config = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
     silent = trust.notes(config.rendezvous, config.spec.max_nodes, config.token, config.tls)
     return [note for note in config.notes if note not in silent]
-
-
-MAKERS: Final[Mapping[str, Callable[[Pods], list[dict[str, Any]]]]] = {
-    "k8s": pods.job_documents,
-    "jobset": pods.jobset_documents,
-}
 
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -231,18 +219,17 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _manifest(target: str, wanted: Pods, form: str) -> str:
-    documents = MAKERS[target](wanted)
+    jobset = target == "jobset"
+    documents = pods.jobset_documents(wanted) if jobset else pods.job_documents(wanted)
     if form == "json":
         return text.as_json(documents)
-    special = pods.JOBSET_REMARKS if target == "jobset" else {}
+    special = pods.JOBSET_REMARKS if jobset else {}
     return text.as_yaml(documents, {**special, **pods.remarks(wanted)})
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags, and what stands behind the first `--`."""
-    if "--" not in words:
-        return list(words), []
-    at = list(words).index("--")
+    at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 
 
@@ -276,48 +263,32 @@ def _env(ns: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
+    """What is said by flags that have the name of one of its fields."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(ns).items() if name in names}
+
+
 def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
     secret, key = grammar.secret_key(ns.token_secret) if ns.token_secret else ("", "token")
     if secret and has(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
-    return Pods(
-        name=ns.name,
-        image=ns.image,
-        launch=launch,
-        pods=ns.pods,
-        namespace=ns.namespace,
-        working_dir=ns.working_dir,
-        port=ns.port,
-        cpu=ns.cpu,
-        memory=ns.memory,
-        gpus=_gpus(ns, launch.nproc_per_node),
-        gpu_resource=ns.gpu_resource or "nvidia.com/gpu",
-        rdma=ns.rdma,
-        shm=ns.shm,
-        host_network=ns.host_network,
-        gang=ns.gang,
-        queue=ns.queue,
-        scheduler=ns.scheduler,
-        volumes=tuple(map(grammar.volume, ns.volume)),
-        env=_env(ns),
-        token_secret=secret,
-        token_key=key,
-        labels=grammar.pairs(ns.label, "--label"),
-        annotations=grammar.pairs(ns.annotation, "--annotation"),
-        selector=grammar.pairs(ns.selector, "--selector"),
-        tolerations=tuple(map(grammar.toleration, ns.toleration)),
-        service_account=ns.service_account,
-        priority=ns.priority,
-        pull_secrets=tuple(ns.image_pull_secret),
-        grace=ns.grace,
-        ttl=ns.ttl,
-        deadline=ns.deadline,
-        suspend=ns.suspend,
-        retries=ns.retries,
-        backoff_limit=ns.backoff_limit,
-        rbac=ns.rbac,
-        version=checks.version(ns.k8s_version, "--k8s-version"),
-    )
+    said = _same(ns, Pods) | {
+        "launch": launch,
+        "gpus": _gpus(ns, launch.nproc_per_node),
+        "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
+        "volumes": tuple(map(grammar.volume, ns.volume)),
+        "env": _env(ns),
+        "token_secret": secret,
+        "token_key": key,
+        "labels": grammar.pairs(ns.label, "--label"),
+        "annotations": grammar.pairs(ns.annotation, "--annotation"),
+        "selector": grammar.pairs(ns.selector, "--selector"),
+        "tolerations": tuple(map(grammar.toleration, ns.toleration)),
+        "pull_secrets": tuple(ns.image_pull_secret),
+        "version": checks.version(ns.k8s_version, "--k8s-version"),
+    }
+    return Pods(**said)
 
 
 def _gpus(ns: argparse.Namespace, ranks: str) -> int:
@@ -346,26 +317,14 @@ def _signal(ns: argparse.Namespace) -> tuple[str, int]:
 
 def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
     signal, lead = _signal(ns)
-    return Batch(
-        name=ns.name,
-        launch=launch,
-        spares=ns.spares,
-        partition=ns.partition,
-        account=ns.account,
-        qos=ns.qos,
-        time=ns.time,
-        time_seconds=grammar.duration(ns.time, "--time") if ns.time else 0,
-        gpus_per_node=ns.gpus_per_node,
-        cpus_per_task=ns.cpus_per_task,
-        memory=ns.mem,
-        exclusive=ns.exclusive,
-        array=ns.array,
-        output=ns.output,
-        working_dir=ns.working_dir,
-        signal=signal,
-        lead=lead,
-        requeues=ns.requeue,
-        retries=ns.retries,
-        options=tuple(option.removeprefix("--") for option in ns.sbatch),
-        env=_env(ns),
-    )
+    said = _same(ns, Batch) | {
+        "launch": launch,
+        "time_seconds": grammar.duration(ns.time, "--time") if ns.time else 0,
+        "memory": ns.mem,
+        "signal": signal,
+        "lead": lead,
+        "requeues": ns.requeue,
+        "options": tuple(option.removeprefix("--") for option in ns.sbatch),
+        "env": _env(ns),
+    }
+    return Batch(**said)
