@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import structs
 
@@ -62,6 +63,8 @@ _WRITTEN: Final = "written"  # the row that says when: [boot id, seconds since b
 
 logger = logging.getLogger("elasticrun")
 
+T = TypeVar("T")
+
 
 class Damaged(Exception):
     """A record that cannot be loaded; the text says why."""
@@ -81,8 +84,9 @@ class SqliteStore:
         self._thread = threading.Thread(target=self._run, name="elasticrun-record", daemon=True)
         self._thread.start()
         self._works = True
-        self._on_its_way: list[Callable[[], None]] = []
-        self._next: _Write | None = None
+        self._newest: Facts | None = None
+        self._waiting: list[Callable[[], None]] = []  # for the newest to be written
+        self._on_its_way: list[Callable[[], None]] = []  # for what the thread is writing
         self._watch: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------ the promise of a FactStore
@@ -93,19 +97,8 @@ class SqliteStore:
 
     async def load(self) -> Facts | None:
         """See `FactStore.load`. A record that cannot be used is set aside, with one line."""
-        found: asyncio.Future[Facts | None] = self._loop.create_future()
-
-        def work() -> None:
-            try:
-                facts = self._disk.open()
-            except Exception as wrong:
-                self._call(_settle, found, None, wrong)
-            else:
-                self._call(_settle, found, facts, None)
-
-        self._jobs.put(work)
         try:
-            return await asyncio.wait_for(found, LOAD_LIMIT)
+            return await asyncio.wait_for(self._do(self._disk.open), LOAD_LIMIT)
         except TimeoutError:
             self._go_without(f"its disk has not answered for {LOAD_LIMIT:g} s")
         except Exception as wrong:
@@ -116,13 +109,11 @@ class SqliteStore:
         """See `FactStore.write`. Where the record has failed, `done` is called at once."""
         if not self._works:
             done()
-        elif not self._on_its_way:
-            self._send(_Write(facts, [done]))
-        elif self._next is None:
-            self._next = _Write(facts, [done])
-        else:
-            self._next.facts = facts
-            self._next.done.append(done)
+            return
+        self._newest = facts
+        self._waiting.append(done)
+        if not self._on_its_way:
+            self._send(facts)
 
     async def close(self, *, over: bool) -> None:
         """See `FactStore.close`; what was written stays, for those who arrive late."""
@@ -145,35 +136,50 @@ class SqliteStore:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _call(self, what: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            self._loop.call_soon_threadsafe(what, *arguments)
+    def _do(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Have the thread do it, and hear what came of that."""
+        ended: asyncio.Future[T] = self._loop.create_future()
 
-    def _send(self, write: _Write) -> None:
-        self._on_its_way = write.done
-        self._watch = self._loop.call_later(SLOW, self._slow)
+        def settle(end: Callable[[Any], None], result: object) -> None:
+            if not ended.done():  # nobody has given it up
+                end(result)
 
         def work() -> None:
-            wrong = ""
+            end: Callable[[Any], None] = ended.set_result
             try:
-                self._disk.save(write.facts)
-            except Exception as error:
-                wrong = str(error) or repr(error)
-                self._disk.put_aside()
-            self._call(self._came_back, write.done, wrong)
+                result: object = job()
+            except Exception as wrong:
+                end, result = ended.set_exception, wrong
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(settle, end, result)
 
         self._jobs.put(work)
+        return ended
 
-    def _came_back(self, done: list[Callable[[], None]], wrong: str) -> None:
+    def _send(self, facts: Facts) -> None:
+        done = self._on_its_way = self._waiting
+        self._waiting = []
+        self._watch = self._loop.call_later(SLOW, self._slow)
+
+        def save() -> None:
+            try:
+                self._disk.save(facts)
+            except Exception:
+                self._disk.put_aside()
+                raise
+
+        self._do(save).add_done_callback(partial(self._came_back, done))
+
+    def _came_back(self, done: list[Callable[[], None]], saved: asyncio.Future[None]) -> None:
+        wrong = saved.exception()
         if self._on_its_way is not done:
             return  # it had been given up
         self._unwatch()
         self._on_its_way = []
-        if wrong:
-            self._go_without(wrong)
-        following, self._next = self._next, None
-        if following is not None:
-            self._send(following)
+        if wrong is not None:
+            self._go_without(str(wrong) or repr(wrong))
+        elif self._waiting and self._newest is not None:
+            self._send(self._newest)
         for call in done:
             call()
 
@@ -198,38 +204,16 @@ class SqliteStore:
             why,
         )
         self._jobs.put(self._disk.put_aside)  # comes to it when the disk answers again
-        waiting = self._on_its_way + (self._next.done if self._next is not None else [])
-        self._on_its_way, self._next = [], None
+        waiting = self._on_its_way + self._waiting
+        self._on_its_way, self._waiting = [], []
         for call in waiting:
             call()
 
     async def _last_job(self, job: Callable[[], None]) -> None:
-        ended = self._loop.create_future()
-
-        def work() -> None:
-            with contextlib.suppress(Exception):  # there is nobody left whom it would matter to
-                job()
-            self._call(_settle, ended, None, None)
-
-        self._jobs.put(work)
+        ended = self._do(job)
         self._jobs.put(None)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(Exception):  # there is nobody left whom it would matter to
             await asyncio.wait_for(ended, 1.0)
-
-
-@dataclass
-class _Write:
-    facts: Facts
-    done: list[Callable[[], None]]
-
-
-def _settle(future: asyncio.Future[Any], result: Any, wrong: Exception | None) -> None:
-    if future.done():
-        return
-    if wrong is not None:
-        future.set_exception(wrong)
-    else:
-        future.set_result(result)
 
 
 # ---------------------------------------------------------------- in the thread

@@ -46,44 +46,24 @@ def volume(text: str) -> Volume:
     return Volume(name, f"/{mount}", _SOURCES[kind](source, f"--volume {name}"), read_only)
 
 
-def _claim(text: str, what: str) -> Mapping[str, Any]:
-    return {"persistentVolumeClaim": {"claimName": checks.subdomain(text, what)}}
-
-
 def _csi(text: str, what: str) -> Mapping[str, Any]:
     # Two commas stand for one inside a value, as in --duplicate-stdout-filters: mount options have
     # commas of their own.
     words = [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
     driver = checks.subdomain(words[0], f"{what}: the driver")
-    attributes = pairs(words[1:], f"{what}: the attribute") if words[1:] else {}
+    attributes = pairs(words[1:], f"{what}: the attribute")
     for key, value in attributes.items():
         checks.plain(value, f"{what}: {key}")
     return {"csi": {"driver": driver, **({"volumeAttributes": attributes} if attributes else {})}}
 
 
-def _host(text: str, what: str) -> Mapping[str, Any]:
-    return {"hostPath": {"path": checks.path(text, what)}}
-
-
-def _empty(text: str, what: str) -> Mapping[str, Any]:
-    return {"emptyDir": {"sizeLimit": checks.quantity(text, what, memory=True)}}
-
-
-def _secret(text: str, what: str) -> Mapping[str, Any]:
-    return {"secret": {"secretName": checks.subdomain(text, what)}}
-
-
-def _config_map(text: str, what: str) -> Mapping[str, Any]:
-    return {"configMap": {"name": checks.subdomain(text, what)}}
-
-
 _SOURCES: Final[Mapping[str, Callable[[str, str], Mapping[str, Any]]]] = {
-    "pvc": _claim,
+    "pvc": lambda t, what: {"persistentVolumeClaim": {"claimName": checks.subdomain(t, what)}},
     "csi": _csi,
-    "host": _host,
-    "empty": _empty,
-    "secret": _secret,
-    "configmap": _config_map,
+    "host": lambda t, what: {"hostPath": {"path": checks.path(t, what)}},
+    "empty": lambda t, what: {"emptyDir": {"sizeLimit": checks.quantity(t, what, memory=True)}},
+    "secret": lambda t, what: {"secret": {"secretName": checks.subdomain(t, what)}},
+    "configmap": lambda t, what: {"configMap": {"name": checks.subdomain(t, what)}},
 }
 
 

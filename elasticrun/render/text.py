@@ -49,7 +49,7 @@ def as_json(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _mapping(value: Mapping[str, Any], above: str, indent: int, remarks: _Remarks) -> Iterator[str]:
     for key, item in value.items():
-        remark = remarks.get((above, key), "")
+        remark = remarks.get((above, key))
         tail = f"  # {remark}" if remark else ""
         head = f"{' ' * indent}{_scalar(key)}:"
         if isinstance(item, Mapping) and item:
@@ -80,11 +80,8 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
             return value
-        return _UNPRINTABLE.sub(_escape, json.dumps(value, ensure_ascii=False))
+        text = json.dumps(value, ensure_ascii=False)
+        return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     if value in ({}, []):
         return "{}" if isinstance(value, Mapping) else "[]"
     raise TypeError(f"{type(value).__name__} has no place in a manifest")
-
-
-def _escape(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"

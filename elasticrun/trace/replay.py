@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -110,18 +111,20 @@ def read(path: Path) -> Iterator[Item]:
 
 
 def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
-    number = 0
-    while line := file.readline(MAX_LINE):
-        number += 1
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if not line.strip():
             continue
         try:
             items = list(_items(json.loads(line)))
         except (ValueError, TypeError, RecursionError) as wrong:
             if first:
-                raise NoTrace(f"{path} is no trace: {_why(wrong)}") from None
+                json_ = isinstance(wrong, json.JSONDecodeError)
+                why = "it is not text of that form" if json_ else str(wrong)
+                raise NoTrace(f"{path} is no trace: {why}") from None
             cut = not line.endswith(b"\n") or _is_cut(file)
-            yield Gap(f"line {number} of {path.name} {_damage(wrong, cut)}", cut)
+            damage = "was not written to its end: its master was killed"
+            damage = damage if cut else f"is damaged: {wrong}"
+            yield Gap(f"line {number} of {path.name} {damage}", cut)
             continue
         if first and not (items and isinstance(items[0], TraceHead)):
             raise NoTrace(f"{path} is no trace: it does not begin with a master's head")
@@ -138,14 +141,6 @@ def _is_cut(file: BinaryIO) -> bool:
     following = file.readline(64)
     file.seek(here)
     return following.startswith(b'{"trace":')
-
-
-def _damage(wrong: Exception, cut: bool) -> str:
-    return "was not written to its end: its master was killed" if cut else f"is damaged: {wrong}"
-
-
-def _why(wrong: Exception) -> str:
-    return "it is not text of that form" if isinstance(wrong, json.JSONDecodeError) else str(wrong)
 
 
 def _items(line: Any) -> Iterator[Item]:
@@ -206,12 +201,13 @@ def replay(path: Path, wanted: Wanted, out: Callable[[str], None]) -> int:
     """Print what is decided in the trace at `path`, a line each; SAME or DIFFERS. NoTrace."""
     player = _Player(wanted, out)
     for item in read(path):
-        if isinstance(item, TraceHead):
-            player.head(item)
-        elif isinstance(item, Step):
-            player.step(item)
-        else:
-            player.gap(item)
+        match item:
+            case TraceHead():
+                player.head(item)
+            case Step():
+                player.step(item)
+            case Gap():
+                player.gap(item)
     return player.end()
 
 
@@ -279,20 +275,13 @@ class _Player:
 
     def end(self) -> int:
         """The last lines."""
+        told = "the replay says what was recorded"
         if self._differences:
-            self._out(
-                f"-- {self._steps} events; the replay DIFFERS from what was recorded, "
-                f"{self._differences} times"
-            )
-            return DIFFERS
-        if self._uncounted:
-            self._out(
-                f"-- {self._steps} events; after what is missing the replay differs from what was "
-                "recorded, as it may"
-            )
-        else:
-            self._out(f"-- {self._steps} events; the replay says what was recorded")
-        return SAME
+            told = f"the replay DIFFERS from what was recorded, {self._differences} times"
+        elif self._uncounted:
+            told = "after what is missing the replay differs from what was recorded, as it may"
+        self._out(f"-- {self._steps} events; {told}")
+        return DIFFERS if self._differences else SAME
 
     def _mint(self) -> str:
         return self._nonces.popleft() if self._nonces else "????????"
@@ -307,8 +296,8 @@ class _Player:
         if raised:
             lines.append(f"the brain raised {raised}")
         cause = self._cause(step.event)
-        silent = not lines
-        if silent and not (self._wanted.everything and not _is_beat(step.event)):
+        beat = isinstance(step.event, events.Heard) and isinstance(step.event.report, m.Beat)
+        if not lines and (beat or not self._wanted.everything):
             return
         if self._wanted.node and not self._concerns(step, effects, [cause, *lines]):
             return
@@ -333,7 +322,7 @@ class _Player:
             concerned.add(step.event.session)
         if any(self._nodes.get(session) == name for session in concerned):
             return True
-        return any(name in _words(line) for line in lines)
+        return any(name == word.strip(".,:;()'\"") for line in lines for word in line.split())
 
     def _cause(self, event: events.JobEvent) -> str:
         if isinstance(event, events.Attached):
@@ -404,31 +393,15 @@ class _Player:
         if raised != step.raised:
             self._out(f"  recorded: raised {step.raised or 'nothing'}")
             self._out(f"  replayed: raised {raised or 'nothing'}")
-        for recorded, replayed in _unequal(step.said, said):
-            self._out(f"  recorded: {recorded}")
-            self._out(f"  replayed: {replayed}")
-
-
-def _unequal(recorded: tuple[str, ...], replayed: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """What one says and the other does not, in pairs."""
-    for number in range(max(len(recorded), len(replayed))):
-        one = recorded[number] if number < len(recorded) else "(nothing)"
-        other = replayed[number] if number < len(replayed) else "(nothing)"
-        if one != other:
-            yield one, other
+        for recorded, replayed in zip_longest(step.said, said, fillvalue="(nothing)"):
+            if recorded != replayed:
+                self._out(f"  recorded: {recorded}")
+                self._out(f"  replayed: {replayed}")
 
 
 def _kind(effect: events.JobEffect) -> type:
     """What is told in one line belongs together."""
     return type(effect.order) if isinstance(effect, events.Tell) else type(effect)
-
-
-def _is_beat(event: events.JobEvent) -> bool:
-    return isinstance(event, events.Heard) and isinstance(event.report, m.Beat)
-
-
-def _words(line: str) -> Iterable[str]:
-    return (word.strip(".,:;()'\"") for word in line.split())
 
 
 def _heading(head: TraceHead) -> Iterator[str]:
@@ -447,10 +420,10 @@ def _heading(head: TraceHead) -> Iterator[str]:
 def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
     """A stream that stood when the ring turned, as its node would attach to a successor."""
     last = None if facts is None else facts.round
-    seats = [] if last is None else [s for s in last.seats if s.node == stream.hello.node]
-    if last is None or not seats or seats[0].incarnation != stream.hello.incarnation:
+    seats = () if last is None else last.seats
+    seat = next((seat for seat in seats if seat.node == stream.hello.node), None)
+    if last is None or seat is None or seat.incarnation != stream.hello.incarnation:
         return stream
-    seat = seats[0]
     attached = m.RoundReport(
         round=last.name,
         group_rank=seat.group_rank,
