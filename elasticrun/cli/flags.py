@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 PROG = "elasticrun"
@@ -100,36 +101,24 @@ class Parsed(argparse.Namespace):
 class _Store(argparse.Action):
     """Store a value, or True for a switch, and remember that the flag was given."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+    def __call__(self, _: argparse.ArgumentParser, namespace: Any, *given: Any) -> None:
+        value, spelling = given
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else value)
         if isinstance(namespace, Parsed):
-            namespace.given[self.dest] = option_string or self.option_strings[0]
+            namespace.given[self.dest] = spelling or self.option_strings[0]
 
 
-class _Convert:
+def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
     """Text to value, with a sentence that names the variable when the text came from one."""
-
-    def __init__(self, flag: Flag) -> None:
-        self.flag = flag
-
-    def __call__(self, text: str) -> Any:
-        flag = self.flag
-        assert flag.kind is not None
-        where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
-        try:
-            value = flag.kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.wants}") from None
-        if where and flag.choices and value not in flag.choices:  # argparse checks typed ones only
-            words = ", ".join(flag.choices)
-            raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")
-        return value
+    where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.wants}") from None
+    if where and flag.choices and value not in flag.choices:  # argparse checks typed ones only
+        words = ", ".join(flag.choices)
+        raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")
+    return value
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -233,7 +222,7 @@ class LaunchParser(Parser):
         return False
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
+class Formatter(argparse.RawDescriptionHelpFormatter):
     """Help that shows each flag once, with dashes."""
 
     def __init__(self, prog: str) -> None:
@@ -284,22 +273,17 @@ class _Help(argparse.Action):
 
 
 class _PrintCompletion(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        _, shell, spelling = given
         try:
             import shtab
         except ImportError:
-            parser.error(f"{option_string} needs the package shtab: pip install shtab")
+            parser.error(f"{spelling} needs the package shtab: pip install shtab")
         for action in parser._actions:
             completer = {"training_script": shtab.FILE, "log_dir": shtab.DIRECTORY}.get(action.dest)
             if completer is not None:
                 action.complete = completer  # type: ignore[attr-defined]
-        parser._print_message(shtab.complete(parser, shell=values) + "\n", sys.stdout)
+        parser._print_message(shtab.complete(parser, shell=shell) + "\n", sys.stdout)
         parser.exit(0)
 
 
@@ -329,7 +313,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
         usage=f"{PROG} [options] script [arguments of the script ...]",
         description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
         epilog=EPILOG,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
         add_help=False,
     )
     parser.all_help = "--help-all"
@@ -340,8 +324,9 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     options.add_argument(
         "--help-all", action="help", default=argparse.SUPPRESS, help="Print this page."
     )
-    groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
-    add_flags(parser, groups, FLAGS, os.environ if environ is None else environ)
+    for key, title in GROUPS.items():
+        rows = [flag for flag in FLAGS if flag.group == key]
+        add_group(parser, title, rows, os.environ if environ is None else environ)
     parser.add_argument("training_script", metavar="script", help="The program of every rank.")
     parser.add_argument(
         "training_script_args",
@@ -364,18 +349,11 @@ def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def help_formatter() -> type[argparse.HelpFormatter]:
-    """How --help is laid out."""
-    return _Formatter
-
-
-def add_flags(
-    parser: Parser,
-    groups: Mapping[str, argparse._ArgumentGroup],
-    flags: Iterable[Flag],
-    environ: Mapping[str, str],
-) -> None:
-    """Add rows of the table to a parser, with defaults from `environ`."""
+def add_group(
+    parser: Parser, title: str, flags: Iterable[Flag], environ: Mapping[str, str]
+) -> argparse._ArgumentGroup:
+    """Add rows of the table to a parser, under one title, with defaults from `environ`."""
+    group = parser.add_argument_group(title)
     for flag in flags:
         options: dict[str, Any] = {"dest": flag.dest, "help": _help(flag)}
         special = SPECIAL.get(flag.dest)
@@ -386,14 +364,16 @@ def add_flags(
             options |= {"action": _Store, "nargs": 0, "const": True}
             options["default"] = _switch_default(parser, flag, environ)
         else:
-            options |= {"action": _Store, "type": _Convert(flag), "choices": flag.choices or None}
+            options |= {"action": _Store, "choices": flag.choices or None}
+            options["type"] = partial(_convert, flag, flag.kind)
             options["metavar"] = flag.metavar or None
             options["default"] = _default(flag, environ)
-        groups[flag.group].add_argument(*flag.spellings, **options)
+        group.add_argument(*flag.spellings, **options)
         if flag.origin == TORCHRUN:
             parser.contract.add(flag.dest)
         elif flag.origin == NEWER:
             parser.newer.add(flag.dest)
+    return group
 
 
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.cli import resolve, settings, trust
-from elasticrun.cli.flags import Parser, add_flags
+from elasticrun.cli.flags import Parser, add_group
 from elasticrun.cli.place import PLACE_FLAGS, explain
 from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, look, setting
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import status
 from elasticrun.detection.found import amount
 from elasticrun.doctor import checkup, disk, names
@@ -88,12 +88,9 @@ def parser(environ: Mapping[str, str]) -> Parser:
         "--ckpt-dir", "--ckpt_dir", default="", metavar="DIR",
         help="Folder in which the script keeps its checkpoints.",
     )  # fmt: skip
-    group = made.add_argument_group("what it is to do")
     rows = [flag for flag in FLAGS if flag.dest in ROWS]
-    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
-    group = made.add_argument_group("of a job that has a token or TLS")
-    rows = [flag for flag in FLAGS if flag.group == "trust"]
-    add_flags(made, {"trust": group}, rows, environ)
+    add_group(made, "what it is to do", rows, environ)
+    add_group(made, "of a job that has a token or TLS", TRUST, environ)
     return made
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli import settings, trust
-from elasticrun.cli.flags import PROG, Parser, add_flags, help_formatter
+from elasticrun.cli.flags import PROG, Formatter, Parser, add_group
 from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
 from elasticrun.cli.settings import Asked, UsageError
-from elasticrun.cli.table import FLAGS
+from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace
 from elasticrun.wire import env, run_folder
 
@@ -48,7 +48,7 @@ def parser(environ: dict[str, str]) -> Parser:
         epilog="Where no flag of the job is given, what the first agent brings counts. --precheck "
         "means the checks of the job here (1: --network-check; 2: --comm-perf-test too); a node "
         "looks at its own machine where it is given it itself.",
-        formatter_class=help_formatter(),
+        formatter_class=Formatter,
     )
     made.add_argument(
         "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"
@@ -67,12 +67,9 @@ def parser(environ: dict[str, str]) -> Parser:
         "started again with it goes on where this one ended, and remembers a job that is over "
         f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
     )  # fmt: skip
-    group = made.add_argument_group("the job")
     wanted = ("rdzv_id", "status_port", *JOB_FLAGS)
-    rows = [flag for flag in FLAGS if flag.dest in wanted]
-    add_flags(made, {flag.group: group for flag in rows}, rows, environ)
-    rows = [flag for flag in FLAGS if flag.group == "trust"]
-    add_flags(made, {"trust": made.add_argument_group("who may join")}, rows, environ)
+    add_group(made, "the job", [flag for flag in FLAGS if flag.dest in wanted], environ)
+    add_group(made, "who may join", TRUST, environ)
     return made
 
 

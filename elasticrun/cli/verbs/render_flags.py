@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from elasticrun.cli.flags import PROG, Flag, Parser, add_flags, help_formatter
+from elasticrun.cli.flags import PROG, Flag, Formatter, Parser, add_group
 from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
 from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
@@ -42,7 +42,7 @@ def parser(target: str) -> Parser:
         usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
         description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
-        formatter_class=help_formatter(),
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     _job(made)
@@ -71,47 +71,41 @@ def handed_on(ns: argparse.Namespace) -> list[str]:
     return words
 
 
-class _Raw:
-    """The kind of a flag whose text is handed on as it is, once it has been found good."""
-
-    def __init__(self, flag: Flag) -> None:
-        self.flag = flag
-
-    def __call__(self, text: str) -> str:
-        assert self.flag.kind is not None
-        self.flag.kind(text)
-        return text
-
-
 def _handed_on(target: Parser) -> None:
-    rows = [flag if flag.kind is None else flag._replace(kind=_Raw(flag)) for flag in HANDED_ON]
-    groups = {
-        key: target.add_argument_group(f"the launcher: {title}")
-        for key, title in GROUPS.items()
-        if any(flag.group == key for flag in rows)
-    }
-    add_flags(target, groups, [flag._replace(env="") for flag in rows], {})
+    def as_it_is(flag: Flag) -> Flag:
+        """With its text as the value, once that has been found good."""
+        kind = flag.kind
+        if kind is None:
+            return flag
+
+        def checked(text: str) -> str:
+            kind(text)
+            return text
+
+        return flag._replace(kind=checked)
+
+    for key, title in GROUPS.items():
+        rows = [as_it_is(flag)._replace(env="") for flag in HANDED_ON if flag.group == key]
+        if rows:
+            add_group(target, f"the launcher: {title}", rows, {})
 
 
 def _job(target: Parser) -> None:
     group = target.add_argument_group("the job")
-    group.add_argument("--name", required=True, metavar="NAME", help="Name of the job.")
-    group.add_argument(
-        "--nnodes", default="1", metavar="N|MIN:MAX",
-        help="Nodes; the job begins with MIN and takes MAX. [default 1]",
-    )  # fmt: skip
-    group.add_argument(
-        "--nproc-per-node", "--nproc_per_node", default="", metavar="N",
-        help="Ranks on each node. [default: one for each GPU, else 1]",
-    )  # fmt: skip
-    group.add_argument(
-        "--rdzv-id", "--rdzv_id", default="", metavar="ID",
-        help="Name under which the nodes meet. [default: of the job's name and number]",
-    )  # fmt: skip
+    _add(group, "--name", "Name of the job.", required=True, metavar="NAME")
+    text = "Nodes; the job begins with MIN and takes MAX. [default 1]"
+    _add(group, "--nnodes", text, default="1", metavar="N|MIN:MAX")
+    text = "Ranks on each node. [default: one for each GPU, else 1]"
+    _text(group, "--nproc-per-node", "N", text)
+    text = "Name under which the nodes meet. [default: of the job's name and number]"
+    _text(group, "--rdzv-id", "ID", text)
     _many(group, "--env", "KEY=VALUE", "A variable of every node, as it is; may be repeated.")
-    group.add_argument(
-        "--working-dir", "--working_dir", default="", metavar="DIR", help="Where it runs."
-    )
+    _text(group, "--working-dir", "DIR", "Where it runs.")
+
+
+def _add(group: Any, flag: str, text: str, **options: Any) -> None:
+    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
+    group.add_argument(*spellings, help=text, **options)
 
 
 def _many(group: Any, flag: str, metavar: str, text: str) -> None:
@@ -119,19 +113,16 @@ def _many(group: Any, flag: str, metavar: str, text: str) -> None:
 
 
 def _switch(group: Any, flag: str, text: str) -> None:
-    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
-    group.add_argument(*spellings, action="store_true", help=text)
+    _add(group, flag, text, action="store_true")
 
 
 def _text(group: Any, flag: str, metavar: str, text: str, default: str = "") -> None:
     remark = f" [default {default}]" if default else ""
-    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
-    group.add_argument(*spellings, default=default, metavar=metavar, help=text + remark)
+    _add(group, flag, text + remark, default=default, metavar=metavar)
 
 
 def _number(group: Any, flag: str, text: str, default: int | None = 0) -> None:
-    spellings = dict.fromkeys((flag, "--" + flag.lstrip("-").replace("-", "_")))
-    group.add_argument(*spellings, type=_whole, default=default, metavar="N", help=text)
+    _add(group, flag, text, type=_whole, default=default, metavar="N")
 
 
 def _whole(text: str) -> int:

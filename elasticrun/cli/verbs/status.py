@@ -433,9 +433,9 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
     from elasticrun.cli import trust
-    from elasticrun.cli.flags import Parser, add_flags
+    from elasticrun.cli.flags import Parser, add_group
     from elasticrun.cli.settings import Asked, UsageError
-    from elasticrun.cli.table import FLAGS
+    from elasticrun.cli.table import FLAGS, TRUST
 
     parser = Parser(
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
@@ -451,12 +451,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         "--prune", action="store_true", help="forget the jobs that have ended on this host"
     )
     variables = trust.withdraw() if environ is None else environ
-    rows = [flag for flag in FLAGS if flag.group == "trust"]
-    group = parser.add_argument_group("of a job that has a token or TLS")
-    add_flags(parser, {"trust": group}, rows, variables)
-    group = parser.add_argument_group("of a job whose master is found by way of etcd")
+    add_group(parser, "of a job that has a token or TLS", TRUST, variables)
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
-    add_flags(parser, {"rdzv": group}, rows, variables)
+    add_group(parser, "of a job whose master is found by way of etcd", rows, variables)
     ns = parser.parse_args(argv)
     if ns.prune:
         return prune()
