@@ -25,7 +25,7 @@ from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.core import Metric
 
 MAX_CONNECTIONS: Final = 64
 """Connections served at a time; for one more, the one that has been silent longest is closed."""
@@ -130,7 +130,8 @@ class StatusPage:
             code, body = 200, self._json()
             headers["content-type"] = "application/json"
         elif path == "/metrics":
-            code, body = 200, self._metrics()
+            self._render = self._render or _metrics_writer(self._loop)
+            code, body = 200, self._render()
             headers["content-type"] = "text/plain; version=0.0.4; charset=utf-8"
         else:
             code, body = 200, b"ok\n"
@@ -144,11 +145,6 @@ class StatusPage:
         if self._body is None or self._body[0] is not status:
             self._body = (status, status_json(status))
         return self._body[1]
-
-    def _metrics(self) -> bytes:
-        if self._render is None:
-            self._render = _metrics_writer(self._loop)
-        return self._render()
 
 
 def host_of(header: str) -> str:
@@ -283,63 +279,43 @@ def _families(loop: Loop) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     status, figures = loop.status(), loop.figures
-    yield _labelled(
-        "elasticrun_job",
-        "The job and the version of elasticrun that serves it.",
-        ("job_id", "version"),
-        {(status.job_id, __version__): 1},
-    )
     states = Counter(node.state for node in status.nodes)
-    yield _labelled(
-        "elasticrun_nodes",
-        "Nodes by membership.",
-        ("state",),
-        {(state,): states[state] for state in (*STATES, *sorted(set(states) - set(STATES)))},
-    )
     activities = Counter(node.activity for node in status.nodes)
-    yield _labelled(
-        "elasticrun_nodes_doing",
-        "Nodes by what they do.",
-        ("activity",),
-        {(activity,): count for activity, count in sorted(activities.items())},
-    )
-    yield _labelled(
-        "elasticrun_phase",
-        "1 for the phase the job is in.",
-        ("phase",),
-        {(phase,): phase == status.phase for phase in PHASES},
-    )
-    number = status.round.number if status.round else 0
-    yield GaugeMetricFamily("elasticrun_round", "Number of the current round.", number)
-    age = figures.round_age()
-    if age is not None:
-        yield GaugeMetricFamily(
-            "elasticrun_round_age_seconds", "Seconds since the newest round started.", age
-        )
+    every_state = (*STATES, *sorted(set(states) - set(STATES)))
+    labelled: dict[str, tuple[str, dict[str, float]]] = {
+        "nodes state": ("Nodes by membership.", {name: states[name] for name in every_state}),
+        "nodes_doing activity": ("Nodes by what they do.", dict(sorted(activities.items()))),
+        "phase phase": (
+            "1 for the phase the job is in.",
+            {phase: phase == status.phase for phase in PHASES},
+        ),
+    }
+    text = "The job and the version of elasticrun that serves it."
+    job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "version"))
+    job.add_metric((status.job_id, __version__), 1.0)
+    yield job
+    for names, (text, values) in labelled.items():
+        name, label = names.split()
+        family = GaugeMetricFamily(f"elasticrun_{name}", text, labels=(label,))
+        for word, value in values.items():
+            family.add_metric((word,), float(value))
+        yield family
     gauges = {
+        "round": ("Number of the current round.", status.round.number if status.round else 0),
+        "round_age_seconds": ("Seconds since the newest round started.", figures.round_age()),
         "world_size": ("Ranks of the current round.", status.world_size),
         "restarts_left": ("Restarts left in the budget.", status.restarts_left),
         "max_restarts": ("Restarts the budget began with.", status.max_restarts),
         "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
     }
-    for name, (text, value) in gauges.items():
-        yield GaugeMetricFamily(f"elasticrun_{name}", text, value)
+    for name, (text, number) in gauges.items():
+        if number is not None:
+            yield GaugeMetricFamily(f"elasticrun_{name}", text, number)
     counters = {
         "restarts": ("Restarts charged to the budget.", status.restart_count),
         "rounds_started": ("Rounds started by this master.", figures.rounds),
         "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
         "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
     }
-    for name, (text, value) in counters.items():
-        yield CounterMetricFamily(f"elasticrun_{name}", text, value)
-
-
-def _labelled(
-    name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]
-) -> GaugeMetricFamily:
-    from prometheus_client.core import GaugeMetricFamily
-
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for words, value in values.items():
-        family.add_metric(words, float(value))
-    return family
+    for name, (text, count) in counters.items():
+        yield CounterMetricFamily(f"elasticrun_{name}", text, count)

@@ -359,7 +359,10 @@ class PendingHandshakes:
             async with limit:
                 self._waiting[limit] = None
                 if len(self._waiting) > MAX_UNPROVED:
-                    self._push_off()
+                    oldest = next(iter(self._waiting))
+                    del self._waiting[oldest]
+                    self._pushed.add(oldest)
+                    oldest.reschedule(asyncio.get_running_loop().time())
                 yield
         except TimeoutError:
             if limit not in self._pushed:
@@ -371,12 +374,6 @@ class PendingHandshakes:
         finally:
             self._waiting.pop(limit, None)
             self._pushed.discard(limit)
-
-    def _push_off(self) -> None:
-        oldest = next(iter(self._waiting))
-        del self._waiting[oldest]
-        self._pushed.add(oldest)
-        oldest.reschedule(asyncio.get_running_loop().time())
 
 
 class Refusals:
