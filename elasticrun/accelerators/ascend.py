@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from elasticrun.accelerators.asking import NoAnswer, text_of
@@ -131,34 +131,25 @@ def parse(table: str) -> list[_Chip]:
             head = (int(first[1]), first[2], first[3])
     if not chips:
         raise NoAnswer("its table has no line of a chip")
-    return [
-        _Chip(c.npu, c.chip, c.name, c.health, c.used, c.total,
-              tuple(held.get((c.npu, c.chip), ())))
-        for c in chips
-    ]  # fmt: skip
+    return [replace(c, processes=tuple(held.get((c.npu, c.chip), ()))) for c in chips]
 
 
 def _unasked(tool: str | None, why: str) -> Finding:
-    hung = tool is not None
-    return Finding(
-        "NPU health",
-        State.FAILED if hung else State.WARNING,
-        f"npu-smi could not be asked: {why}",
-        "see whether npu-smi info answers; a driver that hangs needs a reboot" if hung
-        else "put npu-smi (of the driver) on the PATH",
-    )  # fmt: skip
+    state, todo = State.WARNING, "put npu-smi (of the driver) on the PATH"
+    if tool is not None:
+        state = State.FAILED
+        todo = "see whether npu-smi info answers; a driver that hangs needs a reboot"
+    return Finding("NPU health", state, f"npu-smi could not be asked: {why}", todo)
 
 
 def _health(chip: _Chip) -> Finding | None:
-    if chip.health.upper() == "OK":
+    word = chip.health.upper()
+    if word == "OK":
         return None
-    bad = chip.health.upper() in ("ALARM", "CRITICAL")
-    return Finding(
-        "NPU health",
-        State.FAILED if bad else State.WARNING,
-        f"{chip.title} ({chip.name}): npu-smi reports {chip.health}",
-        f"see npu-smi info -t health -i {chip.npu} -c {chip.chip}",
-    )
+    state = State.FAILED if word in ("ALARM", "CRITICAL") else State.WARNING
+    seen = f"{chip.title} ({chip.name}): npu-smi reports {chip.health}"
+    todo = f"see npu-smi info -t health -i {chip.npu} -c {chip.chip}"
+    return Finding("NPU health", state, seen, todo)
 
 
 def _memory(chip: _Chip) -> Finding | None:

@@ -98,13 +98,12 @@ def enough(
     if found >= wanted:
         need = f" for {wanted} rank{'' if wanted == 1 else 's'}" if wanted else ""
         return Finding(check, State.OK, f"{have}{need}{tail}")
-    return Finding(
-        check,
-        State.FAILED,
-        f"only {have} can be seen, {wanted} are asked for{tail}",
+    seen = f"only {have} can be seen, {wanted} are asked for{tail}"
+    todo = (
         f"look at the driver and at {variable}, ask for fewer ranks, or say --accelerator=cpu if "
-        "the ranks do not use them",
+        "the ranks do not use them"
     )
+    return Finding(check, State.FAILED, seen, todo)
 
 
 def in_use(
@@ -135,14 +134,12 @@ def in_use(
     much = share >= MEMORY_SHARE
     limit = f", limit {MEMORY_SHARE * 100:g} %" if much else ""
     held_by = f"held by {named or 'processes that cannot be seen from here'}"
-    doubt = _doubt(unknown, len(ours))
-    return Finding(
-        check,
-        State.FAILED if much and not unknown else State.WARNING,
-        f"{device}: {amount} ({share * 100:.0f} %{limit}) {held_by}{doubt}",
-        ("see on the host itself whose they are; " if unknown else "")
-        + "end what another job has left there, or give this job other devices",
-    )
+    seen = f"{device}: {amount} ({share * 100:.0f} %{limit}) {held_by}{_doubt(unknown, len(ours))}"
+    todo = "end what another job has left there, or give this job other devices"
+    if unknown:
+        todo = f"see on the host itself whose they are; {todo}"
+    state = State.FAILED if much and not unknown else State.WARNING
+    return Finding(check, state, seen, todo)
 
 
 def _doubt(unknown: int, processes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,9 @@ class Nvidia(Accelerator):
         seen = gpus if ours is None else [gpus[index] for index in ours]
         findings = [_number(seen, wanted, driver, counted=ours is not None)]
         answering = [gpu for gpu in seen if not gpu.error]
-        for check in _CHECKS if answering else ():
-            bad = [found for gpu in answering if (found := check.judge(gpu)) is not None]
-            findings += bad or [Finding(check.name, State.OK, check.fine)]
+        for name, judge, fine in _CHECKS if answering else ():
+            bad = [found for gpu in answering if (found := judge(gpu)) is not None]
+            findings += bad or [Finding(name, State.OK, fine)]
         return (*findings, *(_silent(gpu) for gpu in seen if gpu.error))
 
 
@@ -96,15 +97,10 @@ def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
     if entry.startswith("GPU-"):
         matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
-    sign = entry[:1] in ("+", "-")
-    digits = ""
-    for letter in entry[sign:]:
-        if letter not in "0123456789":
-            break
-        digits += letter
-    if not digits or entry.startswith("-"):
+    number = re.match(r"\+?([0-9]+)", entry)
+    if number is None or int(number[1]) >= len(uuids):
         return None
-    return int(digits) if int(digits) < len(uuids) else None
+    return int(number[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +147,6 @@ def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:
         raise NoAnswer("its answer is not what was asked for") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """One check of every GPU, and the sentence where all pass."""
-
-    name: str
-    judge: Callable[[_Gpu], Finding | None]
-    fine: str
-
-
 def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) -> Finding:
     names = ", ".join(sorted({gpu.name for gpu in seen if gpu.name}))
     more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
@@ -171,29 +158,22 @@ def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) ->
 
 
 def _unasked(why: str) -> Finding:
-    if not has_driver():
-        return Finding(
-            "GPU count",
-            State.FAILED,
-            f"there is no NVIDIA driver on this node ({why})",
-            "load it, hand the devices into this container, or say --accelerator=cpu",
+    if has_driver():
+        seen = f"NVML could not be asked: {why}"
+        todo = (
+            "see whether nvidia-smi answers, and look for Xid messages in the kernel log; a driver "
+            "that hangs needs a reboot"
         )
-    return Finding(
-        "GPU count",
-        State.FAILED,
-        f"NVML could not be asked: {why}",
-        "see whether nvidia-smi answers, and look for Xid messages in the kernel log; a driver "
-        "that hangs needs a reboot",
-    )
+    else:
+        seen = f"there is no NVIDIA driver on this node ({why})"
+        todo = "load it, hand the devices into this container, or say --accelerator=cpu"
+    return Finding("GPU count", State.FAILED, seen, todo)
 
 
 def _silent(gpu: _Gpu) -> Finding:
-    return Finding(
-        "GPU count",
-        State.FAILED,
-        f"{gpu.title} does not answer: {gpu.error}",
-        "look for Xid messages in the kernel log; reset the GPU or reboot",
-    )
+    todo = "look for Xid messages in the kernel log; reset the GPU or reboot"
+    seen = f"{gpu.title} does not answer: {gpu.error}"
+    return Finding("GPU count", State.FAILED, seen, todo)
 
 
 def _memory(gpu: _Gpu) -> Finding | None:
@@ -203,63 +183,52 @@ def _memory(gpu: _Gpu) -> Finding | None:
 def _ecc(gpu: _Gpu) -> Finding | None:
     if not gpu.uncorrected:
         return None
-    return Finding(
-        "GPU ECC",
-        State.FAILED,
-        f"{gpu.title}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded",
-        f"reset it (nvidia-smi --gpu-reset -i {gpu.index}) or reboot; have it replaced if they "
-        "come again",
-    )
+    seen = f"{gpu.title}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded"
+    todo = f"{_reset(gpu)}; have it replaced if they come again"
+    return Finding("GPU ECC", State.FAILED, seen, todo)
 
 
 def _pages(gpu: _Gpu) -> Finding | None:
     if gpu.remap_failed:
-        return Finding(
-            "GPU pages",
-            State.FAILED,
-            f"{gpu.title}: a bad row of its memory could not be remapped",
-            "have it replaced",
-        )
-    if gpu.remapping or gpu.retiring:
-        what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
-        return Finding(
-            "GPU pages",
-            State.WARNING,
-            f"{gpu.title}: bad {what}, and until then are in use",
-            f"reset it (nvidia-smi --gpu-reset -i {gpu.index}) or reboot",
-        )
-    return None
+        seen = f"{gpu.title}: a bad row of its memory could not be remapped"
+        return Finding("GPU pages", State.FAILED, seen, "have it replaced")
+    if not gpu.remapping and not gpu.retiring:
+        return None
+    what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
+    seen = f"{gpu.title}: bad {what}, and until then are in use"
+    return Finding("GPU pages", State.WARNING, seen, _reset(gpu))
+
+
+def _reset(gpu: _Gpu) -> str:
+    return f"reset it (nvidia-smi --gpu-reset -i {gpu.index}) or reboot"
 
 
 def _clocks(gpu: _Gpu) -> Finding | None:
     if not gpu.slowed:
         return None
     heat = f" at {gpu.temperature} °C" if gpu.temperature is not None else ""
-    return Finding(
-        "GPU clocks",
-        State.WARNING,
-        f"{gpu.title} runs slower than it could{heat}: {', '.join(gpu.slowed)}",
-        "look at the cooling and the power supply of this node (nvidia-smi -q -d PERFORMANCE)",
-    )
+    seen = f"{gpu.title} runs slower than it could{heat}: {', '.join(gpu.slowed)}"
+    todo = "look at the cooling and the power supply of this node (nvidia-smi -q -d PERFORMANCE)"
+    return Finding("GPU clocks", State.WARNING, seen, todo)
 
 
 def _nvlink(gpu: _Gpu) -> Finding | None:
     down = sum(state == 0 for state in gpu.links)
     if not down or down == len(gpu.links):
         return None
-    return Finding(
-        "NVLink",
-        State.WARNING,
-        f"{gpu.title}: {down} of its {len(gpu.links)} NVLinks are down",
+    seen = f"{gpu.title}: {down} of its {len(gpu.links)} NVLinks are down"
+    todo = (
         f"compare nvidia-smi nvlink -s -i {gpu.index} with a good node's; normal only where a "
-        "bridge was never fitted",
+        "bridge was never fitted"
     )
+    return Finding("NVLink", State.WARNING, seen, todo)
 
 
-_CHECKS: Final = (
-    _Check("GPU memory", _memory, "nobody else holds memory of the GPUs"),
-    _Check("GPU ECC", _ecc, "no uncorrected memory errors since the driver was loaded"),
-    _Check("GPU pages", _pages, "no bad memory waits to be replaced"),
-    _Check("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),
-    _Check("NVLink", _nvlink, "no GPU has some of its links down"),
+_CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = (
+    ("GPU memory", _memory, "nobody else holds memory of the GPUs"),
+    ("GPU ECC", _ecc, "no uncorrected memory errors since the driver was loaded"),
+    ("GPU pages", _pages, "no bad memory waits to be replaced"),
+    ("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),
+    ("NVLink", _nvlink, "no GPU has some of its links down"),
 )
+"""Checks of every GPU, and the sentence where all pass."""
