@@ -74,8 +74,37 @@ def effect_in_words(effect: JobEffect) -> str:
             return f"record: {facts_in_words(effect.facts)}"
 
 
+_FORMS: Final[dict[type, str]] = {
+    m.Stop: "Stop {0.round}: {0.reason}",
+    m.End: "End {0.exit_code}: {0.reason}",
+    m.Refused: "Refused {0.exit_code}: {0.reason}",
+    m.Wait: "Wait: {0.reason}",
+    m.Park: "Park for {0.seconds:g} s: {0.reason}",
+    m.Welcome: "Welcome: term {0.term}, a beat every {0.beat_interval:g} s",
+    m.Echo: "Echo {0.number}",
+    m.Join: "Join, with store {0.store}",
+    m.Stopping: "Stopping {0.round.number}, {0.remaining:g} s left",
+    m.Running: "Running {0.round.number}",
+    m.Stopped: "Stopped {0.round.number}",
+    m.Finished: "Finished {0.round.number}",
+    m.Leaving: "Leaving: {0.reason}",
+    m.Beat: "Beat {0.number}",
+    m.Steps: "Steps {0.round.number}: {0.step}, {0.seconds:.3g} s each, {0.own:.3g} s its own",
+    m.WhereIs: "WhereIs rank {0.rank} at step {0.step}",
+    m.ShardBad: "ShardBad rank {0.rank} at step {0.step}: {0.reason}",
+    m.NotReplicated: "NotReplicated step {0.step}: {0.reason}",
+    m.SaveAt: "SaveAt {0.round.number}: step {0.step}: {0.reason}",
+    m.Missed: "Missed {0.round.number}: step {0.asked}, is at {0.step}",
+    m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
+}
+"""Messages that are told in one way whatever they hold."""
+
+
 def in_words(message: m.Report | m.Order) -> str:
-    """An order as one line, with the whole name of its round; a report, with the number."""
+    """An order as one line, with the whole name of its round; a report, with the number. Of what
+    says nothing that is of use, its name."""
+    if form := _FORMS.get(type(message)):
+        return form.format(message)
     match message:
         case m.Start():
             group = f"{message.group_rank}/{message.group_world_size}"
@@ -85,20 +114,6 @@ def in_words(message: m.Report | m.Order) -> str:
                 f"{' (its own)' if message.host_store else ''}, restarts {message.restart_count}"
                 f"{_restored(message)}"
             )
-        case m.Stop():
-            return f"Stop {message.round}: {message.reason}"
-        case m.End():
-            return f"End {message.exit_code}: {message.reason}"
-        case m.Refused():
-            return f"Refused {message.exit_code}: {message.reason}"
-        case m.Wait():
-            return f"Wait: {message.reason}"
-        case m.Park():
-            return f"Park for {message.seconds:g} s: {message.reason}"
-        case m.Welcome():
-            return f"Welcome: term {message.term}, a beat every {message.beat_interval:g} s"
-        case m.Echo():
-            return f"Echo {message.number}"
         case m.Probe():
             node = f"node {message.group_rank} of {message.group_world_size}"
             ranks = f"ranks from {message.first_rank} of {message.world_size}"
@@ -106,59 +121,23 @@ def in_words(message: m.Report | m.Order) -> str:
                 f"Probe {message.check}{' (perf)' if message.perf else ''}: {node}, {ranks}, "
                 f"store {message.store}, limit {message.limit:g} s"
             )
-        case m.Join():
-            return f"Join, with store {message.store}"
         case m.RanksFailed():
             ranks = ", ".join(
                 f"{failed.rank} ({failed.exitcode}, {failed.kind.value})"
                 for failed in message.failures
             )
             return f"RanksFailed {message.round.number}: {ranks}"
-        case m.Stopping():
-            return f"Stopping {message.round.number}, {message.remaining:g} s left"
-        case m.Running() | m.Stopped() | m.Finished():
-            return f"{type(message).__name__} {message.round.number}"
-        case m.Leaving():
-            return f"Leaving: {message.reason}"
-        case m.Beat():
-            return f"Beat {message.number}"
         case m.Probed():
             found = "ok" if message.ok else f"failed in {message.phase.value}: {message.reason}"
             return f"Probed {message.check}: {found}"
-        case m.Steps():
-            return (
-                f"Steps {message.round.number}: {message.step}, {message.seconds:.3g} s each, "
-                f"{message.own:.3g} s its own"
-            )
-        case _:
-            return snapshot_words(message)
-
-
-def _restored(order: m.Start) -> str:
-    on = order.restore
-    words = "" if on is None else f", from step {on.step} of round {on.round}"
-    words += f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else ""
-    words += ", suspect" if order.suspect else ""
-    return words + (f", restore step {order.restore_step}" if order.restore_step >= 0 else "")
-
-
-def snapshot_words(message: m.Report | m.Order) -> str:
-    """A message about snapshots as one line; another one's name."""
-    match message:
         case m.Holdings():
             skipped = f"; {message.skipped} skipped" if message.skipped else ""
             return f"Holdings: {', '.join(map(_holding, message.held)) or 'none'}{skipped}"
-        case m.WhereIs():
-            return f"WhereIs rank {message.rank} at step {message.step}"
-        case m.ShardBad():
-            return f"ShardBad rank {message.rank} at step {message.step}: {message.reason}"
         case m.Holder():
             if message.saver is None:
                 return f"Holder of rank {message.rank} at step {message.step}: {message.reason}"
             what = f"rank {message.rank} at step {message.step}"
             return f"Holder of {what}: {message.saver}, as rank {message.holds}"
-        case m.NotReplicated():
-            return f"NotReplicated step {message.step}: {message.reason}"
         case m.Replicate():
             what = f"step {message.step} of round {message.round.number}"
             return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
@@ -180,17 +159,19 @@ def snapshot_words(message: m.Report | m.Order) -> str:
             asked = f", asked for {message.asked}" if message.asked >= 0 else ""
             at = f"at step {message.step}, {message.margin} more{asked}"
             return f"Departing: {message.reason}, {at}"
-        case m.SaveAt():
-            return f"SaveAt {message.round.number}: step {message.step}: {message.reason}"
-        case m.Missed():
-            return f"Missed {message.round.number}: step {message.asked}, is at {message.step}"
-        case m.CommitCheckpoint():
-            return f"CommitCheckpoint {message.attempt}"
         case m.PersistOver():
             end = "committed" if message.ok else f"over: {message.reason}"
             return f"PersistOver {message.attempt or '(wanted)'}: step {message.step} {end}"
         case _:
             return type(message).__name__
+
+
+def _restored(order: m.Start) -> str:
+    on = order.restore
+    words = "" if on is None else f", from step {on.step} of round {on.round}"
+    words += f", rewound from {order.rewound_from}" if order.rewound_from >= 0 else ""
+    words += ", suspect" if order.suspect else ""
+    return words + (f", restore step {order.restore_step}" if order.restore_step >= 0 else "")
 
 
 def _holding(one: m.Holding) -> str:

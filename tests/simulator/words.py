@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import elasticrun.wire.messages as m
-from elasticrun.trace.words import snapshot_words
+from elasticrun.trace.words import in_words
 
 
 def in_short(message: m.Report | m.Order) -> str:
@@ -38,12 +38,12 @@ def in_short(message: m.Report | m.Order) -> str:
             return f"Steps {message.round.number}: {message.own:g} of {message.seconds:g} s"
         case m.Wait() | m.Refused() | m.Leaving() | m.Park():
             return f"{kind}: {message.reason}"
-        case m.Join() | m.Hello() | m.Welcome() | m.Beat():
+        case m.Join() | m.Hello() | m.Welcome() | m.Beat() | m.Echo():
             return kind
         case m.End():
             return f"End {message.exit_code}: {message.reason}"
         case _:
-            return snapshot_words(message)
+            return in_words(message)
 
 
 def _from(start: m.Start) -> str:
