@@ -29,8 +29,16 @@ def check_program(entry: Entry) -> str:
     """
     if entry.kind in (EntryKind.SCRIPT, EntryKind.RUN_PATH):
         return _check_script(entry.target)
-    if entry.kind is EntryKind.COMMAND:
-        _check_command(entry.target)
+    if entry.kind is not EntryKind.COMMAND:
+        return ""
+    import shutil
+
+    if shutil.which(entry.target) is None:
+        if os.path.isfile(entry.target):
+            raise NoProgram(
+                f"{entry.target} may not be executed: chmod +x it, or leave out --no-python"
+            )
+        raise NoProgram(f"there is no program {entry.target} to run (--no-python)")
     return ""
 
 
@@ -38,7 +46,8 @@ def _check_script(path: str) -> str:
     if path == "-":  # python reads it from standard input
         return ""
     if not os.path.exists(path):
-        hint = "; for a module write -m" if _like_a_module(path) else ""
+        module = path.replace(".", "_").isidentifier() and not path.endswith(".py")
+        hint = "; for a module write -m" if module else ""
         raise NoProgram(f"there is no script {path} (from {os.getcwd()}){hint}")
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "__main__.py")):
@@ -51,24 +60,10 @@ def _check_script(path: str) -> str:
         raise NoProgram(f"the script {path} cannot be read: {error.strerror}") from None
     if start.startswith(b"\x7fELF"):
         raise NoProgram(f"{path} is a program and no Python script: add --no-python")
-    if start.startswith(b"#!") and b"python" not in start.splitlines()[0]:
-        first = start.splitlines()[0][2:].decode(errors="replace").strip()
-        return f"{path} is meant for {first}; if it is not Python, add --no-python"
+    if start.startswith(b"#!") and b"python" not in (first := start.splitlines()[0]):
+        program = first[2:].decode(errors="replace").strip()
+        return f"{path} is meant for {program}; if it is not Python, add --no-python"
     return ""
-
-
-def _like_a_module(path: str) -> bool:
-    return "/" not in path and not path.endswith(".py") and path.replace(".", "_").isidentifier()
-
-
-def _check_command(command: str) -> None:
-    import shutil
-
-    if shutil.which(command) is not None:
-        return
-    if os.path.isfile(command):
-        raise NoProgram(f"{command} may not be executed: chmod +x it, or leave out --no-python")
-    raise NoProgram(f"there is no program {command} to run (--no-python)")
 
 
 UNREAD: Final = 128 + 13

@@ -113,8 +113,8 @@ def start(
         cpus=cpus,
         memory=memory,
     )
-    plan.check()
-    count = plan.min_nodes if nodes is None else nodes
+    least = plan.check()
+    count = least if nodes is None else nodes
     if count < 0 or (count == 0 and not master):
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
     job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
@@ -262,7 +262,7 @@ class ElasticJob:
     # ------------------------------------------------------------ for those who do things to it
 
     def _everybody(self) -> list[JobNode]:
-        return [*self.nodes, *([self.master_node] if self.master_node else [])]
+        return [*self.nodes, *filter(None, [self.master_node])]
 
     def _over(self) -> bool:
         return bool(self.nodes) and all(node.exit_code is not None for node in self.nodes)

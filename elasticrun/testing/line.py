@@ -59,8 +59,7 @@ class HostLine:
     down: float = 0.0
     up: float = 0.0
     rate: float = 0.0
-    free_near: float = 0.0
-    free_far: float = 0.0
+    free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # inward, outward
     since: float = field(default_factory=time.monotonic)
 
     def rule(self, words: dict[str, Any]) -> None:
@@ -87,15 +86,11 @@ class HostLine:
         """When a frame of `size` bytes has passed at the line's rate; None if it is lost."""
         if self.rate <= 0:
             return now
-        free = max(now, self.free_near if outward else self.free_far)
+        free = max(now, self.free[outward])
         if free - now > MOST_BEHIND:
             return None
-        free += size / self.rate
-        if outward:
-            self.free_near = free
-        else:
-            self.free_far = free
-        return free
+        self.free[outward] = free + size / self.rate
+        return self.free[outward]
 
 
 class Relay:

@@ -199,32 +199,20 @@ class JobPlan:
     _host: str = LOOPBACK
     _port: int = PORT
 
-    @property
-    def min_nodes(self) -> int:
-        """The smaller number of `nnodes`."""
-        return self._nnodes()[0]
-
-    @property
-    def max_nodes(self) -> int:
-        """The larger one."""
-        return self._nnodes()[1]
-
-    def _nnodes(self) -> tuple[int, int]:
+    def check(self) -> int:
+        """The fewest nodes; ValueError with a sentence for what can never run."""
+        if isinstance(self.options, str):
+            raise ValueError(f"options={self.options!r}: give a list of flags")
         low, colon, high = self.nnodes.partition(":")
         high = high if colon else low
         if not low.isdecimal() or not high.isdecimal() or int(low) < 1:
             raise ValueError(f"nnodes={self.nnodes!r}: give a number of nodes, or MIN:MAX")
-        return int(low), int(high)
-
-    def check(self) -> None:
-        """ValueError with a sentence for what can never run."""
-        if isinstance(self.options, str):
-            raise ValueError(f"options={self.options!r}: give a list of flags")
-        if self.max_nodes < self.min_nodes:
+        if int(high) < int(low):
             raise ValueError(f"nnodes={self.nnodes!r}: MIN is above MAX")
         program = any(option in _OTHER_PROGRAMS for option in self.options)
         if not program and not Path(self.script).is_file():
             raise ValueError(f"there is no script {self.script!r}")
+        return int(low)
 
     def place(self, host: Host | None) -> None:
         """The master is on this host; None: on this machine, at a port that is free now."""

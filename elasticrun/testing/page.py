@@ -13,8 +13,8 @@ import http.client
 import json
 import os
 import socket
-import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -74,26 +74,16 @@ def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
     """A connection made in another network namespace, where it is another. OSError."""
     if os.path.samestat(os.stat(namespace), os.stat("/proc/self/ns/net")):
         return socket.create_connection(address, ANSWER_LIMIT)
-    made: list[socket.socket] = []
-    wrong: list[OSError] = []
 
-    def connect() -> None:
-        try:
-            with open(namespace, "rb") as file:
-                libc = ctypes.CDLL(None, use_errno=True)
-                if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
-                    number = ctypes.get_errno()
-                    raise OSError(number, os.strerror(number))
-            made.append(socket.create_connection(address, ANSWER_LIMIT))
-        except OSError as error:
-            wrong.append(error)
+    def connect() -> socket.socket:
+        with open(namespace, "rb") as file:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return socket.create_connection(address, ANSWER_LIMIT)
 
-    thread = threading.Thread(target=connect)
-    thread.start()
-    thread.join()
-    if wrong:
-        raise wrong[0]
-    return made[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(connect).result()
 
 
 def status(folders: Iterable[Path]) -> JobStatus:

@@ -14,8 +14,8 @@ from elasticrun.wire.types import State
 from tests.doctor.child import found
 
 LOOK = """
-from elasticrun.doctor.disk import Folder, examine
-found = examine(Folder("log", {place!r}, {little}, {none}, needed={needed}))
+from elasticrun.doctor.disk import JobFolder, examine
+found = examine(JobFolder("log", {place!r}, {little}, {none}, needed={needed}))
 """
 
 FILL = 'dd if=/dev/zero of="{place}/full" bs=4k 2>/dev/null || true'
