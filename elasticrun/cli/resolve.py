@@ -37,6 +37,7 @@ _TIMES: Final = {
     "grow_cooldown": config.GROW_COOLDOWN,
 }
 """Keys of --rdzv-conf that are times, with their defaults."""
+_MAY_BE_ZERO: Final = ("last_call_timeout", "grow_cooldown")
 
 _HEALTH_TIMES: Final = {
     "probe_timeout": config.PROBE_LIMIT,
@@ -107,8 +108,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         logs=_log_plan(asked, machine),
         nproc_per_node=nproc,
         node_rank=meeting.node_rank,
-        node_id=settings.name(asked.text("node_id"), "--node-id")
-        or _static_id(meeting.rendezvous.kind, meeting.node_rank),
+        node_id=_node_id(asked, meeting),
         local_addr=asked.value("local_addr") or None,
         role=settings.name(asked.text("role"), "--role"),
         launch=asked.text("launch"),
@@ -146,9 +146,11 @@ def _around(machine: Machine, place: settings.Whereabouts) -> Around:
     return Around(bare, machine.shared, folder, machine.user)
 
 
-def _static_id(kind: str, node_rank: int) -> str:
+def _node_id(asked: Asked, meeting: Meeting) -> str:
     """In a static job the node rank says who a node is over its lives."""
-    return f"rank-{node_rank}" if kind == "static" and node_rank >= 0 else ""
+    static = meeting.rendezvous.kind == "static" and meeting.node_rank >= 0
+    given = settings.name(asked.text("node_id"), "--node-id")
+    return given or (f"rank-{meeting.node_rank}" if static else "")
 
 
 def conf_keys(asked: Asked) -> dict[str, str]:
@@ -171,9 +173,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
             f"--node-unit={unit}: rounds of a multiple of it cannot be made of at most "
             f"{some(meeting.max_nodes, 'node')}"
         )
-    times = {key: settings.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}",
-                                 zero=key in ("last_call_timeout", "grow_cooldown"))
-             for key, default in _TIMES.items()}  # fmt: skip
+    times = _times(conf, _TIMES)
     if meeting.rendezvous.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
         times["join_timeout"] = settings.seconds(conf["timeout"], "--rdzv-conf: timeout")
     grace = _optional_time(asked, "restart_grace")
@@ -197,6 +197,15 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         saves=_saves(asked),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
     )
+
+
+def _times(conf: Mapping[str, str], defaults: Mapping[str, float]) -> dict[str, float]:
+    return {
+        key: settings.seconds(
+            conf.get(key, str(default)), f"--rdzv-conf: {key}", zero=key in _MAY_BE_ZERO
+        )
+        for key, default in defaults.items()
+    }
 
 
 def _saves(asked: Asked) -> SaveSpec:
@@ -255,10 +264,8 @@ def _entry(asked: Asked) -> Entry:
         raise UsageError("--no-python and --module contradict each other: use one of them")
     elif asked.switch("no_python"):
         kind = EntryKind.COMMAND
-    elif asked.switch("module"):
-        kind = EntryKind.MODULE
     else:
-        kind = EntryKind.SCRIPT
+        kind = EntryKind.MODULE if asked.switch("module") else EntryKind.SCRIPT
     return Entry(kind, str(asked.ns.training_script), args)
 
 
@@ -386,10 +393,7 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
     """How the job looks after the health of its nodes; raises `UsageError`."""
     level = precheck(asked)
     auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
-    times = {
-        key: settings.seconds(conf.get(key, str(default)), f"--rdzv-conf: {key}")
-        for key, default in _HEALTH_TIMES.items()
-    }
+    times = _times(conf, _HEALTH_TIMES)
     return CheckSpec(
         network=asked.switch("network_check") or level >= 1 or auto,
         perf=asked.switch("comm_perf_test") or level >= 2,

@@ -124,15 +124,11 @@ class EtcdStore:
             facts = await self._facts(answer)
             if not self._record_lease:
                 self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_KEPT))
-        except TimeoutError:
+        except (TimeoutError, etcd.EtcdError, StoreRefused) as wrong:
             await self._withdraw()
-            raise StoreRefused(f"{self._place} does not answer", EXIT_NOT_LEADING) from None
-        except etcd.EtcdError as wrong:
-            await self._withdraw()
-            raise StoreRefused(str(wrong), EXIT_NOT_LEADING) from None
-        except StoreRefused:
-            await self._withdraw()
-            raise
+            late = f"{self._place} does not answer"
+            why = late if isinstance(wrong, TimeoutError) else str(wrong)
+            raise StoreRefused(why, EXIT_NOT_LEADING) from None
         self._tasks = [self._task(self._write_on()), self._task(self._renew_on())]
         return facts
 
@@ -165,27 +161,22 @@ class EtcdStore:
         while True:
             began = self._clock()
             self._lease = await self._persist(lambda: self._etcd.grant(LEADER_TTL))
-            answer = await self._persist(
-                lambda: self._etcd.txn(
-                    (etcd.created_at(key, 0),),
-                    (etcd.put(key, mine, self._lease),),
-                    (etcd.get(key),),
-                )
-            )
+            free = (etcd.created_at(key, 0),)
+            then = (etcd.put(key, mine, self._lease),)
+            answer = await self._persist(partial(self._etcd.txn, free, then, (etcd.get(key),)))
             if answer.succeeded:
                 return self._won(answer.revision, began)
             there = answer.items[0]
             leader = leader_from_bytes(there.value)
             if leader == self._me:  # it was done, and the answer to it was lost
                 return self._won(there.created, began)
+            why = ""
             if leader is None:
-                raise StoreRefused(
-                    f"{key} in etcd was written by another version", EXIT_NOT_LEADING
-                )
-            if not leader.holder or leader.holder != self._me.holder:
-                raise StoreRefused(
-                    f"the master at {leader.endpoint} leads this job", EXIT_NOT_LEADING
-                )
+                why = f"{key} in etcd was written by another version"
+            elif not leader.holder or leader.holder != self._me.holder:
+                why = f"the master at {leader.endpoint} leads this job"
+            if why:
+                raise StoreRefused(why, EXIT_NOT_LEADING)
             # Our own agent has seen its last master dead before it started us: no need to wait
             # for that one's lease.
             await self._withdraw(close=False)
@@ -198,11 +189,10 @@ class EtcdStore:
 
     async def _facts(self, answer: etcd.Answer) -> Facts | None:
         there = {item.key: item for item in answer.items}
-        item = there.get(self._keys.record)
+        item, told = there.get(self._keys.record), there.get(self._keys.crashes)
         if item is None:
             return None
         self._record_lease = item.lease
-        told = there.get(self._keys.crashes)
         if told is not None and told.value.isdigit():
             self._crashes = int(told.value[:9])
         if self._crashes >= MAX_CRASHES:
@@ -322,15 +312,15 @@ class EtcdStore:
         facts, self._pending = self._pending, None
         assert facts is not None
         data = await asyncio.to_thread(facts_to_bytes, facts)
-        if facts.outcome is not None and not self._outcome_lease:
-            saved = facts.outcome.exit_code == EXIT_SAVED
-            kept = SAVED_KEPT if saved else OUTCOME_KEPT
-            self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
-        lease = self._record_lease if facts.outcome is None else self._outcome_lease
-        then = [etcd.put(self._keys.record, data, lease)]
-        if facts.outcome is not None:
-            end = protobuf.order_to_wire(facts.outcome)
-            then.append(etcd.put(self._keys.outcome, end, lease))
+        lease, outcome = self._record_lease, facts.outcome
+        then = []
+        if outcome is not None:
+            if not self._outcome_lease:
+                kept = SAVED_KEPT if outcome.exit_code == EXIT_SAVED else OUTCOME_KEPT
+                self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
+            lease = self._outcome_lease
+            then = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]
+        then.insert(0, etcd.put(self._keys.record, data, lease))
         ours = (etcd.created_at(self._keys.master, self.term),)
         answer = await self._persist(lambda: self._etcd.txn(ours, tuple(then)))
         if not answer.succeeded:

@@ -132,6 +132,15 @@ def variable(text: str, what: str) -> str:
     return text
 
 
+def setting(key: str, value: str, place: str) -> None:
+    """A variable of every node, as --env gives it; the secret is none: `place` says where it would
+    come to lie, and what to do instead."""
+    variable(key, "--env")
+    plain(value, f"--env {key}")
+    if key == "ELASTICRUN_TOKEN":
+        raise Invalid(f"--env ELASTICRUN_TOKEN would put the secret into the {place}")
+
+
 def path(text: str, what: str) -> str:
     """An absolute path inside the container."""
     if not text.startswith("/") or ":" in text:

@@ -28,6 +28,8 @@ _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*
 _ARRAY = re.compile(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?")
 _GPUS = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*:)?[1-9]\d*")
 _MEMORY = re.compile(r"\d+[KMGT]?")
+_PATH = re.compile(r"[\w./%+@=,:-]+")
+"""Slurm reads its lines by rules of its own: what would have to be quoted is not let in."""
 _OPTION = re.compile(r"([a-z][a-z0-9-]+)(=[^\s\"'\\#]+)?")
 
 RESOLUTION: Final = 60
@@ -102,36 +104,27 @@ def _check_names(wanted: Batch) -> None:
         raise Invalid(
             f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
         )
-    for flag, text in (("--partition", wanted.partition), ("--account", wanted.account),
-                       ("--qos", wanted.qos)):  # fmt: skip
-        if text and not _NAMES.fullmatch(text):
-            raise Invalid(f"{flag} {text!r} is no name of Slurm's")
-    if wanted.array and not (_ARRAY.fullmatch(wanted.array) and _rises(wanted.array)):
-        raise Invalid(f"--array {wanted.array!r} is no list of indices: write 0-7, 1,3,5 or 0-99%4")
+    no_name, no_path = " is no name of Slurm's", ": a path without blanks and quotes, please"
+    no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
+    for flag, text, form, wrong in (
+        ("--partition", wanted.partition, _NAMES, no_name),
+        ("--account", wanted.account, _NAMES, no_name),
+        ("--qos", wanted.qos, _NAMES, no_name),
+        ("--array", wanted.array, _ARRAY, no_array),
+        ("--gpus-per-node", wanted.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER"),
+        ("--mem", wanted.memory, _MEMORY, ": write a number with K, M, G or T, per node"),
+        ("--output", wanted.output, _PATH, no_path),
+        ("--working-dir", wanted.working_dir, _PATH, no_path),
+    ):
+        if text and not form.fullmatch(text):
+            raise Invalid(f"{flag} {text!r}{wrong}")
+    ranges = re.findall(r"(\d+)-(\d+)", wanted.array)
+    if any(int(first) > int(last) for first, last in ranges):
+        raise Invalid(f"--array {wanted.array!r}{no_array}")
     for option in wanted.options:
         _check_option(option)
-    if wanted.gpus_per_node and not _GPUS.fullmatch(wanted.gpus_per_node):
-        raise Invalid(f"--gpus-per-node {wanted.gpus_per_node!r}: write a number, or TYPE:NUMBER")
-    if wanted.memory and not _MEMORY.fullmatch(wanted.memory):
-        raise Invalid(f"--mem {wanted.memory!r}: write a number with K, M, G or T, per node")
-    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
-        # Slurm reads its lines by rules of its own: what would have to be quoted is not let in
-        if text and not re.fullmatch(r"[\w./%+@=,:-]+", text):
-            raise Invalid(f"{flag} {text!r}: a path without blanks and quotes, please")
     for key, value in wanted.env.items():
-        checks.variable(key, "--env")
-        checks.plain(value, f"--env {key}")
-        if key == "ELASTICRUN_TOKEN":
-            raise Invalid(
-                "--env ELASTICRUN_TOKEN would put the secret into the script: give "
-                "--token-file FILE, a file that all nodes can read"
-            )
-
-
-def _rises(array: str) -> bool:
-    """Whether no range of indices ends below its beginning."""
-    ranges = re.findall(r"(\d+)-(\d+)", array)
-    return all(int(first) <= int(last) for first, last in ranges)
+        checks.setting(key, value, "script: give --token-file FILE, a file that all nodes can read")
 
 
 def _check_option(option: str) -> None:

@@ -196,13 +196,7 @@ def _check_names(wanted: Pods) -> None:
     if wanted.working_dir:
         checks.path(wanted.working_dir, "--working-dir")
     for key, value in wanted.env.items():
-        checks.variable(key, "--env")
-        checks.plain(value, f"--env {key}")
-        if key == "ELASTICRUN_TOKEN":
-            raise Invalid(
-                "--env ELASTICRUN_TOKEN would put the secret into the manifest: create a "
-                "Secret and name it with --token-secret"
-            )
+        checks.setting(key, value, "manifest: create a Secret and name it with --token-secret")
         if key in (JOB_UID, INDEX):
             raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
     for key, value in wanted.labels.items():

@@ -15,6 +15,7 @@ facts and every stream that stood: a replay begins there as a successor of that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -217,10 +218,8 @@ class _Ring:
     def abandon(self) -> None:
         """Close after a failure; what is buffered is lost."""
         if self._file is not None:
-            try:
+            with contextlib.suppress(OSError):
                 self._file.close()
-            except OSError:
-                pass
 
     def _open(self) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

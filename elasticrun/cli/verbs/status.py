@@ -67,11 +67,8 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
     leader = leader_from_bytes(there.get(keys.master, b""))
     if leader is not None:
         return leader.endpoint
-    if keys.outcome in there:
-        try:
-            end = protobuf.order_from_wire(there[keys.outcome])
-        except WireError:
-            end = None
+    with contextlib.suppress(KeyError, WireError):
+        end = protobuf.order_from_wire(there[keys.outcome])
         if isinstance(end, End):
             raise NoLeader(f"job {job_id!r} is over: {end.reason}")
     raise NoLeader(f"no master leads a job {job_id!r} in {store} now")
@@ -360,28 +357,22 @@ def width() -> int | None:
 
 def _lines(page: JobStatus) -> list[str]:
     """What is true of the job as a whole, one sentence each."""
-    nodes = (
-        f"{page.min_nodes}"
-        if page.min_nodes == page.max_nodes
-        else f"{page.min_nodes} to {page.max_nodes}"
-    )
+    low, high = page.min_nodes, page.max_nodes
+    nodes = f"{low}" if low == high else f"{low} to {high}"
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     number = f"round {page.round.number}" if page.round else "no round yet"
     lines = [
         f"{number}, {some(page.world_size, 'rank')} on {some(placed, 'node')} (wanted: {nodes})",
         f"{some(page.restart_count, 'restart')}, {page.restarts_left} of {page.max_restarts} left",
     ]
-    if page.reason:
-        lines.append(f"waits: {page.reason}")
-    if page.last_failure:
-        lines.append(f"last failure: {page.last_failure}")
-    if page.check:
-        lines.append(page.check)
-    if page.snapshot:
-        lines.append(f"snapshots: {page.snapshot}")
-    if page.outcome:
-        lines.append(f"outcome: {page.outcome}")
-    return lines
+    more = {
+        "waits: ": page.reason,
+        "last failure: ": page.last_failure,
+        "": page.check,
+        "snapshots: ": page.snapshot,
+        "outcome: ": page.outcome,
+    }
+    return lines + [word + said for word, said in more.items() if said]
 
 
 def _excluded(page: JobStatus) -> list[str]:

@@ -80,10 +80,11 @@ def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str],
     return EXIT_OK
 
 
-def _sockets(folder: Path) -> Iterator[Path]:
+def _warm(folder: Path) -> Iterator[tuple[Path, warm.Description]]:
+    """The sockets behind which there is a process, and what it says it is."""
     for path in sorted(folder.glob("warm-*.sock")):
-        if path.is_socket():
-            yield path
+        if path.is_socket() and (found := _describe(path)) is not None:
+            yield path, found
 
 
 def _describe(path: Path) -> warm.Description | None:
@@ -109,10 +110,7 @@ def _send(path: Path, word: warm.ToWarm) -> warm.FromWarm | None:
 def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
     here = warm.socket_path(os.environ)
-    for path in _sockets(folder):
-        found = _describe(path)
-        if found is None:
-            continue
+    for path, found in _warm(folder):
         rows.append((
             str(found.pid), found.torch, f"{found.modules}{' ...' if found.learning else ''}",
             _memory(found.pid), str(found.served), _span(found.left),
@@ -123,9 +121,8 @@ def _list(folder: Path) -> int:
         return EXIT_OK
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     return EXIT_OK
 
 
@@ -145,10 +142,7 @@ def _span(seconds: float) -> str:
 
 def _stop(folder: Path, say: Callable[[str], None]) -> int:
     stopped, left = 0, []
-    for path in _sockets(folder):
-        found = _describe(path)
-        if found is None:
-            continue
+    for path, found in _warm(folder):
         _send(path, warm.Leave())
         if _ended(found.pid):
             stopped += 1
