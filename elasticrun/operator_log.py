@@ -70,9 +70,9 @@ class PlainFormatter(logging.Formatter):
 class StderrWriter:
     """One thread that writes to a file descriptor what others hand it; never blocks them."""
 
-    def __init__(self, fd: int = 2, bound: int = QUEUE_LINES) -> None:
+    def __init__(self, fd: int = 2) -> None:
         self._fd = fd
-        self._queue: queue.Queue[bytes | threading.Event] = queue.Queue(bound)
+        self._queue: queue.Queue[bytes | threading.Event] = queue.Queue(QUEUE_LINES)
         self._dropped = 0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()

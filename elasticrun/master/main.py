@@ -47,7 +47,7 @@ from elasticrun.core.events import JobOver, Tick
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
-from elasticrun.master.loop import BrainFault, JobBrain, Loop, RecordStuck
+from elasticrun.master.loop import BrainFault, Loop, RecordStuck
 from elasticrun.master.page import StatusPage, page_url, reachable
 from elasticrun.master.records import Records, StoreRefused
 from elasticrun.master.server import MAX_CALLS, Servicer
@@ -269,12 +269,9 @@ class Lifetime:
 class Master:
     """Everything one job needs, put together and taken down."""
 
-    def __init__(
-        self, config: MasterConfig, *, hosted: bool, brain: JobBrain | None = None
-    ) -> None:
+    def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._config = config
         self._hosted = hosted
-        self._brain = brain
         self._mint: Callable[[], str] = mint_nonce
         # The term only has to grow from one master of a job to the next, with or without a record
         # between them; wall-clock seconds do, and a brain that adopts a round takes a larger one
@@ -354,11 +351,9 @@ class Master:
         finally:
             turning.cancel()
 
-    async def _remember(self, records: Records, port: int, life: Lifetime) -> JobBrain:
+    async def _remember(self, records: Records, port: int, life: Lifetime) -> Job:
         """The brain, with what the master before this one has left to it."""
         facts = await records.open(port)
-        if self._brain is not None:
-            return self._brain
         if records.store is not None and records.store.term:
             self._term = records.store.term
         if facts is not None:
@@ -380,7 +375,7 @@ class Master:
             life.was_over(JobOver(facts.outcome.exit_code, facts.outcome.reason))
         return brain
 
-    def _job(self, facts: Facts | None) -> JobBrain:
+    def _job(self, facts: Facts | None) -> Job:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
     def _open(self, page: StatusPage) -> int:

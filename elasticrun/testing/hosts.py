@@ -124,14 +124,13 @@ class Host:
 class Lab:
     """A switch and its hosts. Impossible, LabError. `close` it, whatever happens."""
 
-    def __init__(self, scratch: Path, *, seed: int = 1) -> None:
+    def __init__(self, scratch: Path) -> None:
         """`scratch`: an existing folder, for the hosts' /etc/hosts."""
         require()
         sweep()
         self._prefix = processes.new_name("")
         self._switch = f"{self._prefix}switch"
         self._scratch = scratch
-        self._seed = seed
         self._relay: subprocess.Popen[bytes] | None = None
         self._keeper = processes.start_keeper(__name__, self._prefix)
         self._table = scratch / "hosts"
@@ -259,7 +258,7 @@ class Lab:
             require_lines()
             program = [sys.executable, "-I", str(Path(__file__).with_name("line.py"))]
             self._relay = subprocess.Popen(
-                ["nsenter", f"--net={NETNS / self._switch}", *program, str(self._seed)],
+                ["nsenter", f"--net={NETNS / self._switch}", *program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
