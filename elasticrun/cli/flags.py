@@ -226,7 +226,10 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
     """Help that shows each flag once, with dashes."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=min(_columns(), 100))
+        import shutil
+
+        columns = max(60, shutil.get_terminal_size().columns - 2)
+        super().__init__(prog, max_help_position=32, width=min(columns, 100))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -236,12 +239,6 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
             return ", ".join(names)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(names)} {value}"
-
-
-def _columns() -> int:
-    import shutil
-
-    return max(60, shutil.get_terminal_size().columns - 2)
 
 
 class _Version(argparse.Action):

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
-from elasticrun.cli.settings import NoProgram, NothingToDo, UsageError
+from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
 from elasticrun.cli.trust import notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
 from elasticrun.wire.types import Entry, EntryKind
 
 if TYPE_CHECKING:
-    from elasticrun.cli.devices import Machine
+    pass
 
 
 def check_program(entry: Entry) -> str:
@@ -151,7 +151,9 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         say(str(why))
         return EXIT_OK
     if ns.dry_run:
-        return _printed(lambda: _dry_run(config, ns, environ, machine))
+        from elasticrun.cli.verbs.dry_run import show
+
+        return _printed(lambda: show(config, ns, environ, look(Asked(ns, environ), machine)))
     hint = _check(config)
     for note in (*config.notes, hint):
         if note:
@@ -162,26 +164,12 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
     if config.rendezvous.kind in ("file", "open"):
         from elasticrun.cli.rendezvous import for_others
-        from elasticrun.cli.settings import Asked
 
         # nodes that meet by a file type the same words, and mean the same by them
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
         command = for_others(words, Asked(ns, environ), grow)
         config = dataclasses.replace(config, to_join=command)
     return run(dataclasses.replace(config, notes=()))  # they have been printed
-
-
-def _dry_run(
-    config: AgentConfig,
-    ns: argparse.Namespace,
-    environ: Mapping[str, str],
-    machine: Machine,
-) -> int:
-    from elasticrun.cli.settings import Asked, look
-    from elasticrun.cli.verbs.dry_run import describe
-
-    print(describe(config, ns, environ, look(Asked(ns, environ), machine)), end="")
-    return EXIT_OK
 
 
 def _check(config: AgentConfig) -> str:

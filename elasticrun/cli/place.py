@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli import settings
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import ELASTIC_WORDS, MEETING_FLAGS
-from elasticrun.cli.settings import NOWHERE, Filled, UsageError, Whereabouts
+from elasticrun.cli.settings import NOWHERE, UsageError, Whereabouts
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
 from elasticrun.detection.detect import detect
@@ -92,13 +92,10 @@ def srun_command(
     options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
         options.append("--overlap")  # the shell we are in holds the job's resources
-    return ["srun", *options, sys.executable, "-P", "-m", "elasticrun", *_without(words)]
-
-
-def _without(words: Sequence[str]) -> list[str]:
-    """The words without --srun and --dry-run; the script's words stay."""
     script = get_args_parser().script_at(words)
-    return [*(word for word in words[:script] if word not in NOT_HANDED_ON), *words[script:]]
+    handed_on = [word for word in words[:script] if word not in NOT_HANDED_ON]
+    program = [sys.executable, "-P", "-m", "elasticrun"]
+    return ["srun", *options, *program, *handed_on, *words[script:]]
 
 
 PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
@@ -129,11 +126,11 @@ def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
     """Nobody has said how many nodes, nor where they meet."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return Whereabouts(found, note=_alone(found))
-    filled = {"nnodes": Filled(found.nodes.value, found.nodes.source), **_place(asked, found)}
+    filled = {"nnodes": found.nodes, **_place(asked, found)}
     if not asked.explicitly("nproc_per_node"):
         devices = found.nproc or _visible(machine)
         if devices is not None:
-            filled["nproc_per_node"] = Filled(devices.value, devices.source)
+            filled["nproc_per_node"] = devices
     return Whereabouts(found, filled, note=_used(found, filled))
 
 
@@ -174,7 +171,7 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
     wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
-    filled: dict[str, Filled] = {}
+    filled: dict[str, Given] = {}
     if wish and known and several:
         filled = _rank(found)
     return Whereabouts(found, filled, note=_again(found), by=by)
@@ -182,41 +179,41 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
 
 def _dlrover(asked: Asked, found: Found) -> Whereabouts:
     """Its words have always been obeyed (`cli.rendezvous`); here they get their sources."""
-    filled: dict[str, Filled] = {}
-    shown: dict[str, Filled] = {}
+    filled: dict[str, Given] = {}
+    shown: dict[str, Given] = {}
     if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):
-        shown["rdzv_endpoint"] = Filled(*found.host)
+        shown["rdzv_endpoint"] = found.host
         if found.job_id is not None and not asked.explicitly("rdzv_id"):
-            shown["rdzv_id"] = Filled(*found.job_id)
+            shown["rdzv_id"] = found.job_id
     if not _said(asked):
         if amount(found.nodes) > 0 and not asked.explicitly("nnodes"):
             assert found.nodes is not None
-            filled["nnodes"] = Filled(*found.nodes)
+            filled["nnodes"] = found.nodes
         filled |= _rank(found)
     note = _used(found, filled) if "nnodes" in filled else ""
     return Whereabouts(found, filled, note=note, shown=shown)
 
 
-def _place(asked: Asked, found: Found) -> dict[str, Filled]:
+def _place(asked: Asked, found: Found) -> dict[str, Given]:
     """Where the nodes meet, under which name, and which of them this is."""
     assert found.host is not None
     assert found.port is not None
-    filled: dict[str, Filled] = {"rdzv_backend": Filled("c10d", found.family)}
+    filled: dict[str, Given] = {"rdzv_backend": Given("c10d", found.family)}
     port = found.port
     if asked.explicitly("rdzv_id"):
         # Two jobs of the user's in one step have two names, and so two ports.
         port = Given(str(port_of_name(asked.text("rdzv_id"))), asked.source("rdzv_id"))
     elif found.job_id is not None:
-        filled["rdzv_id"] = Filled(*found.job_id)
+        filled["rdzv_id"] = found.job_id
     where = str(Endpoint(found.host.value, int(port.value)))
-    filled["rdzv_endpoint"] = Filled(where, f"{found.host.source}; port: {port.source}")
+    filled["rdzv_endpoint"] = Given(where, f"{found.host.source}; port: {port.source}")
     return filled | _rank(found)
 
 
-def _rank(found: Found) -> dict[str, Filled]:
+def _rank(found: Found) -> dict[str, Given]:
     if found.node_rank is None or amount(found.node_rank) >= MAX_NODES:
         return {}
-    return {"node_rank": Filled(int(found.node_rank.value), found.node_rank.source)}
+    return {"node_rank": found.node_rank}
 
 
 def _visible(machine: Machine) -> Given | None:
@@ -228,7 +225,7 @@ def _visible(machine: Machine) -> Given | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _used(found: Found, filled: Mapping[str, Filled]) -> str:
+def _used(found: Found, filled: Mapping[str, Given]) -> str:
     flags = " ".join(f"--{dest.replace('_', '-')}={one.value}" for dest, one in filled.items())
     return f"{_seen(found)}, so this is as with {flags}"
 

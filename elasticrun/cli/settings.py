@@ -23,7 +23,7 @@ from elasticrun.wire.messages import MAX_NODES
 
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine
-    from elasticrun.detection.found import Found
+    from elasticrun.detection.found import Found, Given
 
 
 C10D_PORT: Final = 29400
@@ -237,13 +237,6 @@ MARKS: Final = (
 """How the names of variables begin without one of which no scheduler is to be seen."""
 
 
-class Filled(NamedTuple):
-    """The value of a flag, and what it was taken from."""
-
-    value: Any
-    source: str
-
-
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
     """What follows from the scheduler for this command.
@@ -254,11 +247,11 @@ class Whereabouts:
     why. by: the flag or variable that says where nodes meet, "" where none does."""
 
     found: Found | None = None
-    filled: Mapping[str, Filled] = field(default_factory=dict)
+    filled: Mapping[str, Given] = field(default_factory=dict)
     note: str = ""
     idle: str = ""
     by: str = ""
-    shown: Mapping[str, Filled] = field(default_factory=dict)
+    shown: Mapping[str, Given] = field(default_factory=dict)
 
 
 NOWHERE: Final = Whereabouts()
@@ -287,7 +280,7 @@ class Asked:
         self,
         ns: argparse.Namespace,
         environ: Mapping[str, str],
-        filled: Mapping[str, Filled] | None = None,
+        filled: Mapping[str, Given] | None = None,
     ) -> None:
         self.ns = ns
         self.environ = environ

@@ -110,25 +110,24 @@ class Records:
         if facts is None or facts.spec.job_id == config.job_id:
             return facts
         await self.close(over=False)
+        where = config.master_store or self._folder
         raise StoreRefused(
-            f"the record in {self._where()} is that of job {facts.spec.job_id!r}, and this master "
-            f"is to serve {config.job_id!r}: name another folder, or remove it",
+            f"the record in {where} is that of job {facts.spec.job_id!r}, and this master is to "
+            f"serve {config.job_id!r}: name another folder, or remove it",
             EXIT_USAGE,
         )
 
     def begin_trace(self, life: Life) -> TraceWriter | None:
         """Write down from now on what the brain takes in; None where there is no folder."""
-        if (folder := self._trace_folder()) is not None:
-            self.trace = TraceWriter(folder, life)
+        folder, kept = self._folder, os.environ.get(env.TRACE_DIR, "")
+        if folder is None:
+            return None
+        if kept and self._hosted:
+            job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
+            launch = folder.name.removeprefix(run_folder.PREFIX)
+            folder = Path(kept).absolute() / f"{job}-{launch}"
+        self.trace = TraceWriter(folder, life)
         return self.trace
-
-    def _trace_folder(self) -> Path | None:
-        kept = os.environ.get(env.TRACE_DIR, "")
-        if not kept or not self._hosted or self._folder is None:
-            return self._folder
-        job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
-        launch = self._folder.name.removeprefix(run_folder.PREFIX)
-        return Path(kept).absolute() / f"{job}-{launch}"
 
     def told(self, facts: Facts) -> Facts:
         """Facts of a job that is over, whose sentence tells how to run it again."""
@@ -164,9 +163,6 @@ class Records:
         """Remove the folder of a launch that nobody needs any more."""
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _where(self) -> str:
-        return self._config.master_store or str(self._folder)
 
     async def _take(self, folder: Path) -> None:
         """Hold the folder, in a thread: it may hang."""

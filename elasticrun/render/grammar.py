@@ -76,12 +76,6 @@ def toleration(text: str) -> Toleration:
     return Toleration(key, value if equals else None, effect)
 
 
-def secret_key(text: str) -> tuple[str, str]:
-    """`NAME` or `NAME:KEY` of a Secret; the key is `token` where none is named."""
-    name, _, key = text.partition(":")
-    return name, key or "token"
-
-
 def duration(text: str, flag: str) -> int:
     """A time limit as Slurm has it (minutes, H:M:S, D-H, D-H:M:S, ...), in seconds."""
     match = _DURATION.fullmatch(text)

@@ -9,9 +9,17 @@ from collections.abc import Mapping
 
 from elasticrun.cli.settings import NOWHERE, Asked, Setting, Whereabouts, setting
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import AgentConfig, Learning
+from elasticrun.config import EXIT_OK, AgentConfig, Learning
 from elasticrun.core.words import some
 from elasticrun.wire.types import Endpoint, EntryKind
+
+
+def show(
+    config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, str], place: Whereabouts
+) -> int:
+    """Print the text of `describe`; the exit code."""
+    print(describe(config, ns, environ, place), end="")
+    return EXIT_OK
 
 
 def describe(
@@ -23,9 +31,8 @@ def describe(
     """The resolved settings as text: a summary first, then every flag with its source."""
     asked = Asked(ns, environ, {**place.shown, **place.filled})
     spec = config.spec
-    nodes = f"{spec.min_nodes}" if spec.min_nodes == spec.max_nodes else (
-        f"{spec.min_nodes} to {spec.max_nodes}"
-    )  # fmt: skip
+    low, high = spec.min_nodes, spec.max_nodes
+    nodes = f"{low}" if low == high else f"{low} to {high}"
     rows = [
         ("each rank runs", _command(config)),
         ("ranks on this node", str(config.nproc_per_node)),
@@ -54,6 +61,8 @@ def describe(
 def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> Setting:
     """The row of a flag with what counts in the place of a default."""
     spec, rank = config.spec, config.node_rank
+    file = config.rendezvous.kind == "file"
+    whose_id = "new, where the file names none" if file else "new for every run"
     variable = "$NODE_RANK" if environ.get("NODE_RANK", "").strip() else "$WORKER_RANK"
     others = {
         "nnodes": (spec.max_nodes != 1, spec.max_nodes, "$NODE_NUM"),
@@ -69,7 +78,7 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
             config.rendezvous.found,
         ),
         "grow": (spec.grow != row.value, spec.grow, "nothing says where nodes meet"),
-        "rdzv-id": (spec.job_id != row.value, spec.job_id, _whose_id(config)),
+        "rdzv-id": (spec.job_id != row.value, spec.job_id, whose_id),
         "node-rank": (
             str(rank) != row.value,
             "" if rank < 0 else rank,
@@ -78,11 +87,6 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
     }
     counts, value, source = others.get(row.name, (False, "", ""))
     return Setting(row.name, str(value), source) if counts and row.source == "default" else row
-
-
-def _whose_id(config: AgentConfig) -> str:
-    file = config.rendezvous.kind == "file"
-    return "new, where the file names none" if file else "new for every run"
 
 
 def _attempt(place: Whereabouts) -> list[tuple[str, str]]:

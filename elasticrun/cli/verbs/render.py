@@ -128,12 +128,6 @@ def read(
     return launch, [*notes, *_understood(launch)]
 
 
-def gpus_in(text: str) -> int:
-    """The number in Slurm's [TYPE:]N; 0 where there is none."""
-    match = re.fullmatch(r"(?:[^:]*:)?(\d+)", text)
-    return int(match[1]) if match else 0
-
-
 def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
     """Ranks of a node: as many as GPUs, where nobody says."""
     if not asked:
@@ -202,7 +196,8 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
             "... -- train.py --lr 3e-4`"
         )
     if target == "slurm":
-        gpus = gpus_in(ns.gpus_per_node)
+        number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
+        gpus = int(number[1]) if number else 0
         launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
         batch = _batch(ns, launch)
         out = slurm.script(batch)
@@ -270,7 +265,7 @@ def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
 
 
 def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
-    secret, key = grammar.secret_key(ns.token_secret) if ns.token_secret else ("", "token")
+    secret, _, key = ns.token_secret.partition(":")
     if secret and has(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
     said = _same(ns, Pods) | {
@@ -280,7 +275,7 @@ def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
         "volumes": tuple(map(grammar.volume, ns.volume)),
         "env": _env(ns),
         "token_secret": secret,
-        "token_key": key,
+        "token_key": key or "token",
         "labels": grammar.pairs(ns.label, "--label"),
         "annotations": grammar.pairs(ns.annotation, "--annotation"),
         "selector": grammar.pairs(ns.selector, "--selector"),

@@ -111,9 +111,11 @@ def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
     here = warm.socket_path(os.environ)
     for path, found in _warm(folder):
+        left = found.left
+        ends = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
         rows.append((
             str(found.pid), found.torch, f"{found.modules}{' ...' if found.learning else ''}",
-            _memory(found.pid), str(found.served), _span(found.left),
+            _memory(found.pid), str(found.served), ends,
             "here" if path == here else "another environment, cgroup or namespace",
         ))  # fmt: skip
     if len(rows) == 1:
@@ -134,10 +136,6 @@ def _memory(pid: int) -> str:
         return "unknown"
     found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     return f"{int(found[1]) / 1024:.0f} MB" if found else "unknown"
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _stop(folder: Path, say: Callable[[str], None]) -> int:
