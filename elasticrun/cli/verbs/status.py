@@ -36,18 +36,20 @@ from elasticrun.wire.run_folder import Ended, Published, ended, prune_ended, pub
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
     from rich.table import Table
 
     from elasticrun.wire.messages import NodeStatus
 
 
-class NoLeader(Exception):
-    """Nobody leads; the text is a sentence."""
+class NoStatus(Exception):
+    """Nothing can be shown; the text is a sentence."""
 
 
 async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
-    """The endpoint of the master that leads `job_id`. NoLeader."""
+    """The endpoint of the master that leads `job_id`. NoStatus."""
     # Late: grpc takes longer to import than everything else here together.
     from elasticrun.wire.messages import End
     from elasticrun.wire.rpc import etcd, protobuf
@@ -63,15 +65,15 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
         finally:
             await client.close()
     except (PlaceError, etcd.EtcdError) as wrong:
-        raise NoLeader(str(wrong)) from None
+        raise NoStatus(str(wrong)) from None
     leader = leader_from_bytes(there.get(keys.master, b""))
     if leader is not None:
         return leader.endpoint
     with contextlib.suppress(KeyError, WireError):
         end = protobuf.order_from_wire(there[keys.outcome])
         if isinstance(end, End):
-            raise NoLeader(f"job {job_id!r} is over: {end.reason}")
-    raise NoLeader(f"no master leads a job {job_id!r} in {store} now")
+            raise NoStatus(f"job {job_id!r} is over: {end.reason}")
+    raise NoStatus(f"no master leads a job {job_id!r} in {store} now")
 
 
 TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
@@ -152,10 +154,6 @@ DEFAULT_PORT: Final = 29400
 """torchrun's port for a rendezvous endpoint without one."""
 
 
-class NoStatus(Exception):
-    """Nothing can be shown; the text is a sentence."""
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """One master to be asked, and by what it knows us."""
@@ -163,42 +161,6 @@ class Question:
     endpoint: Endpoint
     reader: str = field(default="", repr=False)
     files: Tls | None = None
-
-
-def print_status(
-    endpoint: str | None,
-    *,
-    token: str = "",
-    files: Tls | None = None,
-    as_json: bool = False,
-    store: tuple[str, str] | None = None,
-) -> int:
-    """Print the page of the master at `endpoint` (host:port), of the one that leads in a `store`
-    (an etcd's URL and the job's id), or of all masters on this host."""
-    here = not (endpoint or store)
-    over = _ended() if here and not as_json else []
-    try:
-        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
-            if endpoint:
-                questions = [question(parse_endpoint(endpoint), token, files)]
-            elif store:
-                questions = [question(runner.run(leading(*store, files)), token, files)]
-            else:
-                questions = _here(token, files)
-            answers, silent = _ask(questions, runner)
-    except (NoStatus, NoLeader) as nothing:
-        if over:
-            _show([], over)
-        print(f"elasticrun status: {nothing}", file=sys.stderr)
-        return 1
-    for sentence in silent:
-        print(f"elasticrun status: {sentence}", file=sys.stderr)
-    if as_json:
-        shown = [msgspec.to_builtins(page) for _, page in answers]
-        print(json.dumps(shown[0] if not here and shown else shown, indent=1))
-    elif answers or over:
-        _show([(str(where), page) for where, page in answers], over)
-    return 1 if silent else 0
 
 
 def prune() -> int:
@@ -424,37 +386,57 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun status` with its own arguments; UsageError for files that cannot be read."""
     from elasticrun.cli import trust
-    from elasticrun.cli.flags import Parser, add_group
     from elasticrun.cli.settings import Asked, UsageError
+
+    variables = trust.withdraw() if environ is None else environ
+    ns = _arguments(argv, variables)
+    if ns.prune:
+        return prune()
+    asked = Asked(ns, variables)
+    store = asked.text("master_store")
+    if store and not ns.endpoint and not asked.explicitly("rdzv_id"):
+        raise UsageError("--master-store: name the job by --rdzv-id")
+    files, token = trust.tls(asked), trust.token(asked)
+    here = not (ns.endpoint or store)
+    over = _ended() if here and not ns.json else []
+    try:
+        with asyncio.Runner() as runner:  # one loop: grpc.aio does not take well to a second one
+            if ns.endpoint:
+                questions = [question(parse_endpoint(ns.endpoint), token, files)]
+            elif store:
+                where = runner.run(leading(store, asked.text("rdzv_id"), files))
+                questions = [question(where, token, files)]
+            else:
+                questions = _here(token, files)
+            answers, silent = _ask(questions, runner)
+    except NoStatus as nothing:
+        if over:
+            _show([], over)
+        print(f"elasticrun status: {nothing}", file=sys.stderr)
+        return 1
+    for sentence in silent:
+        print(f"elasticrun status: {sentence}", file=sys.stderr)
+    if ns.json:
+        shown = [msgspec.to_builtins(page) for _, page in answers]
+        print(json.dumps(shown[0] if not here and shown else shown, indent=1))
+    elif answers or over:
+        _show([(str(where), page) for where, page in answers], over)
+    return 1 if silent else 0
+
+
+def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    from elasticrun.cli.flags import Parser, add_group
     from elasticrun.cli.table import FLAGS, TRUST
 
     parser = Parser(
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
     )
-    parser.add_argument(
-        "endpoint",
-        nargs="?",
-        metavar="ENDPOINT",
-        help="host:port of the job's master; without it all of yours on this host",
-    )
+    text = "host:port of the job's master; without it all of yours on this host"
+    parser.add_argument("endpoint", nargs="?", metavar="ENDPOINT", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
-    parser.add_argument(
-        "--prune", action="store_true", help="forget the jobs that have ended on this host"
-    )
-    variables = trust.withdraw() if environ is None else environ
-    add_group(parser, "of a job that has a token or TLS", TRUST, variables)
+    text = "forget the jobs that have ended on this host"
+    parser.add_argument("--prune", action="store_true", help=text)
+    add_group(parser, "of a job that has a token or TLS", TRUST, environ)
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
-    add_group(parser, "of a job whose master is found by way of etcd", rows, variables)
-    ns = parser.parse_args(argv)
-    if ns.prune:
-        return prune()
-    asked = Asked(ns, variables)
-    store = None
-    if asked.text("master_store"):
-        if not ns.endpoint and not asked.explicitly("rdzv_id"):
-            raise UsageError("--master-store: name the job by --rdzv-id")
-        store = (asked.text("master_store"), asked.text("rdzv_id"))
-    files = trust.tls(asked)
-    return print_status(
-        ns.endpoint, token=trust.token(asked), files=files, as_json=ns.json, store=store
-    )
+    add_group(parser, "of a job whose master is found by way of etcd", rows, environ)
+    return parser.parse_args(argv)
