@@ -269,6 +269,7 @@ def look(asked: Asked, machine: Machine) -> Whereabouts:
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
 
+@dataclass
 class Asked:
     """A namespace of parsed flags and the environment beside it.
 
@@ -276,15 +277,9 @@ class Asked:
     `filled`: what detection has put in the place of flags that nobody gave.
     """
 
-    def __init__(
-        self,
-        ns: argparse.Namespace,
-        environ: Mapping[str, str],
-        filled: Mapping[str, Given] | None = None,
-    ) -> None:
-        self.ns = ns
-        self.environ = environ
-        self.filled = filled or {}
+    ns: argparse.Namespace
+    environ: Mapping[str, str]
+    filled: Mapping[str, Given] = field(default_factory=dict)
 
     def value(self, dest: str) -> Any:
         """The value of a flag, whatever its type."""

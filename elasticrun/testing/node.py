@@ -73,25 +73,25 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
     return {**environ, **plugin.named(environ)}
 
 
+@dataclass(eq=False)
 class JobNode:
     """An agent (or a master by hand) that a test has started, and what it started in its turn."""
 
-    def __init__(self, name: str, mark: str, console: Path, host: Host | None) -> None:
-        self.name = name
-        """Its `--node-id`; its host's name where it has a host of its own."""
-        self.console = console
-        self.host = host
-        self.killed = False
-        """Whether the test has killed it, so that its exit code says nothing."""
-        self.frozen = False
-        self.off = False
-        """Whether the test has powered its host off."""
-        self.group: Group | None = None
-        """The limits of CPU time and memory that its processes have, where they have some."""
-        self.mark = mark
-        self.command: Sequence[str] = ()
-        self.env: Mapping[str, str] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+    name: str
+    """Its `--node-id`; its host's name where it has a host of its own."""
+    mark: str
+    console: Path
+    host: Host | None
+    killed: bool = False
+    """Whether the test has killed it, so that its exit code says nothing."""
+    frozen: bool = False
+    off: bool = False
+    """Whether the test has powered its host off."""
+    group: Group | None = None
+    """The limits of CPU time and memory that its processes have, where they have some."""
+    command: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
 
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], prefix: Sequence[str]
