@@ -61,10 +61,8 @@ def skypilot(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     if len(each) != count:
         why = f"SKYPILOT_NODE_IPS has {len(each)} address(es) for {count} nodes"
     port = Given(str(port_of_name(task.value)), task.source)
-    return Found(
-        found.family, found.seen, nodes, rank, found.nproc, task,
-        host=Given(each[0], addresses.source), port=port, why_alone=why, use=f"--nnodes={count}",
-    )  # fmt: skip
+    host, use = Given(each[0], addresses.source), f"--nnodes={count}"
+    return replace(found, host=host, port=port, why_alone=why, use=use)
 
 
 Family = Callable[[Mapping[str, str], HostFacts], Found | None]
@@ -88,12 +86,9 @@ process on one node all the same."""
 
 def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     """This node's place in its job; None where no scheduler is to be seen."""
-    for family in ORDER:
-        found = family(environ, facts)
-        if found is not None:
-            if INSIDE in environ and not found.external:
-                several = found.why_alone or amount(found.nodes) > 1
-                why = "a rank of another job has started this" if several else ""
-                return replace(found, why_alone=why, host=None, use="")
-            return found
-    return None
+    found = next(filter(None, (family(environ, facts) for family in ORDER)), None)
+    if found is None or INSIDE not in environ or found.external:
+        return found
+    several = found.why_alone or amount(found.nodes) > 1
+    why = "a rank of another job has started this" if several else ""
+    return replace(found, why_alone=why, host=None, use="")

@@ -76,18 +76,11 @@ def node_level(
     port = number(environ, "MASTER_PORT")
     if port is None or not 0 < amount(port) < 65536:
         port = Given(str(port_of_name(name.value)), name.source)
-    several = amount(size) > 1
-    return Found(
-        family,
-        seen,
-        nodes=size,
-        node_rank=rank,
-        job_id=name if several else None,
-        host=host if several else None,
-        port=port if several else None,
-        why_alone=TERMINAL if several and facts.terminal else "",
-        use=f"--nnodes={amount(size)}" if several else "",
-    )
+    found = Found(family, seen, nodes=size, node_rank=rank)
+    if amount(size) <= 1:
+        return found
+    use, why = f"--nnodes={amount(size)}", TERMINAL if facts.terminal else ""
+    return replace(found, job_id=name, host=host, port=port, why_alone=why, use=use)
 
 
 NO_SUBDOMAIN: Final = "the pod has no subdomain, by which pod 0 has a name (a headless Service)"

@@ -35,6 +35,7 @@ MAX_LENGTH: Final = 1_000_000
 MAX_DIGITS: Final = 18
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*\Z")
+_BRACKETS = re.compile(r"\[[^][]*\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
 
 
@@ -54,19 +55,11 @@ def expand(text: str) -> list[str]:
 
 def _items(text: str) -> list[str]:
     """What stands between the commas outside brackets."""
-    items, inside = [""], False
-    for char in text:
-        if char in "[]":
-            if inside == (char == "["):
-                raise BadHostlist(f"the brackets of {_short(text)} do not fit together")
-            inside = not inside
-        if char == "," and not inside:
-            items.append("")
-        else:
-            items[-1] += char
-    if inside:
+    if re.search(r"[][]", _BRACKETS.sub("", text)):
         raise BadHostlist(f"the brackets of {_short(text)} do not fit together")
-    if any(not item for item in items):
+    marked = _BRACKETS.sub(lambda found: found[0].replace(",", "\0"), text)
+    items = [item.replace("\0", ",") for item in marked.split(",")]
+    if not all(items):
         raise BadHostlist(f"{_short(text)} names nothing at one place")
     return items
 
@@ -77,12 +70,12 @@ def _expanded(item: str, room: int) -> list[str]:
     choices: list[list[str]] = []
     total = 1
     for place, piece in enumerate(pieces):
-        if place % 2 == 0:
-            if not _NAME.match(piece):
-                raise BadHostlist(f"{_short(item)} is not the name of a node")
+        if place % 2:
+            choices.append(_numbers(piece, item, room // total))
+        elif _NAME.match(piece):
             choices.append([piece])
-            continue
-        choices.append(_numbers(piece, item, room // total))
+        else:
+            raise BadHostlist(f"{_short(item)} is not the name of a node")
         total *= len(choices[-1])
     if total > room:
         raise BadHostlist(f"more than {MAX_NAMES} nodes are not supported")
@@ -138,13 +131,11 @@ def step_of(environ: Mapping[str, str]) -> int | None:
 
 def _outside(environ: Mapping[str, str], job: Given) -> Found:
     nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    where = "the batch script or salloc"
-    if environ.get("SLURM_STEP_ID"):
-        where = "an interactive step"
+    inside = environ.get("SLURM_STEP_ID")
+    where = "an interactive step" if inside else "the batch script or salloc"
     found = _first(environ, job, f"{where} of Slurm job {job.value}")
     if amount(nodes) > 1:
-        others = amount(nodes) - 1
-        rest = "node" if others == 1 else f"{others} nodes"
+        rest = "node" if amount(nodes) == 2 else f"{amount(nodes) - 1} nodes"
         why = f"nothing has been started on the other {rest}"
         return replace(found, nodes=nodes, why_alone=why, use="--srun")
     count = "SLURM_JOB_NUM_NODES"
@@ -159,9 +150,8 @@ def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -
     tasks = amount(number(environ, "SLURM_STEP_NUM_TASKS"))
     rank = number(environ, "SLURM_NODEID")
     place = amount(number(environ, "SLURM_PROCID"))
-    found = _first(environ, job, f"task {place} of {tasks} in Slurm step {name}")
     found = replace(
-        found,
+        _first(environ, job, f"task {place} of {tasks} in Slurm step {name}"),
         nodes=nodes,
         node_rank=rank,
         job_id=_job_id(environ, job, step),

@@ -280,7 +280,7 @@ def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
         "resourceNames": [job],
         "verbs": ["get", "patch"],
     }
-    made = [
+    made: list[tuple[str, str, dict[str, Any]]] = [
         ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
         (f"{rbac}/v1", "Role", {"rules": [rule]}),
         (f"{rbac}/v1", "RoleBinding", {"roleRef": role, "subjects": [said(subject)]}),
