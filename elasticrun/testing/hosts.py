@@ -71,15 +71,13 @@ def _why_no_hosts() -> str:
     name = processes.new_name("probe")
     try:
         _ip("netns", "add", name)
+        try:
+            _ip("-n", name, "link", "add", "br0", "type", "bridge")
+            _ip("-n", name, "link", "add", "v0", "type", "veth", "peer", "name", "v1")
+        finally:
+            _ip("netns", "del", name)
     except LabError as error:
         return str(error)
-    try:
-        _ip("-n", name, "link", "add", "br0", "type", "bridge")
-        _ip("-n", name, "link", "add", "v0", "type", "veth", "peer", "name", "v1")
-    except LabError as error:
-        return str(error)
-    finally:
-        _ip("netns", "del", name)
     return ""
 
 

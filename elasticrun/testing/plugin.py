@@ -60,21 +60,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The warm process ends with the run."""
-    folder = config.stash.get(WARM, "")
-    if folder:
+    if folder := config.stash.get(WARM, ""):
         os.environ.pop(WARM_FOLDER, None)
-    if folder and os.path.isdir(folder):
-        end(folder)
+        if os.path.isdir(folder):
+            end(folder)
 
 
 def _limit(config: pytest.Config) -> dict[str, float]:
     word = str(config.getini(LIMIT) or "")
+    if not word:
+        return {}
     try:
-        seconds = float(word) if word else None
+        seconds = float(word)
     except ValueError:
         seconds = 0.0
-    if seconds is None:
-        return {}
     if not 0.0 < seconds < float("inf"):
         raise pytest.UsageError(f"{LIMIT}={word}: a number of seconds is wanted, as in {LIMIT}=180")
     return {"timeout": seconds}
@@ -90,10 +89,9 @@ def pytest_runtest_makereport(
         item.stash[FAILED] = True
         jobs: list[ElasticJob] = item.stash.get(JOBS, [])
         for number, job in enumerate(jobs):
+            title = f"elastic_job {number}" if number else "elastic_job"
             with contextlib.suppress(OSError, ValueError):  # a folder has gone, a line is no step
-                report.sections += job.sections(
-                    f"elastic_job {number}" if number else "elastic_job"
-                )
+                report.sections += job.sections(title)
     return report
 
 
@@ -146,6 +144,8 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
     folder = os.environ.get(WARM_FOLDER, "")
     if folder in ("", "off") or env.WARM_SERVER in environ:
         return {}
+    from elasticrun.agent.warm import start
+
     place = Path(folder, _SOCKET)
     try:
         place.parent.mkdir(mode=0o700, exist_ok=True)
@@ -154,14 +154,8 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
             if not place.is_socket() and starts.tell() < MAX_STARTS:
                 starts.write(b".")
                 starts.flush()
-                start(place, {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)})
+                own = {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)}
+                start(place, IDLE, (), own)  # where it cannot be, jobs start cold
     except OSError:
         return {}
     return {env.WARM_SERVER: str(place)} if place.is_socket() else {}
-
-
-def start(place: Path, environ: Mapping[str, str]) -> None:
-    """Start a warm process with these variables; where it cannot be, jobs start cold."""
-    from elasticrun.agent.warm import start as start_warm
-
-    start_warm(place, IDLE, (), environ)

@@ -68,26 +68,25 @@ def living() -> list[Process]:
     return [p for p in everybody() if not p.has_ended and p.pid != os.getpid()]
 
 
+def _that(holds: Callable[[int], bool]) -> list[int]:
+    found = []
+    for process in living():
+        with contextlib.suppress(OSError):  # it has gone, or it is another user's
+            if holds(process.pid):
+                found.append(process.pid)
+    return found
+
+
 def marked(mark: str) -> list[int]:
     """The processes that were started with $ELASTICRUN_TEST_NODE=`mark`, and what they forked."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
-    for pid in (process.pid for process in living()):
-        with contextlib.suppress(OSError):  # it has gone, or it is another user's
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
+    return _that(lambda pid: wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 def in_network(namespace: str) -> list[int]:
     """The processes whose network is the one that `namespace` (a file) stands for."""
     there = os.stat(namespace)
-    found = []
-    for pid in (process.pid for process in living()):
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there):
-                found.append(pid)
-    return found
+    return _that(lambda pid: os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there))
 
 
 def is_master(pid: int) -> bool:
@@ -168,13 +167,13 @@ def await_end(pids: Iterable[int], limit: float) -> set[int]:
         for fd in fds:
             poller.register(fd, select.POLLIN)
         left = dict(fds)
-        end = time.monotonic() + limit
+        deadline = Deadline(limit)
         while left:
-            rest = end - time.monotonic()
-            for fd, _ in poller.poll(max(0.0, rest) * 1000):
+            over = deadline.over()
+            for fd, _ in poller.poll(deadline.left() * 1000):
                 poller.unregister(fd)
-                left.pop(fd, None)
-            if rest <= 0:
+                del left[fd]
+            if over:
                 break
         return set(left.values())
     finally:
