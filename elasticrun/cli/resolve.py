@@ -324,9 +324,10 @@ def _time(asked: Asked, dest: str) -> float:
 def _choices(asked: Asked) -> None:
     """Words that a namespace of another maker may have wrong; argparse has checked its own."""
     for flag in table.FLAGS:
-        value = asked.value(flag.dest) if flag.dest not in ("print_completion", "version") else None
-        if flag.choices and value is not None and value not in flag.choices:
-            raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")
+        if flag.choices and flag.dest != "print_completion":
+            value = asked.value(flag.dest)
+            if value is not None and value not in flag.choices:
+                raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")
 
 
 def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:

@@ -42,6 +42,14 @@ class JobFolder:
         return f"disk, {self.role} folder"
 
 
+_SET_BY: Final = {
+    "log": "--log-dir",
+    "temporary": "TMPDIR",
+    "run": "XDG_RUNTIME_DIR",
+    "checkpoint": "the script's own setting",
+}
+
+
 def folders(
     environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
 ) -> list[JobFolder]:
@@ -66,12 +74,13 @@ def folders(
 
 def examine(folder: JobFolder) -> list[Finding]:
     """Whether a job can write there, and how much. Blocks as long as the file system does."""
-    todo = f"give a folder that this user can write to ({_how(folder.role)})"
+    todo = f"give a folder that this user can write to ({_SET_BY[folder.role]})"
+    bad = failed if folder.needed else warning
     try:
         path = Path(folder.path).expanduser().absolute()
     except RuntimeError:
         seen = f"{folder.path} cannot be found: this user has no home folder"
-        return [(failed if folder.needed else warning)(folder.check, seen, todo)]
+        return [bad(folder.check, seen, todo)]
     place = _existing(path)
     if place != path and not folder.made:
         return [warning(folder.check, f"there is no folder {path}", todo)]
@@ -79,7 +88,7 @@ def examine(folder: JobFolder) -> list[Finding]:
     refusal = _refusal(place)
     if refusal:
         seen = f"nothing can be written to {where}: {refusal}"
-        return [(failed if folder.needed else warning)(folder.check, seen, todo)]
+        return [bad(folder.check, seen, todo)]
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     seen = f"{amount(free)} of {amount(total)} are free in {where}"
@@ -87,7 +96,7 @@ def examine(folder: JobFolder) -> list[Finding]:
     inodes = found.f_favail if found.f_files else None
     if inodes is not None:
         seen += f", and room for {inodes} files"
-    todo = f"make room there, or use another folder ({_how(folder.role)})"
+    todo = f"make room there, or use another folder ({_SET_BY[folder.role]})"
     if free < folder.none or (folder.needed and inodes is not None and inodes < NO_INODES):
         return [failed(folder.check, seen, todo)]
     if free < folder.little or (inodes is not None and inodes < FEW_INODES):
@@ -113,12 +122,3 @@ def _refusal(place: Path) -> str:
         full = wrong.errno in (errno.ENOSPC, errno.EDQUOT)
         return "it is full" if full else (wrong.strerror or str(wrong)).lower()
     return ""
-
-
-def _how(role: str) -> str:
-    return {
-        "log": "--log-dir",
-        "temporary": "TMPDIR",
-        "run": "XDG_RUNTIME_DIR",
-        "checkpoint": "the script's own setting",
-    }[role]

@@ -58,7 +58,7 @@ def examine(
     """What stands in the log of the last day. `starts`: for an agent that starts now, to which
     processes that were killed before are no matter. `now`: seconds since boot."""
     try:
-        records = _records(root, now)
+        records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
         return [ok(CHECK, f"it cannot be read here: {_why(wrong)}")]
     recent = [record for record in records if record.age <= SINCE]
@@ -70,7 +70,7 @@ def examine(
 def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Word:
     """What the log says of a process that was killed just now, by nobody of ours."""
     try:
-        records = _records(root, now)
+        records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
         cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
         return Word(
@@ -88,17 +88,13 @@ def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Wor
     )
 
 
-def _records(root: Path, now: float | None) -> list[KernelLine]:
-    """OSError."""
-    return list(read(root / "dev/kmsg", time.monotonic() if now is None else now))
-
-
 def _why(wrong: OSError) -> str:
     return (wrong.strerror or str(wrong)).lower()
 
 
-def read(path: Path, now: float) -> Iterator[KernelLine]:
-    """The records that are there now; never waits for more. OSError."""
+def read(path: Path, now: float | None) -> Iterator[KernelLine]:
+    """The records that are there now; never waits for more. `now`: seconds since boot. OSError."""
+    now = time.monotonic() if now is None else now
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         text = b"".join(_pieces(fd)).decode(errors="replace")

@@ -81,13 +81,11 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
         return []
     low, high = _range(root)
     reached = answers[0].reached
-    span = f" (of {low} to {high})" if high else ""
+    span, ports = "", "the TCP ports"
+    if high:
+        span, ports = f" (of {low} to {high})", f"TCP ports {low} to {high}"
     tried = " and ".join(str(answer.port) for answer in answers)
-    todo = (
-        f"open TCP ports {low} to {high} of this host to the others (firewall, security group)"
-        if high
-        else "open the TCP ports of this host to the others (firewall, security group)"
-    )
+    todo = f"open {ports} of this host to the others (firewall, security group)"
     if not straight(reached, dialled):
         seen = (
             f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
@@ -101,8 +99,8 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
             f"of this host at {reached.address}: {broken[0].reached.reason}"
         )
         return [failed(PORTS, seen, todo)]
-    ports = "ports" if len(answers) > 1 else "port"
-    seen = f"the master's host {reached.host} has dialled {ports} {tried}{span} of this host"
+    dialled_ports = f"port{'s' * (len(answers) > 1)} {tried}{span}"
+    seen = f"the master's host {reached.host} has dialled {dialled_ports} of this host"
     return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
 
 
