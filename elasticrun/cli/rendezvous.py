@@ -13,8 +13,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli import settings
@@ -23,6 +23,9 @@ from elasticrun.cli.table import FLAGS
 from elasticrun.config import MasterPlace
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
+
+if TYPE_CHECKING:
+    from elasticrun.cli.devices import Machine
 
 FILE: Final = "file:"
 """How an endpoint begins that is a file."""
@@ -72,27 +75,33 @@ def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
     )
 
 
-def open_place(
-    asked: Asked, shared: Callable[[str], str], here: str, user: str
-) -> tuple[MasterPlace, str]:
+def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
     """Where nodes meet that were told nothing: by a file beside the script where this folder is on
-    a network file system, else at this node; and a sentence for the user. `shared(folder)`: the
-    name of the network file system there, "" for none."""
+    a network file system, else at this node; and a sentence for the user."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        here = "/"
     named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
-    kind = shared(here)
+    kind = machine.shared(here)
     if not kind:
         return MasterPlace(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
     script = os.path.join(here, str(asked.ns.training_script))
     beside = os.path.dirname(script)
     is_script = not asked.switch("module") and not asked.switch("no_python")
     folder = here
-    if is_script and os.path.isfile(script) and shared(beside) and os.access(beside, os.W_OK):
+    if (
+        is_script
+        and os.path.isfile(script)
+        and machine.shared(beside)
+        and os.access(beside, os.W_OK)
+    ):
         folder = os.path.normpath(beside)
     args = [str(word) for word in asked.ns.training_script_args or ()]
     stem = job_stem(asked)
-    told = json.dumps([user, os.path.basename(script), args, named])
+    told = json.dumps([machine.user, os.path.basename(script), args, named])
     digest = hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:12]
-    path = os.path.join(folder, f".elasticrun-{_plain(user)}-{stem}-{digest}")
+    path = os.path.join(folder, f".elasticrun-{_plain(machine.user)}-{stem}-{digest}")
     found = f"this folder is on {kind}"
     note = (
         f"{found}: all machines on which you start this very command meet by {path}; "
@@ -201,17 +210,6 @@ class Meeting(NamedTuple):
     store: str = ""  # etcd's URL, where the master's record and leadership are
 
 
-class Around(NamedTuple):
-    """What a command that says nothing of where nodes meet is judged by. `bare`: it is a command,
-    and no scheduler is here; else it means what it means to torchrun. `shared(folder)`: the name of
-    the network file system there, "" for none."""
-
-    bare: bool
-    shared: Callable[[str], str]
-    folder: str
-    user: str
-
-
 def fresh_id() -> str:
     """A job id that nobody else has."""
     import uuid
@@ -219,13 +217,9 @@ def fresh_id() -> str:
     return str(uuid.uuid4())
 
 
-def find_meeting(
-    asked: Asked,
-    conf: Mapping[str, str],
-    entry_points: Callable[[str], Iterable[str]],
-    around: Around,
-) -> Meeting:
-    """Everything that is settled by how and where nodes meet."""
+def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bare: bool) -> Meeting:
+    """Everything that is settled by how and where nodes meet. `bare`: it is a command, and no
+    scheduler is here; else it means what it means to torchrun."""
     case = _Case(asked, conf)
     word = asked.text("rdzv_backend")
     if store := asked.text("master_store"):
@@ -238,15 +232,15 @@ def find_meeting(
         return case.external(master)
     if case.endpoint.startswith(FILE):
         return case.shared(file_place(asked, conf))
-    if case.high > 1 and around.bare and says_nothing(asked):
-        return case.bare(around)
+    if case.high > 1 and bare and says_nothing(asked):
+        return case.bare(machine)
     if word == "static" and not case.comes_and_goes():
         return case.static()
     if word in ("static", *ELASTIC_WORDS):
         return case.elastic()
     if word in ETCD_WORDS:
         return case.etcd_of_torchrun(word)
-    if word in set(entry_points(PLUGIN_GROUP)):
+    if word in set(machine.entry_points(PLUGIN_GROUP)):
         return case.meeting(MasterPlace("external"))._replace(delegate=word)
     known = ", ".join(("static", *ELASTIC_WORDS))
     raise UsageError(
@@ -283,11 +277,11 @@ class _Case:
         job_id = fresh_id() if found.job_id in ("", "none") else found.job_id
         return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
 
-    def bare(self, around: Around) -> Meeting:
+    def bare(self, machine: Machine) -> Meeting:
         """Several nodes, and nobody says where."""
         if self.low == self.high:
             raise refuse_fixed(self.asked, self.high)
-        place, note = open_place(self.asked, around.shared, around.folder, around.user)
+        place, note = open_place(self.asked, machine)
         self.notes += [note] if note else []
         return self.shared(place)
 

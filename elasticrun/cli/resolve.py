@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -17,7 +16,7 @@ from elasticrun import accelerators, config
 from elasticrun.cli import rendezvous, settings, table, trust
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import TORCHRUN, nearest
-from elasticrun.cli.rendezvous import Around, Meeting, find_meeting
+from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.words import some
@@ -83,8 +82,9 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     asked = Asked(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(asked)
-    around = _around(machine, place)
-    meeting = find_meeting(asked, conf, machine.entry_points, around=around)
+    # callers from Python, who hand in no facts, mean what torchrun means
+    bare = machine.facts is not None and place.found is None
+    meeting = find_meeting(asked, conf, machine, bare=bare)
     if meeting.delegate:
         _only_torchrun_flags(asked, meeting.delegate)
     notes += meeting.notes
@@ -133,17 +133,6 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
         precheck=precheck(asked),
         accelerator=accelerator(asked),
     )
-
-
-def _around(machine: Machine, place: settings.Whereabouts) -> Around:
-    """For a command that says nothing of where nodes meet. Callers from Python mean what torchrun
-    means; they hand in no facts."""
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was removed
-        folder = "/"
-    bare = machine.facts is not None and place.found is None
-    return Around(bare, machine.shared, folder, machine.user)
 
 
 def _node_id(asked: Asked, meeting: Meeting) -> str:

@@ -21,15 +21,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec.structs import replace
 
 from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
+from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
+from elasticrun.trace.writer import TraceWriter
 from elasticrun.wire import messages as m
 from elasticrun.wire.bounds import WireError
 from elasticrun.wire.rpc import protobuf
@@ -58,24 +60,6 @@ MAX_ORDERS: Final = 32_768
 the stream is closed, and the agent, when it dials anew, asks again."""
 
 
-class JobBrain(Protocol):
-    """What the loop needs of `core.job.Job`."""
-
-    def step(self, event: events.JobEvent, now: float) -> list[events.JobEffect]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def status(self) -> m.JobStatus: ...
-
-
-class Tracer(Protocol):
-    """Who writes down what the brain took in and said (`trace/writer.py`)."""
-
-    def took(self, event: events.JobEvent, now: float, effects: list[events.JobEffect]) -> None: ...
-
-    def raised(self, event: events.JobEvent, now: float, fault: Exception) -> None: ...
-
-
 class BrainFault(RuntimeError):
     """The brain raised MAX_FAULTS times; its state cannot be trusted any more."""
 
@@ -97,12 +81,12 @@ class Loop:
 
     def __init__(
         self,
-        brain: JobBrain,
+        brain: Job,
         *,
         job_id: str = "",
         clock: Callable[[], float] = time.monotonic,
         store: FactStore | None = None,
-        tracer: Tracer | None = None,
+        tracer: TraceWriter | None = None,
     ) -> None:
         self._brain = brain
         self._job_id = job_id

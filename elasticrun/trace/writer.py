@@ -82,7 +82,7 @@ _Beats = list[tuple[float, int, int]]
 
 
 class TraceWriter:
-    """A `Tracer` of the loop; also mints the brain's nonces, which are part of the trace."""
+    """Writes down what the brain took in and said; also mints its nonces, which are part of it."""
 
     def __init__(
         self,
