@@ -37,6 +37,11 @@ _COLOURS = {NOTICE: "36", logging.WARNING: "33", logging.ERROR: "31", logging.CR
 _PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    return f"{text}\n{formatter.formatException(record.exc_info)}" if record.exc_info else text
+
+
 class GlogFormatter(logging.Formatter):
     """Level letter, date, time with microseconds, pid, place in our source, text."""
 
@@ -45,10 +50,8 @@ class GlogFormatter(logging.Formatter):
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         micros = int(record.created % 1 * 1e6)
         place = os.path.relpath(record.pathname, _PACKAGE_ROOT)
-        text = record.getMessage()
-        if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
-        return f"{letter}{stamp}.{micros:06d} {record.process} {place}:{record.lineno}] {text}"
+        head = f"{letter}{stamp}.{micros:06d} {record.process} {place}:{record.lineno}]"
+        return f"{head} {_text(self, record)}"
 
 
 class PlainFormatter(logging.Formatter):
@@ -60,9 +63,7 @@ class PlainFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if record.exc_info:
-            text = f"{text}\n{self.formatException(record.exc_info)}"
+        text = _text(self, record)
         code = _COLOURS.get(record.levelno, "") if self._colour else ""
         return f"\x1b[{code}m{self.who}:\x1b[0m {text}" if code else f"{self.who}: {text}"
 
@@ -99,9 +100,8 @@ class StderrWriter:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="elasticrun-stderr", daemon=True
-                )
+                name = "elasticrun-stderr"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:

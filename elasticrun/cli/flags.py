@@ -74,14 +74,7 @@ class Flag(NamedTuple):
 class FromEnvironment(str):
     """A default that was found in the environment: the text, and the variable's name."""
 
-    __slots__ = ("variable",)
     variable: str
-
-    @classmethod
-    def of(cls, text: str, variable: str) -> FromEnvironment:
-        self = cls(text)
-        self.variable = variable
-        return self
 
 
 class Parsed(argparse.Namespace):
@@ -376,7 +369,9 @@ def add_group(
 def _default(flag: Flag, environ: Mapping[str, str]) -> Any:
     name = flag.variable_in(environ)
     if name and (environ[name] or flag.kind is str):
-        return FromEnvironment.of(environ[name], name)
+        found = FromEnvironment(environ[name])
+        found.variable = name
+        return found
     return list(flag.default) if isinstance(flag.default, tuple) else flag.default
 
 

@@ -23,7 +23,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
@@ -86,19 +86,6 @@ class Step:
     restarts: int = -1
 
 
-@dataclass
-class _Ranks:
-    """Who of a world has been heard."""
-
-    number: int
-    world_size: int
-    ranks: set[int] = field(default_factory=set)
-
-    def takes(self, record: Step) -> bool:
-        """Whether a process that was not heard before may be one of these."""
-        return record.rank not in self.ranks and record.world_size == self.world_size
-
-
 class StepLog:
     """Reads the file of a job as it grows."""
 
@@ -107,7 +94,7 @@ class StepLog:
         self.path = path
         self.steps: list[Step] = []
         self._rounds: dict[tuple[str, int], int] = {}
-        self._newest: dict[str, _Ranks] = {}
+        self._newest: dict[str, tuple[int, int, set[int]]] = {}  # number, size, ranks heard of
         self._rest = b""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
@@ -152,12 +139,12 @@ class StepLog:
         some day; but a process lives in one world, and a rank of a world is one process."""
         life = (record.world, record.pid)
         if life not in self._rounds:
-            newest = self._newest.get(record.world)
-            if newest is None or not newest.takes(record):
-                newest = _Ranks(len(set(self._rounds.values())) + 1, record.world_size)
-                self._newest[record.world] = newest
-            newest.ranks.add(record.rank)
-            self._rounds[life] = newest.number
+            number, size, ranks = self._newest.get(record.world, (0, 0, set()))
+            if size != record.world_size or record.rank in ranks:
+                number, size, ranks = len(set(self._rounds.values())) + 1, record.world_size, set()
+                self._newest[record.world] = number, size, ranks
+            ranks.add(record.rank)
+            self._rounds[life] = number
         return dataclasses.replace(record, round=self._rounds[life])
 
     def close(self) -> None:
