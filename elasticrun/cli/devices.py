@@ -83,10 +83,9 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
     """The name of the network file system that a folder is on, "" for none, or for a folder that
     cannot be asked. What $ELASTICRUN_SHARED names is shared whatever it is on."""
     where = os.path.realpath(folder)
-    for named in environ.get(SHARED_VARIABLE, "").split(":"):
-        if named and os.path.commonpath([os.path.realpath(named), where]) == os.path.realpath(
-            named
-        ):
+    for named in filter(None, environ.get(SHARED_VARIABLE, "").split(":")):
+        top = os.path.realpath(named)
+        if os.path.commonpath([top, where]) == top:
             return f"what ${SHARED_VARIABLE} names"
     try:
         return network_file_system(Path(where))

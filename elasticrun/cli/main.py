@@ -143,7 +143,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if ns.srun:
         from elasticrun.cli.place import become_srun
 
-        return _printed(lambda: become_srun(words, ns, environ, say))
+        return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
     try:
         config = resolve(ns, environ, machine)

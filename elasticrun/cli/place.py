@@ -11,7 +11,6 @@ runs on this host alone, and a script that starts it on each node by ssh counts 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -46,16 +45,13 @@ _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 
 
 def become_srun(
-    words: Sequence[str],
-    ns: argparse.Namespace,
-    environ: Mapping[str, str],
-    say: Callable[[str], None],
+    words: Sequence[str], dry: bool, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
     """Say the command and become it, or print it for a dry run: only then it returns, with the exit
     code. UsageError where it cannot be."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     command = srun_command(words, environ, interactive=interactive)
-    if ns.dry_run:
+    if dry:
         print(shlex.join(command))
         return EXIT_OK
     say(f"--srun: {shlex.join(command)}")
@@ -68,10 +64,7 @@ def become_srun(
 
 
 def srun_command(
-    words: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    interactive: bool,
+    words: Sequence[str], environ: Mapping[str, str], *, interactive: bool
 ) -> list[str]:
     """srun's command line for these words of ours, which hold --srun. UsageError."""
     nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
@@ -150,17 +143,14 @@ def _of_some(asked: Asked, found: Found) -> Whereabouts:
         elif found.crowd and high > there:
             why = f"--nnodes={asked.text('nnodes')} asks for more nodes than the {there} there are"
     if why or found.host is None:
-        use = "name the place by --rdzv-endpoint"
-        if found.use == "--srun":
-            use = "--srun starts this command on all nodes"
+        srun = "--srun starts this command on all nodes"
+        use = srun if found.use == "--srun" else "name the place by --rdzv-endpoint"
         why = why or "nobody says where the others are"
         return Whereabouts(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
     if found.second:
-        return Whereabouts(
-            found,
-            idle=f"{found.seen}: another task on this node is the agent, so this one ends; srun "
-            "--ntasks-per-node=1 would not start it",
-        )
+        idle = "another task on this node is the agent, so this one ends"
+        idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
+        return Whereabouts(found, idle=idle)
     filled = _place(asked, found)
     return Whereabouts(found, filled, note=_used(found, filled))
 
@@ -171,9 +161,7 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
     wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
-    filled: dict[str, Given] = {}
-    if wish and known and several:
-        filled = _rank(found)
+    filled = _rank(found) if wish and known and several else {}
     return Whereabouts(found, filled, note=_again(found), by=by)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -37,10 +37,13 @@ def require() -> None:
         raise Impossible(f"CPU time and memory cannot be limited here: {why}")
 
 
+def _places() -> list[Path]:
+    return [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())] if ROOT.is_dir() else []
+
+
 def folders(name: str) -> list[Path]:
     """Where the group of this name is, in every hierarchy that has it."""
-    places = [ROOT, *(path for path in ROOT.iterdir() if path.is_dir())] if ROOT.is_dir() else []
-    return [place / name for place in places if (place / name / "cgroup.procs").exists()]
+    return [place / name for place in _places() if (place / name / "cgroup.procs").exists()]
 
 
 class Group:
@@ -139,12 +142,9 @@ def members(name: str) -> list[int]:
     return sorted(found)
 
 
-def _names() -> Iterator[str]:
-    seen: set[str] = set()
-    for place in [ROOT, *ROOT.iterdir()] if ROOT.is_dir() else []:
-        if place.is_dir():
-            seen.update(name for name in os.listdir(place) if processes.is_owned(name))
-    yield from sorted(seen)
+def _names() -> list[str]:
+    found = {name for place in _places() for name in os.listdir(place)}
+    return sorted(filter(processes.is_owned, found))
 
 
 def _hierarchy(controller: str) -> Path:
