@@ -7,9 +7,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli.flags import PROG, get_args_parser, nearest
@@ -66,6 +67,9 @@ def _check_script(path: str) -> str:
     return ""
 
 
+VERBS: Final = ("master", "status", "doctor", "replay", "render", "warm")
+"""First words that are not a script."""
+
 UNREAD: Final = 128 + 13
 """The exit code of a command whose reader has gone: 13 is SIGPIPE."""
 
@@ -88,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _do(verb: str, words: Sequence[str]) -> int:
     try:
-        return VERBS[verb](words[1:]) if verb else _launch(words)
+        if verb == "master":
+            return _master(words[1:])
+        return _verb(verb, words[1:]) if verb else _launch(words)
     except SystemExit as end:  # argparse has printed a page of help
         if end.code or not (code := _printed(lambda: EXIT_OK)):
             raise
@@ -212,34 +218,15 @@ def _master(words: Sequence[str]) -> int:
     return run_master(config)
 
 
-def _status(words: Sequence[str]) -> int:
-    from elasticrun.cli.verbs.status import main as print_status
+def _verb(verb: str, words: Sequence[str]) -> int:
+    """One that prints, imported when it is asked for."""
+    module = importlib.import_module(f"elasticrun.cli.verbs.{verb}")
+    hears = (say,) if verb in ("render", "warm") else ()
 
-    return _printed(lambda: print_status(words))
+    def show() -> int:
+        return int(module.main(words, *hears))
 
-
-def _doctor(words: Sequence[str]) -> int:
-    from elasticrun.cli.verbs.doctor import main as print_findings
-
-    return _printed(lambda: print_findings(words))
-
-
-def _replay(words: Sequence[str]) -> int:
-    from elasticrun.cli.verbs.replay import main as print_replay
-
-    return _printed(lambda: print_replay(words))
-
-
-def _warm(words: Sequence[str]) -> int:
-    from elasticrun.cli.verbs.warm import main as warm
-
-    return _read(lambda: warm(words, say))
-
-
-def _render(words: Sequence[str]) -> int:
-    from elasticrun.cli.verbs.render import main as print_manifest
-
-    return _printed(lambda: print_manifest(words, say))
+    return _read(show) if verb == "warm" else _printed(show)
 
 
 def _printed(show: Callable[[], int]) -> int:
@@ -267,14 +254,3 @@ def _read(show: Callable[[], int]) -> int:
 def _write_nowhere() -> None:
     """What is still to be written goes nowhere, or the interpreter fails on it again as it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-VERBS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = {
-    "master": _master,
-    "status": _status,
-    "doctor": _doctor,
-    "replay": _replay,
-    "render": _render,
-    "warm": _warm,
-}
-"""First words that are not a script."""
