@@ -370,9 +370,7 @@ class _Player:
         return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
 
     def _names(self, sessions: tuple[int, ...]) -> str:
-        named = ", ".join(self._name(session) for session in sessions[:MOST_NAMED])
-        more = len(sessions) - MOST_NAMED
-        return f"{named} and {more} more" if more > 0 else named
+        return words.listed([self._name(session) for session in sessions], MOST_NAMED)
 
     def _name(self, session: int) -> str:
         return self._nodes.get(session, f"session {session}")

@@ -7,6 +7,7 @@ Pure functions; the file is `writer.py`, who reads it is `replay.py`.
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from typing import Any, Final
 
 from elasticrun.core.events import Hangup, Heard, JobEffect, JobEvent, JobOver, Note, Record, Tell
@@ -63,7 +64,8 @@ def effect_in_words(effect: JobEffect) -> str:
     """One line; equal for equal effects only, but for the ages in facts."""
     match effect:
         case Tell():
-            return f"tell {_sessions(effect.sessions)}: {in_words(effect.order)}"
+            sessions = listed(effect.sessions, MOST_NAMED, ",")
+            return f"tell {sessions}: {in_words(effect.order)}"
         case Hangup():
             return f"hang up {effect.session}"
         case Note():
@@ -182,21 +184,23 @@ def _holding(one: m.Holding) -> str:
     return what + (" (wanted)" if one.wanted else "")
 
 
+def listed(items: Sequence[object], most: int, between: str = ", ") -> str:
+    """The first ones by name, and how many more there are."""
+    named, more = between.join(map(str, items[:most])), len(items) - most
+    return f"{named} and {more} more" if more > 0 else named
+
+
 def _numbers(ranks: tuple[int, ...]) -> str:
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return ", ".join(map(str, ranks[:MOST_NAMED])) + more if ranks else "none"
+    return listed(ranks, MOST_NAMED) or "none"
 
 
 def facts_in_words(facts: Facts) -> str:
     """What the next master would believe, in short."""
-    words = [f"restarts {facts.restart_count}"]
-    if facts.round is None:
-        words.insert(0, "no round")
-    else:
-        last = facts.round
+    words = ["no round", f"restarts {facts.restart_count}"]
+    if (last := facts.round) is not None:
         over = " (over)" if last.over else ""
         ranks = f"{some(last.world_size, 'rank')} on {some(len(last.seats), 'node')}"
-        words.insert(0, f"round {last.name}{over}, {ranks}")
+        words[0] = f"round {last.name}{over}, {ranks}"
     if facts.left_out:
         words.append(f"{len(facts.left_out)} left out")
     if facts.excluded:
@@ -208,9 +212,3 @@ def facts_in_words(facts: Facts) -> str:
     if facts.outcome is not None:
         words.append(f"outcome {facts.outcome.exit_code}")
     return ", ".join(words)
-
-
-def _sessions(sessions: tuple[int, ...]) -> str:
-    named = ",".join(map(str, sessions[:MOST_NAMED]))
-    more = len(sessions) - MOST_NAMED
-    return f"{named} and {more} more" if more > 0 else named
