@@ -220,12 +220,9 @@ class EtcdStore:
         self._until = since + LEADER_TTL
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0.0, self._until - self._clock()), self._due)
-
-    def _due(self) -> None:
-        self._lapse()
-        if not self.lost.done():
-            self._extend(self._until - LEADER_TTL)
+        # there it has lapsed, or the loop's clock was early: then it waits for the rest
+        after = max(0.0, self._until - self._clock())
+        self._timer = self._loop.call_later(after, self._extend, since)
 
     def _lapse(self) -> None:
         """See to it that no order leaves after the lease."""

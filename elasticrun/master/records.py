@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -166,30 +167,23 @@ class Records:
 
     async def _take(self, folder: Path) -> None:
         """Hold the folder, in a thread: it may hang."""
-        loop = asyncio.get_running_loop()
-        taken: asyncio.Future[int] = loop.create_future()
-
-        def answer(fd: int, wrong: Exception | None) -> None:
-            if taken.done():  # it came after its limit
-                if fd >= 0:
-                    os.close(fd)
-            elif wrong is None:
-                taken.set_result(fd)
-            else:
-                taken.set_exception(wrong)
+        taken: Future[int] = Future()
 
         def work() -> None:
-            fd, wrong = -1, None
             try:
                 fd = self._hold(folder)
             except Exception as error:
-                wrong = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(answer, fd, wrong)
+                with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                    taken.set_exception(error)
+                return
+            try:
+                taken.set_result(fd)
+            except InvalidStateError:  # it came after its limit
+                os.close(fd)
 
         threading.Thread(target=work, name="elasticrun-folder", daemon=True).start()
         try:
-            self._fd = await asyncio.wait_for(taken, FOLDER_LIMIT)
+            self._fd = await asyncio.wait_for(asyncio.wrap_future(taken), FOLDER_LIMIT)
             self._folder = folder
         except TimeoutError:
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")

@@ -22,6 +22,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,23 +139,17 @@ class SqliteStore:
 
     def _do(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Have the thread do it, and hear what came of that."""
-        ended: asyncio.Future[T] = self._loop.create_future()
-
-        def settle(end: Callable[[Any], None], result: object) -> None:
-            if not ended.done():  # nobody has given it up
-                end(result)
+        ended: Future[T] = Future()
 
         def work() -> None:
-            end: Callable[[Any], None] = ended.set_result
-            try:
-                result: object = job()
-            except Exception as wrong:
-                end, result = ended.set_exception, wrong
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                self._loop.call_soon_threadsafe(settle, end, result)
+            if ended.set_running_or_notify_cancel():
+                try:
+                    ended.set_result(job())
+                except Exception as wrong:
+                    ended.set_exception(wrong)
 
         self._jobs.put(work)
-        return ended
+        return asyncio.wrap_future(ended)
 
     def _send(self, facts: Facts) -> None:
         done = self._on_its_way = self._waiting

@@ -7,7 +7,6 @@ made: a thread enters the master's, makes one, and ends.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import http.client
 import json
@@ -105,6 +104,5 @@ def status(folders: Iterable[Path]) -> JobStatus:
 def run_folder(xdg: Path) -> Path:
     """Where masters started with XDG_RUNTIME_DIR=`xdg` publish themselves; made if need be."""
     folder = xdg / "elasticrun"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
