@@ -14,9 +14,10 @@ from elasticrun import config
 from elasticrun.cli.devices import Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import UsageError, resolve
-from elasticrun.cli.settings import Asked, Filled
+from elasticrun.cli.settings import Asked
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace
+from elasticrun.detection.found import Given
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import Entry, EntryKind
 
@@ -570,7 +571,7 @@ VARIABLE = {"PET_NNODES": "3"}
 def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") -> Asked:
     environ = environ or {}
     namespace = get_args_parser(environ).parse_args([*words, "s.py"])
-    found = {"nnodes": Filled(filled, "$SLURM_JOB_NUM_NODES")} if filled else {}
+    found = {"nnodes": Given(filled, "$SLURM_JOB_NUM_NODES")} if filled else {}
     return Asked(namespace, environ, found)
 
 
