@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from elasticrun.testing.processes import Deadline, Watch, is_master, kill_all
+from elasticrun.testing.processes import Deadline, Waiter, is_master, kill_all
 from elasticrun.testing.steps import (
     STEP_LOG,
     STEP_NODE,
@@ -204,7 +204,7 @@ class Team:
     def until(self, found: Callable[[], T | None], what: str) -> T:
         """Wait, while ranks do steps, until `found()` gives something, and return it."""
         deadline = Deadline(LIMIT)
-        with contextlib.closing(Watch()) as watch:
+        with contextlib.closing(Waiter()) as watch:
             watch.folder(str(self._folder))
             while not (result := found()):
                 assert not deadline.over(), f"no {what} within {LIMIT:g} s; {story(self.worlds())}"
