@@ -215,7 +215,7 @@ class LaunchParser(Parser):
         return False
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
+class FlagHelp(argparse.RawDescriptionHelpFormatter):
     """Help that shows each flag once, with dashes."""
 
     def __init__(self, prog: str) -> None:
@@ -303,7 +303,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
         usage=f"{PROG} [options] script [arguments of the script ...]",
         description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
         epilog=EPILOG,
-        formatter_class=Formatter,
+        formatter_class=FlagHelp,
         add_help=False,
     )
     parser.all_help = "--help-all"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from elasticrun.cli.flags import PROG, Flag, Formatter, Parser, add_group
+from elasticrun.cli.flags import PROG, Flag, FlagHelp, Parser, add_group
 from elasticrun.cli.table import FLAGS, GROUPS
 from elasticrun.render.grammar import VOLUME_FORM
 from elasticrun.render.wanted import ASSUMED, GANGS, MASTER_PORT
@@ -42,7 +42,7 @@ def parser(target: str) -> Parser:
         usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
         description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
         epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
-        formatter_class=Formatter,
+        formatter_class=FlagHelp,
         allow_abbrev=False,
     )
     _job(made)

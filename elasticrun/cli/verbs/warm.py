@@ -12,7 +12,7 @@ from typing import Final
 
 from elasticrun.agent.warm import IDLE, hear, start
 from elasticrun.cli import settings
-from elasticrun.cli.flags import PROG, Formatter, Parser
+from elasticrun.cli.flags import PROG, FlagHelp, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
 from elasticrun.wire import frames, warm
@@ -48,7 +48,7 @@ def _parser() -> Parser:
         "the same user with the same interpreter and environment, are forked from it.",
         epilog="It ends by itself when no job has used it for a while. A job that differs in what "
         "matters (docs/warm.md) starts as ever, and says why with LOGLEVEL=INFO.",
-        formatter_class=Formatter,
+        formatter_class=FlagHelp,
     )
     made.add_argument(
         "--idle", type=float, default=IDLE / 60, metavar="MINUTES",
