@@ -18,7 +18,9 @@ from elasticrun.accelerators.nvidia import Nvidia
 
 __all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "of"]
 
-NAMES: Final = ("nvidia", "ascend", "cpu")
+_KINDS: Final[Mapping[str, type[Accelerator]]] = {"nvidia": Nvidia, "ascend": Ascend, "cpu": Cpu}
+
+NAMES: Final = tuple(_KINDS)
 """The words of --accelerator."""
 
 ALIASES: Final[Mapping[str, str]] = {"nvidia.com/gpu": "nvidia", "ascend-npu": "ascend"}
@@ -38,12 +40,8 @@ def of(word: str, environ: Mapping[str, str]) -> Accelerator:
     Raises ValueError for any other word.
     """
     name = ALIASES.get(word, word)
-    if name == "nvidia":
-        return Nvidia()
-    if name == "ascend":
-        return Ascend()
-    if name == "cpu":
-        return Cpu()
+    if name in _KINDS:
+        return _KINDS[name]()
     if name:
         raise ValueError(f"{word!r} is no accelerator known here: use {', '.join(NAMES)}")
     nvidia, ascend = Nvidia(), Ascend()

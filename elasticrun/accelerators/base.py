@@ -4,6 +4,7 @@ installed for which hardware, read from files instead of importing it."""
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
@@ -20,6 +21,10 @@ MAX_NAMED: Final = 8
 
 MAX_GENERATIONS: Final = 64
 """How far up the parents of a process are followed."""
+
+
+_BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=[ \t]*['\"]([^'\"\n]*)['\"]", re.MULTILINE)
+"""In torch's version.py."""
 
 
 class Build(NamedTuple):
@@ -39,20 +44,12 @@ def torch_build(folder: str | None = None) -> Build:
         if spec is None or spec.origin is None:
             return Build()
         folder = os.path.dirname(spec.origin)
-    import ast
-
-    words: dict[str, str] = {}
     try:
         with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
+            told = dict(_BUILT_FOR.findall(file.read()))
+    except (OSError, ValueError):
         return Build()
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            words[target.id] = value.value if isinstance(value.value, str) else ""
-    return Build(words.get("cuda", ""), words.get("hip", ""), words.get("xpu", ""))
+    return Build(**told)
 
 
 def installed(distribution: str) -> str:
