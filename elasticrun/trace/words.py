@@ -124,10 +124,7 @@ def in_words(message: m.Report | m.Order) -> str:
                 f"store {message.store}, limit {message.limit:g} s"
             )
         case m.RanksFailed():
-            ranks = ", ".join(
-                f"{failed.rank} ({failed.exitcode}, {failed.kind.value})"
-                for failed in message.failures
-            )
+            ranks = ", ".join(f"{f.rank} ({f.exitcode}, {f.kind.value})" for f in message.failures)
             return f"RanksFailed {message.round.number}: {ranks}"
         case m.Probed():
             found = "ok" if message.ok else f"failed in {message.phase.value}: {message.reason}"
@@ -136,10 +133,8 @@ def in_words(message: m.Report | m.Order) -> str:
             skipped = f"; {message.skipped} skipped" if message.skipped else ""
             return f"Holdings: {', '.join(map(_holding, message.held)) or 'none'}{skipped}"
         case m.Holder():
-            if message.saver is None:
-                return f"Holder of rank {message.rank} at step {message.step}: {message.reason}"
-            what = f"rank {message.rank} at step {message.step}"
-            return f"Holder of {what}: {message.saver}, as rank {message.holds}"
+            where = f"{message.saver}, as rank {message.holds}" if message.saver else message.reason
+            return f"Holder of rank {message.rank} at step {message.step}: {where}"
         case m.Replicate():
             what = f"step {message.step} of round {message.round.number}"
             return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
@@ -159,8 +154,8 @@ def in_words(message: m.Report | m.Order) -> str:
             )
         case m.Departing():
             asked = f", asked for {message.asked}" if message.asked >= 0 else ""
-            at = f"at step {message.step}, {message.margin} more{asked}"
-            return f"Departing: {message.reason}, {at}"
+            step = f"step {message.step}, {message.margin} more{asked}"
+            return f"Departing: {message.reason}, at {step}"
         case m.PersistOver():
             end = "committed" if message.ok else f"over: {message.reason}"
             return f"PersistOver {message.attempt or '(wanted)'}: step {message.step} {end}"
