@@ -24,7 +24,7 @@ ACCELERATOR_LIMIT: Final = 45.0
 
 
 @dataclass(frozen=True, slots=True)
-class MachineCheck:
+class Checks:
     """One family of checks. `late`: how it counts that it has not ended in time."""
 
     name: str
@@ -52,28 +52,26 @@ class Subject:
     starts: bool = False
 
 
-def checks(subject: Subject) -> list[MachineCheck]:
+def checks(subject: Subject) -> list[Checks]:
     """Those that need nobody but this machine."""
     root, environ = subject.root, subject.environ
     return [
-        MachineCheck(software.CHECK, lambda: software.examine(root)),
+        Checks(software.CHECK, lambda: software.examine(root)),
         *(_disk(folder) for folder in subject.folders),
-        MachineCheck(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
-        MachineCheck("limits", lambda: resources.examine_limits(subject.ranks, root)),
-        MachineCheck(
-            resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)
-        ),
-        MachineCheck(names.CHECK, lambda: names.examine(subject.several, environ)),
-        MachineCheck(names.REVERSE, names.reverse),
-        MachineCheck(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
-        MachineCheck("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
+        Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc, root)),
+        Checks("limits", lambda: resources.examine_limits(subject.ranks, root)),
+        Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ, root)),
+        Checks(names.CHECK, lambda: names.examine(subject.several, environ)),
+        Checks(names.REVERSE, names.reverse),
+        Checks(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
+        Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
     ]
 
 
-def _disk(folder: JobFolder) -> MachineCheck:
+def _disk(folder: JobFolder) -> Checks:
     # A rank that touches a hanging file system cannot even be killed.
     late = State.FAILED if folder.needed else State.WARNING
-    return MachineCheck(folder.check, lambda: disk.examine(folder), late=late)
+    return Checks(folder.check, lambda: disk.examine(folder), late=late)
 
 
 def _accelerator(subject: Subject) -> Iterable[Finding]:
@@ -95,7 +93,7 @@ def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
     ]
 
 
-def run(wanted: Sequence[MachineCheck]) -> list[Finding]:
+def run(wanted: Sequence[Checks]) -> list[Finding]:
     """What the checks find, in their order. Blocks until each has ended or its limit is over; a
     thread that hangs in the kernel is left to itself."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
@@ -118,9 +116,7 @@ def run(wanted: Sequence[MachineCheck]) -> list[Finding]:
     return [finding for place in sorted(found) for finding in found[place]]
 
 
-def _look(
-    place: int, check: MachineCheck, done: queue.SimpleQueue[tuple[int, list[Finding]]]
-) -> None:
+def _look(place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
     try:
         findings = list(check.look())
     except Exception as wrong:  # a machine on which a check of ours fails can still train
@@ -129,7 +125,7 @@ def _look(
     done.put((place, findings))
 
 
-def _late(check: MachineCheck) -> Finding:
+def _late(check: Checks) -> Finding:
     seen = f"no answer within {check.limit:g} s"
     todo = "look for what hangs: a file system that is gone, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

@@ -14,7 +14,7 @@ from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
 from elasticrun.config import EXIT_BAD_NODE, MasterPlace
 from elasticrun.doctor import checkup
-from elasticrun.doctor.checkup import MachineCheck
+from elasticrun.doctor.checkup import Checks
 from elasticrun.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
@@ -24,6 +24,7 @@ from tests.agent.configs import agent_config
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port
 from tests.master.people import LIMIT, serving
 
+HERE = MasterPlace("elastic", "localhost", 29400)
 SCRIPT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('it ran')"
 TOKEN = "what the nodes of the job know"
 FEW = 'ulimit -Sn 100; exec "$@"'
@@ -79,7 +80,7 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
 
 def found(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     """Have the machine show these findings."""
-    monkeypatch.setattr(checkup, "checks", lambda _: [MachineCheck("planted", lambda: findings)])
+    monkeypatch.setattr(checkup, "checks", lambda _: [Checks("planted", lambda: findings)])
 
 
 @pytest.mark.parametrize(
@@ -127,9 +128,7 @@ def test_only_precheck_ends_an_agent(
 def test_nobody_waits_for_a_check_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --precheck; and the agent's end does not either."""
     go = threading.Event()
-    monkeypatch.setattr(
-        checkup, "checks", lambda _: [MachineCheck("hangs", lambda: [go.wait(LIMIT)])]
-    )
+    monkeypatch.setattr(checkup, "checks", lambda _: [Checks("hangs", lambda: [go.wait(LIMIT)])])
 
     async def run() -> None:
         mine = Checkup(agent_config())
@@ -148,8 +147,7 @@ def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
     wanted = subject(agent_config({"max_nodes": 100}, rendezvous=several))
     assert (wanted.nproc, wanted.ranks, wanted.several) == (2, 200, True)
     assert "log" not in [folder.role for folder in wanted.folders]  # /dev/null
-    here = MasterPlace("elastic", "localhost", 29400)
-    assert not subject(agent_config({"max_nodes": 2}, rendezvous=here)).several
+    assert not subject(agent_config({"max_nodes": 2}, rendezvous=HERE)).several
     assert not subject(agent_config()).several
 
 
@@ -181,12 +179,11 @@ def test_an_agent_of_several_asks_a_while_after_its_welcome(
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     told: list[list[Finding]] = []
     monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
-    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
         async with serving(token=TOKEN) as served:
             most = 2 if several else 1
-            mine = Checkup(agent_config({"max_nodes": most}, rendezvous=where, token=TOKEN))
+            mine = Checkup(agent_config({"max_nodes": most}, rendezvous=HERE, token=TOKEN))
             mine.welcomed(served.endpoint)
             assert (mine._asking is not None) is several
             if mine._asking is not None:
@@ -204,12 +201,11 @@ def test_what_the_master_finds_ends_no_agent(
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
-    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
         async with serving(token=TOKEN) as served:
             spec = {"max_nodes": 2}
-            mine = Checkup(agent_config(spec, rendezvous=where, token=TOKEN, precheck=level))
+            mine = Checkup(agent_config(spec, rendezvous=HERE, token=TOKEN, precheck=level))
             mine.welcomed(served.endpoint)
             assert mine._asking is not None
             await asyncio.wait_for(mine._asking, LIMIT)
@@ -223,10 +219,9 @@ def test_a_master_that_does_not_answer_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
-    where = MasterPlace("elastic", "localhost", 29400)
 
     async def run() -> None:
-        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=where))
+        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=HERE))
         mine.welcomed(Endpoint("127.0.0.1", free_port()))
         assert mine._asking is not None
         await asyncio.wait_for(mine._asking, LIMIT)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticrun.doctor import checkup
-from elasticrun.doctor.checkup import MachineCheck, Subject
+from elasticrun.doctor.checkup import Checks, Subject
 from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.verdict import amount, failures, in_a_line, ok
 from elasticrun.wire.types import Finding, State
@@ -23,15 +23,15 @@ def test_they_run_side_by_side_and_are_told_in_order() -> None:
     def look(name: str) -> Callable[[], list[Finding]]:
         return lambda: [ok(name, str(together.wait(240) >= 0))]
 
-    found = checkup.run([MachineCheck(name, look(name), limit=240) for name in "abc"])
+    found = checkup.run([Checks(name, look(name), limit=240) for name in "abc"])
     assert [finding.check for finding in found] == ["a", "b", "c"]
 
 
 def test_one_that_hangs_is_left_to_itself(tmp_path: Path) -> None:
     """A read of a pipe that nobody writes to hangs as a dead file server does."""
     os.mkfifo(tmp_path / "pipe")
-    hangs = [MachineCheck("disk", (tmp_path / "pipe").open, limit=0.2, late=State.FAILED)]  # type: ignore[arg-type, list-item]
-    well = MachineCheck("well", lambda: [ok("well", "seen")], limit=240)
+    hangs = [Checks("disk", (tmp_path / "pipe").open, limit=0.2, late=State.FAILED)]  # type: ignore[arg-type, list-item]
+    well = Checks("well", lambda: [ok("well", "seen")], limit=240)
     began = time.monotonic()
     late, fine = checkup.run([*hangs, well])
     assert time.monotonic() - began < 120  # it was not waited for
@@ -45,7 +45,7 @@ def test_a_check_that_breaks_is_no_verdict_on_the_machine() -> None:
     def look() -> list[Finding]:
         raise RuntimeError("a defect")
 
-    (only,) = checkup.run([MachineCheck("mine", look)])
+    (only,) = checkup.run([Checks("mine", look)])
     assert only.state is State.WARNING
     assert "RuntimeError: a defect" in only.seen
 
