@@ -1,7 +1,7 @@
 """Every setting with its default: what it is, and what raising it does.
 
 `Default*` constants are the numbers; the dataclasses are what the command line resolves to and what
-the agent and the master are started with: as JSON (`wire.records`) over inherited descriptors,
+the agent and the master are started with: as JSON (`wire.types`) over inherited descriptors,
 between processes of one installation, so that there is no version to negotiate. Nothing here reads
 the environment.
 """
@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from elasticrun.wire.messages import JobSpec
-from elasticrun.wire.types import Entry
+from elasticrun.wire.types import Entrypoint
 
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
 """More than an environment and a command line can be (2 MB each on Linux) with JSON's escapes."""
@@ -336,7 +336,7 @@ class AgentConfig:
 
     spec: JobSpec
     rendezvous: MasterPlace
-    entry: Entry
+    entry: Entrypoint
     logs: LogPlan
     nproc_per_node: int
     node_rank: int = -1

@@ -29,7 +29,7 @@ from elasticrun.config import AgentConfig
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.wire import env
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 __all__ = ["LaunchConfig", "LaunchError", "elastic_launch", "launch_agent"]
 
@@ -190,19 +190,19 @@ def agent_config_of(
     )
 
 
-def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entry:
+def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoint:
     """The entry point in the spawner's words. This interpreter with a script or a module is known
     as such, so that it can be forked."""
     if callable(entrypoint):
-        return Entry(EntryKind.FUNCTION, entrypoint_name(entrypoint, args))
+        return Entrypoint(EntryKind.FUNCTION, entrypoint_name(entrypoint, args))
     words = [str(arg) for arg in args]
     if entrypoint == sys.executable:
         rest = words[1:] if words[:1] == ["-u"] else words
         if len(rest) > 1 and rest[0] == "-m":
-            return Entry(EntryKind.MODULE, rest[1], tuple(rest[2:]))
+            return Entrypoint(EntryKind.MODULE, rest[1], tuple(rest[2:]))
         if rest and not rest[0].startswith("-"):
-            return Entry(EntryKind.SCRIPT, rest[0], tuple(rest[1:]))
-    return Entry(EntryKind.COMMAND, entrypoint, tuple(words))
+            return Entrypoint(EntryKind.SCRIPT, rest[0], tuple(rest[1:]))
+    return Entrypoint(EntryKind.COMMAND, entrypoint, tuple(words))
 
 
 def run_program(config: AgentConfig, name: str) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from typing import Final
 
 from elasticrun.accelerators.asking import NoAnswer, text_of
 from elasticrun.accelerators.base import Accelerator, enough, in_use, installed
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 NPU_SMI_LIMIT: Final = 20.0
 """Seconds for npu-smi, which asks every chip in turn."""
@@ -86,8 +86,8 @@ class Ascend(Accelerator):
         memory = [finding for chip in seen if (finding := _memory(chip)) is not None]
         return (
             number,
-            *(health or [Finding("NPU health", State.OK, "npu-smi reports OK for every NPU")]),
-            *(memory or [Finding("NPU memory", State.OK, "nobody else holds memory of the NPUs")]),
+            *(health or [Finding("NPU health", Level.OK, "npu-smi reports OK for every NPU")]),
+            *(memory or [Finding("NPU memory", Level.OK, "nobody else holds memory of the NPUs")]),
         )
 
     def _devices(self) -> int:
@@ -135,9 +135,9 @@ def parse(table: str) -> list[_Chip]:
 
 
 def _unasked(tool: str | None, why: str) -> Finding:
-    state, todo = State.WARNING, "put npu-smi (of the driver) on the PATH"
+    state, todo = Level.WARNING, "put npu-smi (of the driver) on the PATH"
     if tool is not None:
-        state = State.FAILED
+        state = Level.FAILED
         todo = "see whether npu-smi info answers; a driver that hangs needs a reboot"
     return Finding("NPU health", state, f"npu-smi could not be asked: {why}", todo)
 
@@ -146,7 +146,7 @@ def _health(chip: _Chip) -> Finding | None:
     word = chip.health.upper()
     if word == "OK":
         return None
-    state = State.FAILED if word in ("ALARM", "CRITICAL") else State.WARNING
+    state = Level.FAILED if word in ("ALARM", "CRITICAL") else Level.WARNING
     seen = f"{chip.title} ({chip.name}): npu-smi reports {chip.health}"
     todo = f"see npu-smi info -t health -i {chip.npu} -c {chip.chip}"
     return Finding("NPU health", state, seen, todo)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from elasticrun.system.processes import read_process
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 MEMORY_SHARE: Final = 0.3
 """A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
@@ -94,13 +94,13 @@ def enough(
     tail = f" ({more})" if more else ""
     if found >= wanted:
         need = f" for {wanted} rank{'' if wanted == 1 else 's'}" if wanted else ""
-        return Finding(check, State.OK, f"{have}{need}{tail}")
+        return Finding(check, Level.OK, f"{have}{need}{tail}")
     seen = f"only {have} can be seen, {wanted} are asked for{tail}"
     todo = (
         f"look at the driver and at {variable}, ask for fewer ranks, or say --accelerator=cpu if "
         "the ranks do not use them"
     )
-    return Finding(check, State.FAILED, seen, todo)
+    return Finding(check, Level.FAILED, seen, todo)
 
 
 def in_use(
@@ -135,7 +135,7 @@ def in_use(
     todo = "end what another job has left there, or give this job other devices"
     if unknown:
         todo = f"see on the host itself whose they are; {todo}"
-    state = State.FAILED if much and not unknown else State.WARNING
+    state = Level.FAILED if much and not unknown else Level.WARNING
     return Finding(check, state, seen, todo)
 
 

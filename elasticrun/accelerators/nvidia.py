@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from elasticrun.accelerators.asking import NoAnswer, json_of
 from elasticrun.accelerators.base import Accelerator, enough, in_use
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 NVML_LIMIT: Final = 20.0
 """Seconds for asking NVML; a node of eight GPUs without persistence mode takes about ten."""
@@ -62,7 +62,7 @@ class Nvidia(Accelerator):
         answering = [gpu for gpu in seen if not gpu.error]
         for name, judge, fine in _CHECKS if answering else ():
             bad = [found for gpu in answering if (found := judge(gpu)) is not None]
-            findings += bad or [Finding(name, State.OK, fine)]
+            findings += bad or [Finding(name, Level.OK, fine)]
         return (*findings, *(_silent(gpu) for gpu in seen if gpu.error))
 
 
@@ -152,7 +152,7 @@ def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) ->
     more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
     if not counted or any(gpu.mig for gpu in seen):
         told = f"GPUs are shared out by MIG, whose instances only CUDA counts ({more})"
-        return Finding("GPU count", State.OK, told)
+        return Finding("GPU count", Level.OK, told)
     usable = sum(not gpu.error for gpu in seen)
     return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
 
@@ -167,13 +167,13 @@ def _unasked(why: str) -> Finding:
     else:
         seen = f"there is no NVIDIA driver on this node ({why})"
         todo = "load it, hand the devices into this container, or say --accelerator=cpu"
-    return Finding("GPU count", State.FAILED, seen, todo)
+    return Finding("GPU count", Level.FAILED, seen, todo)
 
 
 def _silent(gpu: _Gpu) -> Finding:
     todo = "look for Xid messages in the kernel log; reset the GPU or reboot"
     seen = f"{gpu.title} does not answer: {gpu.error}"
-    return Finding("GPU count", State.FAILED, seen, todo)
+    return Finding("GPU count", Level.FAILED, seen, todo)
 
 
 def _memory(gpu: _Gpu) -> Finding | None:
@@ -185,18 +185,18 @@ def _ecc(gpu: _Gpu) -> Finding | None:
         return None
     seen = f"{gpu.title}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded"
     todo = f"{_reset(gpu)}; have it replaced if they come again"
-    return Finding("GPU ECC", State.FAILED, seen, todo)
+    return Finding("GPU ECC", Level.FAILED, seen, todo)
 
 
 def _pages(gpu: _Gpu) -> Finding | None:
     if gpu.remap_failed:
         seen = f"{gpu.title}: a bad row of its memory could not be remapped"
-        return Finding("GPU pages", State.FAILED, seen, "have it replaced")
+        return Finding("GPU pages", Level.FAILED, seen, "have it replaced")
     if not gpu.remapping and not gpu.retiring:
         return None
     what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
     seen = f"{gpu.title}: bad {what}, and until then are in use"
-    return Finding("GPU pages", State.WARNING, seen, _reset(gpu))
+    return Finding("GPU pages", Level.WARNING, seen, _reset(gpu))
 
 
 def _reset(gpu: _Gpu) -> str:
@@ -209,7 +209,7 @@ def _clocks(gpu: _Gpu) -> Finding | None:
     heat = f" at {gpu.temperature} °C" if gpu.temperature is not None else ""
     seen = f"{gpu.title} runs slower than it could{heat}: {', '.join(gpu.slowed)}"
     todo = "look at the cooling and the power supply of this node (nvidia-smi -q -d PERFORMANCE)"
-    return Finding("GPU clocks", State.WARNING, seen, todo)
+    return Finding("GPU clocks", Level.WARNING, seen, todo)
 
 
 def _nvlink(gpu: _Gpu) -> Finding | None:
@@ -221,7 +221,7 @@ def _nvlink(gpu: _Gpu) -> Finding | None:
         f"compare nvidia-smi nvlink -s -i {gpu.index} with a good node's; normal only where a "
         "bridge was never fitted"
     )
-    return Finding("NVLink", State.WARNING, seen, todo)
+    return Finding("NVLink", Level.WARNING, seen, todo)
 
 
 _CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = (

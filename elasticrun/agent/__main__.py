@@ -2,7 +2,7 @@
 of the Python API (`elasticrun.launcher`), in a process of its own, so that the caller may fork
 without gRPC's threads. With `--spawner-fd` the caller starts the ranks itself.
 
-In: an AgentConfig as JSON (`wire.records`). Out, at the end: core.events.Exit as JSON on K, one end
+In: an AgentConfig as JSON (`wire.types`). Out, at the end: core.events.Exit as JSON on K, one end
 of a socketpair. Its EOF means that the caller has gone.
 """
 
@@ -18,7 +18,7 @@ import threading
 
 from elasticrun.config import EXIT_USAGE, MAX_CONFIG_BYTES, AgentConfig
 from elasticrun.system.title import AGENT, set_title
-from elasticrun.wire.records import dumps, loads
+from elasticrun.wire.types import dumps, loads
 
 
 def main(argv: list[str]) -> int:

@@ -28,7 +28,7 @@ from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.rpc.channel import LinkError, reach_me
-from elasticrun.wire.types import Endpoint, Finding, State
+from elasticrun.wire.types import Endpoint, Finding, Level
 
 if TYPE_CHECKING:
     from elasticrun.doctor.checkup import Subject
@@ -138,9 +138,9 @@ def subject(config: AgentConfig) -> Subject:
 def tell(findings: Iterable[Finding], and_then: str) -> None:
     """One line for each that is not well; `and_then` says what follows from a failure."""
     for finding in findings:
-        if finding.state is State.WARNING:
+        if finding.state is Level.WARNING:
             logger.warning("this machine: %s", in_a_line(finding))
-        elif finding.state is State.FAILED:
+        elif finding.state is Level.FAILED:
             logger.warning("this machine is unfit: %s%s", in_a_line(finding), and_then)
         else:
             logger.debug("this machine: %s", in_a_line(finding))

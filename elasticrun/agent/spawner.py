@@ -27,9 +27,9 @@ from elasticrun.wire.frames import Connection, FrameError, HungUp
 from elasticrun.wire.spawning import (
     Exited,
     FromSpawner,
+    Keepalive,
     Learned,
     Notice,
-    Pet,
     Ping,
     Pong,
     Quit,
@@ -521,6 +521,6 @@ class Spawners:
             self._keepalive.cancel()
         limit = max(1.0, min(KEEPALIVE_LIMIT, master_lost_timeout))
         for spawner in self._all:
-            spawner.send(Pet(limit))
+            spawner.send(Keepalive(limit))
         loop = asyncio.get_running_loop()
         self._keepalive = loop.call_later(limit / KEEPALIVES, self.keep_alive, master_lost_timeout)

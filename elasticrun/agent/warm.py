@@ -1,5 +1,11 @@
 """Asks a warm process for a fork server: in milliseconds instead of the time that torch takes.
 
+A warm process (`forkserver.warm`) has torch imported and forks fork servers for launchers of its
+own user. Its socket lies in the user's run folder, which is the user's alone; its name is made of
+what decides which launchers it can serve at all: the interpreter, its environment folder and our
+package, then the cgroup and the namespaces. The rest is compared at each request, by the warm
+process, which says what differs.
+
 Where there is none, or it must not be used, the caller starts a fork server as ever; why one that
 is there is not used is said in one line. Nothing heavy is imported here.
 """
@@ -7,17 +13,19 @@ is there is not used is said in one line. Nothing heavy is imported here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.operator_log import logger
-from elasticrun.wire import env, frames, warm
-from elasticrun.wire.spawning import warm_command
+from elasticrun.wire import env, frames, spawning
+from elasticrun.wire.run_folder import run_folder
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,6 +45,11 @@ OWN_END: Final = 5.0
 TEACH_LIMIT: Final = 0.5
 """Seconds for it to be told what ranks imported; it hears of it the next time if it is busy."""
 
+OFF: Final = "off"
+"""Value of ELASTICRUN_WARM_SERVER by which no warm process is looked for."""
+
+PACKAGE: Final = Path(__file__).resolve().parent.parent
+
 
 class WarmChild:
     """A fork server that a warm process has forked for us: what is known of a child by its parent.
@@ -50,7 +63,7 @@ class WarmChild:
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
         self._guard = guard
-        self._said = frames.FrameBuffer(warm.FromWarm)
+        self._said = frames.FrameBuffer(spawning.FromWarm)
         self.over: asyncio.Event | None = None
         self.unguarded = False
         self._late: asyncio.TimerHandle | None = None
@@ -72,7 +85,7 @@ class WarmChild:
         """Its code when it and all below it are gone. TimeoutError after `limit` seconds."""
         self._guard.settimeout(limit)
         said = hear(self._guard)
-        if not isinstance(said, warm.Over):
+        if not isinstance(said, spawning.Over):
             raise frames.FrameError("its guard says what is no end")
         self._settle(said.code)
         return said.code
@@ -101,7 +114,7 @@ class WarmChild:
         words = list(self._said.feed(data))
         if words:
             asyncio.get_running_loop().remove_reader(self._guard)
-            over = isinstance(words[0], warm.Over)
+            over = isinstance(words[0], spawning.Over)
             self._ended(words[0].code if over else -int(signal.SIGKILL), ended)
 
     def _fends_for_itself(self, ended: Callable[[int], None]) -> None:
@@ -140,7 +153,7 @@ def fork_server(
     """A fork server with these variables, and our end of the conversation; None if it has to be
     started instead."""
     try:
-        path, reason = warm.find(environ)
+        path, reason = find(environ)
     except OSError:
         return None
     if path is None:
@@ -154,13 +167,13 @@ def ask(
 ) -> tuple[WarmChild, socket.socket] | None:
     """The same of the warm process that listens at `path`."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    request = warm.Ask(dict(environ), tuple(ignored), tuple(sorted(int(s) for s in blocked)))
+    request = spawning.Ask(dict(environ), tuple(ignored), tuple(sorted(int(s) for s in blocked)))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        guard = warm.connect(path, ANSWER_LIMIT)
+        guard = connect(path, ANSWER_LIMIT)
         try:
             answer = _ask(guard, request, theirs)
-            if isinstance(answer, warm.Forked):
+            if isinstance(answer, spawning.Forked):
                 return WarmChild(answer.pid, guard), ours
             _not_used(answer.reason)
         except BaseException:
@@ -178,25 +191,25 @@ def ask(
 
 
 def _ask(
-    guard: socket.socket, request: warm.Ask, theirs: socket.socket
-) -> warm.Forked | warm.Refused:
+    guard: socket.socket, request: spawning.Ask, theirs: socket.socket
+) -> spawning.Forked | spawning.Declined:
     guard.sendall(frames.encode(request))
     answer = hear(guard)
-    if isinstance(answer, warm.Granted):
+    if isinstance(answer, spawning.Granted):
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             socket.send_fds(guard, [b"."], [theirs.fileno(), 0, 1, 2, folder])
         finally:
             os.close(folder)
         answer = hear(guard)
-    if not isinstance(answer, warm.Forked | warm.Refused):
+    if not isinstance(answer, spawning.Forked | spawning.Declined):
         raise frames.FrameError("its answer is none to what was asked")
     return answer
 
 
-def hear(conn: socket.socket) -> warm.FromWarm:
+def hear(conn: socket.socket) -> spawning.FromWarm:
     """The next word. OSError where none comes, FrameError where it is not understood."""
-    buffer = frames.FrameBuffer(warm.FromWarm)
+    buffer = frames.FrameBuffer(spawning.FromWarm)
     while data := conn.recv(4096):
         for message in buffer.feed(data):
             return message  # type: ignore[no-any-return]
@@ -206,10 +219,10 @@ def hear(conn: socket.socket) -> warm.FromWarm:
 def teach(modules: Sequence[str]) -> None:
     """Tell the warm process of this place, if there is one, what the ranks have imported."""
     with contextlib.suppress(OSError, frames.FrameError):
-        path = warm.find(os.environ)[0] if modules else None
+        path = find(os.environ)[0] if modules else None
         if path is not None:
-            with warm.connect(path, TEACH_LIMIT) as conn:
-                conn.sendall(frames.encode(warm.Teach(tuple(modules))))
+            with connect(path, TEACH_LIMIT) as conn:
+                conn.sendall(frames.encode(spawning.Teach(tuple(modules))))
 
 
 def leave_behind(modules: Sequence[str]) -> None:
@@ -221,7 +234,7 @@ def leave_behind(modules: Sequence[str]) -> None:
         logger.warning("no warm process is left behind: %s, and what is left would hold it up", why)
         return
     try:
-        path = warm.socket_path(os.environ)
+        path = socket_path(os.environ)
         if path.is_socket():
             teach(modules)
         else:
@@ -245,7 +258,7 @@ def start(
     silent = None if wait else subprocess.DEVNULL
     try:
         process = subprocess.Popen(
-            warm_command(path, idle=idle, tells=writing, modules=modules),
+            spawning.warm_command(path, idle=idle, tells=writing, modules=modules),
             env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
             pass_fds=(writing,), start_new_session=True,
         )  # fmt: skip
@@ -264,3 +277,61 @@ def start(
 def _not_used(reason: str) -> None:
     if reason:
         logger.info("the warm fork server is not used: %s", reason)
+
+
+# ---------------------------------------------------------------- where it listens
+
+
+def environment_name(executable: str = sys.executable) -> str:
+    """Which interpreter with which packages; what only such a process can serve."""
+    words = (os.path.realpath(executable), sys.prefix, sys.base_prefix, str(PACKAGE), sys.version)
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def place_name(pid: int | str = "self") -> str:
+    """In which cgroup and namespaces a process is, of which none may be left by a fork."""
+    words = [Path(f"/proc/{pid}/cgroup").read_text()]
+    for name in spawning.NAMESPACES:
+        try:
+            words.append(os.readlink(f"/proc/{pid}/ns/{name}"))
+        except FileNotFoundError:  # an older kernel's
+            words.append("")
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:12]
+
+
+def socket_path(environ: Mapping[str, str]) -> Path:
+    """Where the warm process of this process' user and surroundings listens, if there is one.
+    OSError where there is no folder that is the user's alone."""
+    return run_folder(environ) / f"warm-{environment_name()}-{place_name()}.sock"
+
+
+def find(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The socket of a warm process that may serve us, or None; then why one that is there cannot,
+    if there is one."""
+    named = environ.get(env.WARM_SERVER, "")
+    if named == OFF:
+        return None, ""
+    if named:
+        return Path(named), ""
+    path = socket_path(environ)
+    if path.is_socket():
+        return path, ""
+    others = path.parent.glob(f"warm-{environment_name()}-*.sock")
+    return None, "it is of another cgroup or namespace" if next(others, None) else ""
+
+
+def connect(path: Path, limit: float) -> socket.socket:
+    """A connection to the process that listens there, if it is of our own user. OSError if not."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        conn.settimeout(limit)
+        conn.connect(f"/proc/self/fd/{folder}/{path.name}")  # a socket's path has 107 bytes at most
+        if frames.peer_of(conn)[1] != os.geteuid():
+            raise PermissionError(f"the process behind {path} is of another user")
+    except BaseException:
+        conn.close()
+        raise
+    finally:
+        os.close(folder)
+    return conn

@@ -18,7 +18,7 @@ from typing import Any, Final
 from elasticrun.caller.consoles import Consoles
 from elasticrun.config import EXIT_FAILED, AgentConfig
 from elasticrun.core.events import Exit
-from elasticrun.wire.records import dumps, loads
+from elasticrun.wire.types import dumps, loads
 
 END_LIMIT: Final = 60.0
 """Seconds for an agent to end its ranks when the caller gives up; after that it is killed, and its

@@ -63,7 +63,7 @@ class FunctionSpawner:
         self._last_lives: dict[int, FunctionRank] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
-        self._waiting_sweeps: list[spawning.Sweep] = []
+        self._waiting_sweeps: list[spawning.SweepOrder] = []
         self._keepalive_until: float | None = None
         self._talking = True
 
@@ -187,12 +187,12 @@ class FunctionSpawner:
                 if key in self._ranks:
                     kill_group(self._pids[key], signum, alone=alone)
                 self._helpers.send_signal(key, signum)
-            case spawning.Sweep():
+            case spawning.SweepOrder():
                 self._waiting_sweeps.append(message)
                 self._next_sweep()
             case spawning.CloseStore(key):
                 self._helpers.send_signal(key, signal.SIGKILL)
-            case spawning.Pet(limit):
+            case spawning.Keepalive(limit):
                 self._keepalive_until = time.monotonic() + limit
             case spawning.Quit():
                 self._hang_up()

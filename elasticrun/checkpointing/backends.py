@@ -29,7 +29,6 @@ from elasticrun.shm.segment import NONE, VERSION
 from elasticrun.storage.timeline import chain
 from elasticrun.storage.writing import StorageError
 from elasticrun.wire.snapshots import CannotRestore, RankHere, Remark, Restored, Resume, Skipped
-from elasticrun.wire.types import RoundName
 
 END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be ended, once it has said that it cannot go on."""
@@ -94,8 +93,7 @@ class AgentWay(Way):
         self._resume, _ = self._line.ask(here, Resume)
         present = self._resume.present
         self.life = f"{present.term}.{present.number}.{present.nonce}"
-        round_name = RoundName(present.term, present.number, present.nonce)
-        self._taker = Taker(self._line, state, setting.slots, round_name, setting.least_slots)
+        self._taker = Taker(self._line, state, setting.slots, present, setting.least_slots)
         self._departure = Departure(self._line, self._resume.put_off)
         self._prepared = False
 

@@ -27,7 +27,7 @@ from elasticrun.shm.segment import NONE
 from elasticrun.wire import env
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode
 from elasticrun.wire.progress import address, read_place
-from elasticrun.wire.snapshots import AwaitRoom, FromRank, Missed, PutsOff, RoomThere, ToRank
+from elasticrun.wire.snapshots import AwaitRoom, FromRank, PutsOff, RoomThere, StepMissed, ToRank
 from elasticrun.wire.types import SAID_AGAIN
 
 ANSWER_LIMIT: Final = 600.0
@@ -300,7 +300,7 @@ class Departure:
             self.answered, self._is_saved, is_ahead = asked, False, False
             if before < asked:
                 return True
-            self._line.say(Missed(asked, step))
+            self._line.say(StepMissed(asked, step))
         waits = self._put_off.waits
         if waits is None or is_ahead:
             return False
@@ -313,7 +313,7 @@ class Departure:
         """What was asked for is saved, or could not be: then another step is named."""
         self._is_saved = saved
         if not saved and not self._by_itself:
-            self._line.say(Missed(self.answered, step))
+            self._line.say(StepMissed(self.answered, step))
 
     @property
     def is_ending(self) -> bool:

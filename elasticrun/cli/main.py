@@ -17,13 +17,13 @@ from elasticrun.cli.flags import PROG, get_args_parser, nearest
 from elasticrun.cli.settings import Asked, NoProgram, NothingToDo, UsageError, look
 from elasticrun.cli.trust import notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig, MasterPlace
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 if TYPE_CHECKING:
     pass
 
 
-def check_program(entry: Entry) -> str:
+def check_program(entry: Entrypoint) -> str:
     """Raise `NoProgram` where the program cannot be run here; else a hint for the user, or "".
 
     A module is not looked for: finding it may mean importing its packages.

@@ -22,7 +22,7 @@ from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.words import some
 from elasticrun.wire import env
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 __all__ = ["Machine", "UsageError", "resolve"]
 
@@ -243,7 +243,7 @@ def _devices(word: str, machine: Machine) -> int:
     return found
 
 
-def _entry(asked: Asked) -> Entry:
+def _entry(asked: Asked) -> Entrypoint:
     args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
     if not getattr(asked.ns, "use_env", True):  # torch.distributed.launch of old
         args = ("--local-rank=${local_rank}", *args)
@@ -255,7 +255,7 @@ def _entry(asked: Asked) -> Entry:
         kind = EntryKind.COMMAND
     else:
         kind = EntryKind.MODULE if asked.switch("module") else EntryKind.SCRIPT
-    return Entry(kind, str(asked.ns.training_script), args)
+    return Entrypoint(kind, str(asked.ns.training_script), args)
 
 
 def _log_plan(asked: Asked, machine: Machine) -> LogPlan:

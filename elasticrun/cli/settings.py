@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from elasticrun import config
 from elasticrun.cli.flags import Flag
 from elasticrun.cli.table import FLAGS
-from elasticrun.wire.bounds import MAX_NAME, MAX_SECONDS
 from elasticrun.wire.messages import MAX_NODES
+from elasticrun.wire.types import MAX_NAME, MAX_SECONDS
 
 if TYPE_CHECKING:
     from elasticrun.cli.devices import Machine

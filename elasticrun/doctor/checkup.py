@@ -14,7 +14,7 @@ from elasticrun.doctor import disk, kernel, names, reach, resources, software
 from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.reach import Answer
 from elasticrun.doctor.verdict import warning
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 LIMIT: Final = 10.0
 """Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
@@ -30,7 +30,7 @@ class Checks:
     name: str
     look: Callable[[], Iterable[Finding]]
     limit: float = LIMIT
-    late: State = State.WARNING
+    late: Level = Level.WARNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ def checks(subject: Subject) -> list[Checks]:
         Checks(names.CHECK, lambda: names.examine(subject.several, environ)),
         Checks(names.REVERSE, names.reverse),
         Checks(kernel.CHECK, lambda: kernel.examine(root, starts=subject.starts)),
-        Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, State.FAILED),
+        Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, Level.FAILED),
     ]
 
 
 def _disk(folder: JobFolder) -> Checks:
     # A rank that touches a hanging file system cannot even be killed.
-    late = State.FAILED if folder.needed else State.WARNING
+    late = Level.FAILED if folder.needed else Level.WARNING
     return Checks(folder.check, lambda: disk.examine(folder), late=late)
 
 

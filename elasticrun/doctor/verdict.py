@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB
@@ -13,17 +13,17 @@ GIB: Final = 1024 * MIB
 
 def ok(check: str, seen: str) -> Finding:
     """Nothing is to be done."""
-    return Finding(check, State.OK, seen)
+    return Finding(check, Level.OK, seen)
 
 
 def warning(check: str, seen: str, todo: str) -> Finding:
     """A job may run into it."""
-    return Finding(check, State.WARNING, seen, todo)
+    return Finding(check, Level.WARNING, seen, todo)
 
 
 def failed(check: str, seen: str, todo: str) -> Finding:
     """No rank should be started on this machine."""
-    return Finding(check, State.FAILED, seen, todo)
+    return Finding(check, Level.FAILED, seen, todo)
 
 
 def amount(size: float) -> str:
@@ -41,4 +41,4 @@ def in_a_line(finding: Finding) -> str:
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
     """Those with which no rank should be started."""
-    return [finding for finding in findings if finding.state is State.FAILED]
+    return [finding for finding in findings if finding.state is Level.FAILED]

@@ -1,4 +1,5 @@
-"""What happens in a forked rank between the fork and the user's first line.
+"""A forked rank: what happens between the fork and the user's first line, and what it tells the
+fork server from there on (`Page`).
 
 Order matters: the ties to the server go first, then what may fail (files), then what the script
 can see. Signals stay blocked until the program starts, so that one which comes early finds the
@@ -7,26 +8,144 @@ user's disposition and not the server's.
 
 from __future__ import annotations
 
+import _thread
 import gc
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import Baseline, Stash
-from elasticrun.forkserver.learn import Watcher
-from elasticrun.forkserver.page import EXEC_NEXT, FAILED, NOTICE, Page
 from elasticrun.forkserver.program import BecomeRank, Program, command
 from elasticrun.forkserver.renew import EnvironmentCheck
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.env import OMP_NUM_THREADS
 from elasticrun.wire.spawning import SpawnRank
+
+PAGE_BYTES = 128 * 1024
+"""Room for the names of some 3,000 modules; transformers' and lightning's imports need half."""
+
+NOTICE = b"N"  # a sentence for the operator
+EXEC_NEXT = b"X"  # later lives of this script are to be exec'd
+MODULE = b"M"  # a module was looked for
+IMPORTING = b"I"  # imports are under way
+FAILED = b"F"  # the rank could not be started; a sentence
+
+_HEADER = 4
+_MAX_TEXT = 2000
+
+
+class Page:
+    """What a forked rank tells the fork server, without a descriptor that the script could see.
+
+    Each rank shares one anonymous page run with the server. The rank appends records and pokes the
+    server with SIGCHLD, which the server has a handler for in any case; what was not poked is read
+    when the rank is reaped. Records beyond the bound are dropped, so nothing here can block or
+    grow."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, PAGE_BYTES)
+        self._server = os.getpid()
+        self._writer = 0
+        self._read = _HEADER
+        self._lock = _thread.allocate_lock()
+
+    # ------------------------------------------------------------ in the rank
+
+    def adopt(self) -> None:
+        """This process writes from now on; processes that it forks itself stay silent."""
+        self._writer = os.getpid()
+        self._lock = _thread.allocate_lock()
+
+    def write(self, kind: bytes, text: str, *, poke: bool = True) -> None:
+        """Append a record, cut to a bounded length; dropped when the page is full."""
+        if os.getpid() != self._writer:
+            return
+        body = kind + text.encode("utf-8", "backslashreplace")[:_MAX_TEXT]
+        with self._lock:
+            end = self._end()
+            if end + 2 + len(body) <= PAGE_BYTES:
+                self._memory[end : end + 2 + len(body)] = len(body).to_bytes(2, "little") + body
+                self._memory[:_HEADER] = (end + 2 + len(body)).to_bytes(_HEADER, "little")
+        if poke:
+            self.poke()
+
+    def poke(self) -> None:
+        """Have the server read. A rank that changed its user may not; it is read at its end."""
+        if os.getppid() == self._server:
+            try:
+                os.kill(self._server, signal.SIGCHLD)
+            except PermissionError:
+                pass
+
+    # ------------------------------------------------------------ in the server
+
+    def read(self) -> Iterator[tuple[bytes, str]]:
+        """The records since the last call. What a rank scribbled over the page ends the reading;
+        it can do no more than say nothing."""
+        end = self._end()
+        while self._read + 2 <= end:
+            length = int.from_bytes(self._memory[self._read : self._read + 2], "little")
+            start = self._read + 2
+            if not 1 <= length <= end - start:
+                self._read = PAGE_BYTES
+                return
+            self._read = start + length
+            body = self._memory[start : start + length]
+            yield body[:1], body[1:].decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+    def _end(self) -> int:
+        end = int.from_bytes(self._memory[:_HEADER], "little") or _HEADER
+        return min(max(end, _HEADER), PAGE_BYTES)
+
+
+POKE_INTERVAL = 1.0
+"""Seconds between two pokes for module names; a burst of imports is one piece of news."""
+
+MAX_LEARNED = 3000
+"""Most modules told; a frame holds more, but no script has been seen to need half of them."""
+
+
+class Watcher:
+    """In a rank: notes every module that it looks for (`lazy_imports.Stash.watch`)."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._seen: set[str] = set()
+        self._looked_for: list[str] = []
+        self._poked = 0.0
+
+    def __call__(self, name: str) -> None:
+        """`name` is looked for."""
+        if name not in self._seen and len(self._seen) < MAX_LEARNED:
+            self._seen.add(name)
+            self._tell_found()
+            self._looked_for.append(name)
+
+    def _tell_found(self) -> None:
+        """Tell the names that have become modules since; optional ones that are not installed
+        never do. The very last import of a script is not told: nothing is looked for after it."""
+        for found in [name for name in self._looked_for if name in sys.modules]:
+            self._page.write(MODULE, found, poke=False)
+        self._looked_for.clear()
+        now = time.monotonic()
+        if now - self._poked >= POKE_INTERVAL:
+            self._poked = now
+            self._page.write(IMPORTING, "")
+
+
+# ---------------------------------------------------------------- becoming a rank
 
 CANNOT_START = 125
 """Exit code of a child that could not become a rank; the page says why."""

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from elasticrun.forkserver import child, trust
+from elasticrun.forkserver.child import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.helpers.helper import (
     KINDS,
     Helper,
@@ -21,7 +22,6 @@ from elasticrun.forkserver.helpers.helper import (
     SaverHelper,
     environment,
 )
-from elasticrun.forkserver.page import EXEC_NEXT, FAILED, IMPORTING, MODULE, NOTICE, Page
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
 from elasticrun.system import processes

@@ -29,8 +29,8 @@ from elasticrun.wire.spawning import (
     CloseStore,
     Configure,
     FromSpawner,
+    Keepalive,
     Notice,
-    Pet,
     Ping,
     Pong,
     Quit,
@@ -40,7 +40,7 @@ from elasticrun.wire.spawning import (
     SpawnRank,
     SpawnSaver,
     SpawnStore,
-    Sweep,
+    SweepOrder,
     Swept,
     ToSpawner,
 )
@@ -208,11 +208,11 @@ class Server:
                 self._children.send_signal(order.key, order.signal, alone=order.alone)
             case CloseStore():
                 self._children.send_signal(order.key, signal.SIGKILL)
-            case Sweep():
+            case SweepOrder():
                 groups = self._children.groups(order.keys)
                 self._sweeper.start(order.keys, groups, order.grace, time.monotonic())
                 self._reap()
-            case Pet():
+            case Keepalive():
                 self._keepalive_limit = order.limit
                 self._keepalive_until = time.monotonic() + order.limit if order.limit > 0 else None
             case Ping():

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.forkserver import trust
-from elasticrun.forkserver.child import Birth
+from elasticrun.forkserver.child import MAX_LEARNED, Birth
 from elasticrun.forkserver.lazy_imports import Stash, is_ours
-from elasticrun.forkserver.learn import Lessons
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import EnvironmentWatch
 from elasticrun.system import processes
@@ -195,6 +194,41 @@ class Preloader:
                     self.files[path] = os.stat(path).st_mtime_ns
                 except OSError:
                     continue
+
+
+class Lessons:
+    """In the server: the names that ranks asked for, and which of them may be preloaded."""
+
+    def __init__(self, known: Iterable[str], allowed_folders: Sequence[str]) -> None:
+        """`known`: modules the server has already; `allowed_folders`: of installed packages."""
+        self._known = set(known)
+        self._folders = tuple(allowed_folders)
+        self._names: dict[str, None] = {}
+        self._told = 0
+
+    def add(self, name: str) -> bool:
+        """Whether that was news."""
+        if name in self._known or name in self._names or len(self._names) >= MAX_LEARNED:
+            return False
+        self._names[name] = None
+        return True
+
+    def told(self) -> tuple[str, ...]:
+        """The modules of installed packages among the names, in the order of their imports; empty
+        if there are no new ones since the last time."""
+        tops = {name.partition(".")[0] for name in self._names}
+        installed = {top for top in tops if self._is_installed(top)}
+        names = tuple(n for n in self._names if n.partition(".")[0] in installed)
+        if len(names) <= self._told:
+            return ()
+        self._told = len(names)
+        return names
+
+    def _is_installed(self, top: str) -> bool:
+        if top in sys.stdlib_module_names:
+            return False
+        spec = importlib.machinery.PathFinder.find_spec(top, list(self._folders))
+        return spec is not None and spec.origin is not None
 
 
 FOR_SNAPSHOTS = ("torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")

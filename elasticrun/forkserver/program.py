@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 MAX_CALLSTACK = 256 * 1024
 """Longest traceback written, in characters; deep recursions are cut in the middle by Python."""
@@ -69,7 +69,7 @@ class BecomeRank(BaseException):
 class Program:
     """The user's program, ready to run; made before the signals are let in."""
 
-    def __init__(self, entry: Entry, error_file: str, signals: Iterable[int]) -> None:
+    def __init__(self, entry: Entrypoint, error_file: str, signals: Iterable[int]) -> None:
         """`signals`: the mask that the program starts with."""
         self.entry = entry
         self.argv = [entry.target, *entry.args]
@@ -221,7 +221,7 @@ def _depth() -> int:
 # ---------------------------------------------------------------- what python derives from argv
 
 
-def command(entry: Entry, python: str = "") -> list[str]:
+def command(entry: Entrypoint, python: str = "") -> list[str]:
     """The command line of the program when it is exec'd."""
     words = [entry.target, *entry.args]
     if entry.kind is EntryKind.COMMAND:

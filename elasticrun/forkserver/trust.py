@@ -19,7 +19,7 @@ from elasticrun.forkserver.program import absolute, is_archive, script_folder
 from elasticrun.forkserver.renew import FORBIDDEN_IN_TEXT
 from elasticrun.system import processes
 from elasticrun.wire.env import PLACEMENT_VARIABLES, PYTHON_EXEC
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 TRACERS: Mapping[str, str] = {
     "CUDA_INJECTION64_PATH": "an NVIDIA tool (nsys, ncu or compute-sanitizer)",
@@ -58,7 +58,7 @@ MAX_SCRIPT = 4 * 1024 * 1024
 """Bytes of a script that are looked through; a longer one is data, not a first line."""
 
 
-def before_import(entry: Entry, numa: bool, environ: Mapping[str, str]) -> str:
+def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> str:
     """Reasons that are known before anything is imported."""
     return (
         _attached_tool(environ)
@@ -107,7 +107,7 @@ def _interpreter(environ: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------- the script
 
 
-def entry_reason(entry: Entry) -> str:
+def entry_reason(entry: Entrypoint) -> str:
     """What the program itself says against a fork."""
     if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
         return ""
@@ -121,7 +121,7 @@ def entry_reason(entry: Entry) -> str:
     return ""
 
 
-def takes_snapshots(entry: Entry) -> bool:
+def takes_snapshots(entry: Entrypoint) -> bool:
     """Whether the program's own text names elasticrun's Checkpointer; what it imports is not looked
     at."""
     if entry.kind in (EntryKind.COMMAND, EntryKind.FUNCTION):
@@ -130,7 +130,7 @@ def takes_snapshots(entry: Entry) -> bool:
     return "Checkpointer" in text and "elasticrun" in text
 
 
-def _file_of(entry: Entry) -> str:
+def _file_of(entry: Entrypoint) -> str:
     return _module_file(entry.target) if entry.kind is EntryKind.MODULE else entry.target
 
 
@@ -155,7 +155,7 @@ def _module_file(name: str) -> str:
     return ""
 
 
-def shadowed(entry: Entry, names: Collection[str], environ: Mapping[str, str]) -> str:
+def shadowed(entry: Entrypoint, names: Collection[str], environ: Mapping[str, str]) -> str:
     """A file of the user's that an interpreter of its own would import by one of `names`, which
     the server has imported from elsewhere. It may lie where only a script's path begins, or in
     PYTHONPATH, where the server has found another one first."""
@@ -173,7 +173,7 @@ def shadowed(entry: Entry, names: Collection[str], environ: Mapping[str, str]) -
     return ""
 
 
-def _first_on_path(entry: Entry) -> list[str]:
+def _first_on_path(entry: Entrypoint) -> list[str]:
     """What an interpreter puts in front of sys.path for this program."""
     if entry.kind is EntryKind.SCRIPT and is_archive(entry.target):
         return [absolute(entry.target)]

@@ -44,9 +44,9 @@ from elasticrun.config import (
 from elasticrun.core.persisted import Facts
 from elasticrun.master.records import StoreRefused
 from elasticrun.master.sqlite_store import CRASH_WINDOW, MAX_CRASHES
-from elasticrun.wire.records import dumps, loads
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes, parse_place
+from elasticrun.wire.types import dumps, loads
 
 CAMPAIGN_LIMIT: Final = 10.0
 """Seconds to win or lose; an etcd that does not answer for so long is the agent's to wait for."""
@@ -187,7 +187,7 @@ class EtcdStore:
         self.term = revision
         self._extend(since)
 
-    async def _facts(self, answer: etcd.Answer) -> Facts | None:
+    async def _facts(self, answer: etcd.TxnResult) -> Facts | None:
         there = {item.key: item for item in answer.items}
         item, told = there.get(self._keys.record), there.get(self._keys.crashes)
         if item is None:

@@ -33,9 +33,8 @@ from elasticrun.master.records import FactStore
 from elasticrun.operator_log import LEVELS, logger
 from elasticrun.trace.writer import TraceWriter
 from elasticrun.wire import messages as m
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.rpc import protobuf
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, WireError
 
 OVERSLEPT: Final = 0.2
 """A turn this many seconds late was not listening in time: silence until then proves nothing."""

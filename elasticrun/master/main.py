@@ -57,9 +57,8 @@ from elasticrun.trace.writer import Life
 from elasticrun.wire import auth, run_folder
 from elasticrun.wire.auth import TlsError, reader_token
 from elasticrun.wire.messages import JobSpec, JobStatus
-from elasticrun.wire.records import typed
 from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server_options
-from elasticrun.wire.types import mint_nonce
+from elasticrun.wire.types import mint_nonce, typed
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration is some hundred bytes."""

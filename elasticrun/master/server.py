@@ -31,9 +31,9 @@ from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.system.network import mtu_to
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Denied, Doorkeeper, OutOfTurn
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.channel import grpc
+from elasticrun.wire.types import WireError
 
 RATE: Final = 50.0
 """Reports per second that one stream may go on sending; an agent sends one or two."""

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar
 from msgspec import structs
 
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.wire.records import plain, typed
+from elasticrun.wire.types import plain, typed
 
 FILE: Final = "state.sqlite"
 SCHEMA: Final = 1

@@ -19,7 +19,6 @@ from elasticrun.saver.transfer import Broken, PeerRefused
 from elasticrun.saver.work import Outcome
 from elasticrun.saver.written import PartWritten
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk
 from elasticrun.wire.snapshots import (
     CommitDone,
     CommitNow,
@@ -217,22 +216,22 @@ class Attempts:
 
     # ------------------------------------------------------------ the coordinator
 
-    def part_comes(self, put: bulk.Put, part: PartWritten | None) -> transfer.Answer:
+    def part_comes(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
         """Of another node: whether it may come, and then, with the part, that it is kept."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
-            return bulk.Refusal("that attempt is not known here yet", again=True)
+            return transfer.Refusal("that attempt is not known here yet", again=True)
         if attempt.over or not attempt.order.coordinates:
-            return bulk.Refusal("that attempt is over, or coordinated elsewhere", again=False)
+            return transfer.Refusal("that attempt is over, or coordinated elsewhere", again=False)
         if not 0 <= put.rank < attempt.order.world_size:
-            return bulk.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
+            return transfer.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
         if part is None:
-            return bulk.GoOn()
+            return transfer.GoOn()
         if part.file.rank != put.rank:
-            return bulk.Refusal("a part is of another rank than was said", again=False)
+            return transfer.Refusal("a part is of another rank than was said", again=False)
         if not attempt.committing:
             attempt.parts[put.rank] = part
-        return bulk.Taken()
+        return transfer.Taken()
 
     def commit(self, order: CommitNow) -> None:
         """Write manifest and marker; CommitDone follows, then the sweep."""

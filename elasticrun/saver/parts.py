@@ -40,8 +40,8 @@ from elasticrun.storage.timeline import (
     timeline_of,
 )
 from elasticrun.storage.writing import PIECE, Sink, StorageError
-from elasticrun.wire.bounds import MAX_ATTEMPT
 from elasticrun.wire.snapshots import PartOf, PersistParts
+from elasticrun.wire.types import MAX_ATTEMPT
 
 OLD: Final = 3600.0
 """Seconds after which a checkpoint that was never committed is removed."""

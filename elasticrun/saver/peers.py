@@ -19,10 +19,10 @@ from typing import Final
 from elasticrun.saver import transfer
 from elasticrun.saver.attempts import tried
 from elasticrun.saver.pool import Post, WorkerPool, WorkItem
+from elasticrun.saver.transfer import MAX_TEXT, Get, Put, Refusal
 from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import round_key
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire.bulk import MAX_TEXT, Get, Put, Refusal
 from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver, Remark
 from elasticrun.wire.types import Endpoint, RoundName
 

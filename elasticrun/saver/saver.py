@@ -22,11 +22,10 @@ from elasticrun.saver.attempts import Attempts
 from elasticrun.saver.hashing import OpenSegment
 from elasticrun.saver.peers import Fetches, Peers, listen
 from elasticrun.saver.pool import Full, Inbox, WorkerPool, WorkItem
-from elasticrun.saver.transfer import Answer, Served
+from elasticrun.saver.transfer import Answer, Get, Put, Refusal, Served
 from elasticrun.saver.written import PartWritten
 from elasticrun.shm.segment import VERSION, round_key
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
 from elasticrun.wire.snapshots import (
     Checked,
@@ -37,7 +36,6 @@ from elasticrun.wire.snapshots import (
     FromSaver,
     GiveUp,
     HashSnapshot,
-    Named,
     PersistParts,
     Remark,
     SaverHere,
@@ -47,7 +45,6 @@ from elasticrun.wire.snapshots import (
     ToSaver,
 )
 from elasticrun.wire.spawning import SpawnSaver
-from elasticrun.wire.types import RoundName
 
 EXIT_CONFUSED: Final = 2
 """The agent said what cannot be understood."""
@@ -257,7 +254,7 @@ class Saver:
         self._memory.add(WorkItem(work, failed, self.say))
 
     def _serve(self, order: Serve) -> None:
-        name = (round_key(round_name(order.round)), order.step, order.rank)
+        name = (round_key(order.round), order.step, order.rank)
         self._served.pop(name, None)
         while len(self._served) >= MAX_SERVED:
             self._served.pop(next(iter(self._served)))
@@ -265,24 +262,20 @@ class Saver:
 
     # ------------------------------------------------------------ other nodes
 
-    def _answer(self, request: bulk.Get | bulk.Put, part: PartWritten | None) -> Answer:
-        if isinstance(request, bulk.Put):
+    def _answer(self, request: Get | Put, part: PartWritten | None) -> Answer:
+        if isinstance(request, Put):
             return self._attempts.part_comes(request, part)
         with suppress(ValueError):
             order = self._served.get((bytes.fromhex(request.round), request.step, request.rank))
             opened = None if order is None else self._segments.get(order.key)
             if order is not None and opened is not None:
                 return Served(opened, order.slot, order.sequence)
-        return bulk.Refusal(
+        return Refusal(
             f"this node does not serve step {request.step} of rank {request.rank}", again=True
         )
 
 
 # ---------------------------------------------------------------- the start
-
-
-def round_name(named: Named) -> RoundName:
-    return RoundName(named.term, named.number, named.nonce)
 
 
 def complain(sentence: str) -> None:

@@ -1,4 +1,25 @@
-"""Snapshots and parts of checkpoints between savers: both ends of one connection (`wire.bulk`).
+"""Snapshots and parts of checkpoints between savers of two nodes: what these say to each other, and
+both ends of one connection.
+
+One request a connection, over TCP. Frames (`wire.frames`) of bounded length, and after some of them
+raw bytes whose number the frame has said. Both sides prove the job's secret before anything else is
+looked at (the manner is that of `wire.auth`; the host proves first):
+
+    client                                host
+    Dial       nonce                  ->
+                                      <-  Counter    nonce, the host's proof
+    Shown      the client's proof     ->
+    Get | Put                         ->
+                                      <-  Head, then bytes | GoOn | Refusal
+    after GoOn: the bytes             ->
+                                      <-  Taken | Refusal
+
+The client's proof covers its request too, and a Put says the digest of what follows it. The bytes
+themselves are neither encrypted nor proved against somebody who sits on the way.
+
+After a Head that was asked for with its body: the layout, then the tensors in blocks, each followed
+by its xxh3 of eight bytes (little-endian), then the opaque values with their table and their xxh3,
+then a Sent.
 
 Plain blocking sockets, each in a thread of its own; every wait has a limit, and so has the whole.
 """
@@ -6,20 +27,35 @@ Plain blocking sockets, each in a thread of its own; every wait has a limit, and
 from __future__ import annotations
 
 import hashlib
+import hmac
 import mmap
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from elasticrun.saver.hashing import Gone, OpenSegment, digest, keep
 from elasticrun.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
 from elasticrun.shm.segment import Segment, SegmentError, block_of, round_key
-from elasticrun.wire import bulk
-from elasticrun.wire.frames import LENGTH_BYTES, FrameError, encode
+from elasticrun.wire.frames import LENGTH_BYTES, FrameError, decode, encode, length_of, types_of
 from elasticrun.wire.types import Endpoint, RoundName
+
+VERSION: Final = 1
+
+MAX_HEADER: Final = 64 * 1024
+"""Bytes of any frame here."""
+
+MAX_TEXT: Final = 1000
+"""Characters of a reason that are passed on."""
+
+NONCE_BYTES: Final = 32
+
+SECRET_WANTED: Final = "the saver of the other node has a secret and this one has none"
+OTHER_HAS_NONE: Final = "the saver of the other node has no secret and this one has"
+WRONG: Final = "the saver of the other node does not know this job's secret"
 
 CONNECT_LIMIT: Final = 10.0
 DOOR_LIMIT: Final = 5.0
@@ -35,6 +71,140 @@ CHUNK: Final = 4 * 1024 * 1024
 """Bytes that are sent or received at once."""
 
 
+# ---------------------------------------------------------------- what they say
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """A client's first message."""
+
+    version: int
+    nonce: str  # hex
+    proves: bool  # whether it has a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """The host's answer to Dial."""
+
+    version: int
+    nonce: str
+    proof: str  # hex; "" without a secret
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The client's proof; its request follows at once."""
+
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """The snapshot of a rank of (round, step); without `body` only what its sizes are."""
+
+    round: str  # hex of segment.round_key
+    step: int
+    rank: int
+    body: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What an attempt's coordinator must know of a part that another node has written; after GoOn
+    its `length` bytes follow. A part that comes again changes nothing."""
+
+    attempt: str
+    rank: int
+    length: int
+    digest: str  # hex; sha256 of the bytes
+
+
+FromClient = Dial | Shown | Get | Put
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """There is such a snapshot."""
+
+    layout_length: int  # bytes, encoded
+    slot_bytes: int
+    tensor_bytes: int  # own and shared stretch
+    values_bytes: int  # opaque values with their table
+    sequence: int
+    layout: int  # Layout.key
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """After the last byte: whether the snapshot was still what it had been at the first."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The part that was announced may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The part is in good hands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """It cannot be done; `again`: it may be possible in a moment."""
+
+    reason: str
+    again: bool
+
+
+FromHost = Counter | Head | Sent | GoOn | Taken | Refusal
+
+CLIENT_TYPES: Final = types_of(FromClient)
+HOST_TYPES: Final = types_of(FromHost)
+
+
+def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
+    """The message in a payload, which must be one of `wanted`. FrameError."""
+    message = decode(payload, types)
+    if not isinstance(message, wanted):
+        raise FrameError(f"a {type(message).__name__} message came out of turn")
+    return message
+
+
+def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") -> str:
+    """What this side ("host" or "client") shows after these nonces; "" without a secret. `request`:
+    the payload of a client's Get or Put."""
+    if not secret:
+        return ""
+    label = f"elasticrun saver/{VERSION} {side}".encode()
+    nonces = [nonce.encode(errors="replace") for nonce in (client, host)]
+    # Each part with its length: no two exchanges run together into the same bytes.
+    parts = (label, *nonces, request)
+    said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret.encode(), said, "sha256").hex()
+
+
+def check(secret: str, shown: str, right: str) -> None:
+    """Whether to go on with a peer that has `shown` this, where `right` is due. NotLetIn."""
+    if not secret and shown:
+        raise NotLetIn(SECRET_WANTED)
+    if secret and not shown:
+        raise NotLetIn(OTHER_HAS_NONE)
+    if not hmac.compare_digest(shown.encode(errors="replace"), right.encode()):
+        raise NotLetIn(WRONG)
+
+
+# ---------------------------------------------------------------- one connection
+
+
+class NotLetIn(Exception):
+    """The other side is not let in, or not followed; the text is a sentence."""
+
+
 class Broken(Exception):
     """The other side went away, or said what cannot be understood; a sentence."""
 
@@ -47,7 +217,7 @@ class PeerRefused(Exception):
     """The other side cannot do it; a sentence. `again`: it may in a moment."""
 
     def __init__(self, reason: str, again: bool) -> None:
-        super().__init__(reason[: bulk.MAX_TEXT])
+        super().__init__(reason[:MAX_TEXT])
         self.again = again
 
 
@@ -71,7 +241,7 @@ class PeerLink:
         except OSError as error:
             raise Broken(_about(error)) from None
 
-    def say(self, message: bulk.FromClient | bulk.FromHost) -> None:
+    def say(self, message: FromClient | FromHost) -> None:
         self.send(encode(message))
 
     def take_into(self, view: memoryview) -> None:
@@ -95,7 +265,7 @@ class PeerLink:
     def payload(self) -> bytes:
         """The payload of the next frame."""
         try:
-            return self.take(bulk.frame_length(self.take(LENGTH_BYTES)))
+            return self.take(length_of(self.take(LENGTH_BYTES), MAX_HEADER))
         except FrameError as error:
             raise Broken(str(error)) from None
 
@@ -124,8 +294,8 @@ class Served:
     sequence: int
 
 
-Answer = Served | bulk.GoOn | bulk.Taken | bulk.Refusal
-Ask = Callable[[bulk.Get | bulk.Put, bytes], Answer]
+Answer = Served | GoOn | Taken | Refusal
+Ask = Callable[[Get | Put, bytes], Answer]
 """Who knows what is served and which parts are awaited; the bytes are those of a Put, b"" at first.
 Is called in the connection's thread."""
 
@@ -135,43 +305,43 @@ def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]
     peer that was refused. `proved` is called once it has said what only a saver of the job can."""
     try:
         return _let_in(PeerLink(sock), secret, ask, proved)
-    except bulk.Denied as denied:
+    except NotLetIn as denied:
         return str(denied)
     except (Broken, FrameError, SegmentError) as error:
         return str(error)
 
 
 def _let_in(link: PeerLink, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
-    dial = bulk.read(link.payload(), bulk.CLIENT_TYPES, bulk.Dial)
-    if dial.version != bulk.VERSION:
-        return _refuse(link, f"this saver speaks version {bulk.VERSION}, not {dial.version}")
+    dial = read(link.payload(), CLIENT_TYPES, Dial)
+    if dial.version != VERSION:
+        return _refuse(link, f"this saver speaks version {VERSION}, not {dial.version}")
     if dial.proves != bool(secret):
-        return _refuse(link, bulk.OTHER_HAS_NONE if dial.proves else bulk.SECRET_WANTED)
-    nonce = bulk.fresh_nonce()
-    link.say(bulk.Counter(bulk.VERSION, nonce, bulk.host_proof(secret, dial.nonce, nonce)))
-    shown = bulk.read(link.payload(), bulk.CLIENT_TYPES, bulk.Shown)
+        return _refuse(link, OTHER_HAS_NONE if dial.proves else SECRET_WANTED)
+    nonce = secrets.token_hex(NONCE_BYTES)
+    link.say(Counter(VERSION, nonce, prove(secret, "host", dial.nonce, nonce)))
+    shown = read(link.payload(), CLIENT_TYPES, Shown)
     request = link.payload()
     try:
-        bulk.check(secret, shown.proof, bulk.client_proof(secret, dial.nonce, nonce, request))
-    except bulk.Denied:
-        return _refuse(link, bulk.WRONG)
+        check(secret, shown.proof, prove(secret, "client", dial.nonce, nonce, request))
+    except NotLetIn:
+        return _refuse(link, WRONG)
     proved()
-    match bulk.read(request, bulk.CLIENT_TYPES, bulk.Get, bulk.Put):
-        case bulk.Get() as get:
+    match read(request, CLIENT_TYPES, Get, Put):
+        case Get() as get:
             return _send_snapshot(link, get, ask)
         case put:
             return _take_part(link, put, ask)
 
 
 def _refuse(link: PeerLink, reason: str, *, again: bool = False) -> str:
-    link.say(bulk.Refusal(reason[: bulk.MAX_TEXT], again))
+    link.say(Refusal(reason[:MAX_TEXT], again))
     return "" if again else reason
 
 
-def _send_snapshot(link: PeerLink, get: bulk.Get, ask: Ask) -> str:
+def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
     served = ask(get, b"")
     if not isinstance(served, Served):
-        assert isinstance(served, bulk.Refusal)
+        assert isinstance(served, Refusal)
         link.say(served)
         return ""
     opened = served.opened
@@ -182,7 +352,7 @@ def _send_snapshot(link: PeerLink, get: bulk.Get, ask: Ask) -> str:
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
     except Gone as gone:  # it was needed no more: no news here
-        link.say(bulk.Refusal(str(gone)[: bulk.MAX_TEXT], again=False))
+        link.say(Refusal(str(gone)[:MAX_TEXT], again=False))
         return ""
     except SegmentError as error:
         return _refuse(link, str(error))
@@ -190,7 +360,7 @@ def _send_snapshot(link: PeerLink, get: bulk.Get, ask: Ask) -> str:
     encoded = layout.encode()
     values = snapshot.values_bytes
     link.say(
-        bulk.Head(
+        Head(
             *(len(encoded), layout.slot_bytes, tensors, values),
             *(snapshot.sequence, snapshot.layout),
         )
@@ -209,22 +379,22 @@ def _send_snapshot(link: PeerLink, get: bulk.Get, ask: Ask) -> str:
         opened.still(snapshot)
     except Gone as gone:
         wrong = str(gone)
-    link.say(bulk.Sent(not wrong, wrong))
+    link.say(Sent(not wrong, wrong))
     return ""
 
 
-def _take_part(link: PeerLink, put: bulk.Put, ask: Ask) -> str:
+def _take_part(link: PeerLink, put: Put, ask: Ask) -> str:
     if not 0 < put.length <= MAX_LAYOUT_BYTES:
         return _refuse(link, f"no part has {put.length} bytes")
     answer = ask(put, b"")
-    if isinstance(answer, bulk.GoOn):
+    if isinstance(answer, GoOn):
         link.say(answer)
         link.allow(put.length)
         data = link.take(put.length)
         if hashlib.sha256(data).hexdigest() != put.digest:
             return _refuse(link, "a part is not what its digest says")
         answer = ask(put, data)
-    assert isinstance(answer, bulk.Taken | bulk.Refusal)
+    assert isinstance(answer, Taken | Refusal)
     link.say(answer)
     return ""
 
@@ -232,44 +402,42 @@ def _take_part(link: PeerLink, put: bulk.Put, ask: Ask) -> str:
 # ---------------------------------------------------------------- the client's end
 
 
-def _dial(
-    place: Endpoint, secret: str, request: bulk.Get | bulk.Put
-) -> tuple[socket.socket, PeerLink]:
-    """Connect, prove, ask. Broken, Denied, PeerRefused."""
+def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.socket, PeerLink]:
+    """Connect, prove, ask. Broken, NotLetIn, PeerRefused."""
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
         raise Broken(f"nobody answers there: {error.strerror or error}") from None
     link = PeerLink(sock)
     try:
-        nonce = bulk.fresh_nonce()
-        link.say(bulk.Dial(bulk.VERSION, nonce, bool(secret)))
-        counter = _hear(link, bulk.Counter)
-        assert isinstance(counter, bulk.Counter)
-        bulk.check(secret, counter.proof, bulk.host_proof(secret, nonce, counter.nonce))
+        nonce = secrets.token_hex(NONCE_BYTES)
+        link.say(Dial(VERSION, nonce, bool(secret)))
+        counter = _hear(link, Counter)
+        assert isinstance(counter, Counter)
+        check(secret, counter.proof, prove(secret, "host", nonce, counter.nonce))
         asked = encode(request)
-        proof = bulk.client_proof(secret, nonce, counter.nonce, asked[LENGTH_BYTES:])
-        link.send(encode(bulk.Shown(proof)) + asked)
+        proof = prove(secret, "client", nonce, counter.nonce, asked[LENGTH_BYTES:])
+        link.send(encode(Shown(proof)) + asked)
     except BaseException:
         sock.close()
         raise
     return sock, link
 
 
-def _hear(link: PeerLink, wanted: type) -> bulk.FromHost:
+def _hear(link: PeerLink, wanted: type) -> FromHost:
     try:
-        message = bulk.read(link.payload(), bulk.HOST_TYPES, wanted, bulk.Refusal)
+        message = read(link.payload(), HOST_TYPES, wanted, Refusal)
     except FrameError as error:
         raise Broken(str(error)) from None
-    if isinstance(message, bulk.Refusal):
+    if isinstance(message, Refusal):
         raise PeerRefused(message.reason, message.again)
-    found: bulk.FromHost = message
+    found: FromHost = message
     return found
 
 
-def _head(link: PeerLink) -> bulk.Head:
-    head = _hear(link, bulk.Head)
-    assert isinstance(head, bulk.Head)
+def _head(link: PeerLink) -> Head:
+    head = _hear(link, Head)
+    assert isinstance(head, Head)
     numbers = (head.layout_length, head.slot_bytes, head.tensor_bytes, head.values_bytes)
     if not all(0 <= n <= MAX_SIZE for n in numbers) or head.layout_length > MAX_LAYOUT_BYTES:
         raise Broken("it offers a snapshot of impossible sizes")
@@ -278,8 +446,8 @@ def _head(link: PeerLink) -> bulk.Head:
     return head
 
 
-def ask_size(place: Endpoint, secret: str, get: bulk.Get) -> bulk.Head:
-    """What a snapshot takes. Broken, Denied, PeerRefused."""
+def ask_size(place: Endpoint, secret: str, get: Get) -> Head:
+    """What a snapshot takes. Broken, NotLetIn, PeerRefused."""
     sock, link = _dial(place, secret, get)
     with sock:
         return _head(link)
@@ -297,13 +465,13 @@ def fetch(
 ) -> None:
     """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
     this layout (0: any; another slot's snapshot would lose its own).
-    Broken, Denied, PeerRefused, Spoiled, SegmentError, OSError: nothing is committed then."""
+    Broken, NotLetIn, PeerRefused, Spoiled, SegmentError, OSError: nothing is committed then."""
     mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # ends with its last view
     segment = Segment(memoryview(mapping))
     if not 0 <= slot < segment.slots:
         raise SegmentError(f"a segment of {segment.slots} slots has no slot {slot}")
     segment.withdraw(slot)
-    get = bulk.Get(round_key(round).hex(), step, rank, body=True)
+    get = Get(round_key(round).hex(), step, rank, body=True)
     sock, link = _dial(place, secret, get)
     with sock:
         head = _head(link)
@@ -317,10 +485,10 @@ def fetch(
         if (layout.key, layout.own_bytes + layout.shared_bytes) != (head.layout, head.tensor_bytes):
             raise Broken("its layout is not the one that it has announced")
         hashes = _receive(link, head, segment.payload(slot))
-        sent = _hear(link, bulk.Sent)
-    assert isinstance(sent, bulk.Sent)
+        sent = _hear(link, Sent)
+    assert isinstance(sent, Sent)
     if not sent.ok:
-        raise Spoiled(sent.reason[: bulk.MAX_TEXT])
+        raise Spoiled(sent.reason[:MAX_TEXT])
     segment.commit(
         slot,
         round=round,
@@ -334,7 +502,7 @@ def fetch(
     keep(descriptor, segment.slot_at(slot), snapshot, hashes)
 
 
-def _receive(link: PeerLink, head: bulk.Head, payload: memoryview) -> tuple[int, ...]:
+def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
     """The stretches of a snapshot; their hashes. Broken, Spoiled."""
     block = block_of(head.tensor_bytes)
     ends = [*range(block, head.tensor_bytes, block)]
@@ -357,11 +525,11 @@ def _receive(link: PeerLink, head: bulk.Head, payload: memoryview) -> tuple[int,
 
 
 def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
-    """Hand a part to its attempt's coordinator. Broken, Denied, PeerRefused."""
-    request = bulk.Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
+    """Hand a part to its attempt's coordinator. Broken, NotLetIn, PeerRefused."""
+    request = Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
     sock, link = _dial(place, secret, request)
     with sock:
-        _hear(link, bulk.GoOn)
+        _hear(link, GoOn)
         link.allow(len(part))
         link.send(part)
-        _hear(link, bulk.Taken)
+        _hear(link, Taken)

@@ -20,8 +20,7 @@ from elasticrun.shm.layout import (
     decode,
 )
 from elasticrun.storage.manifest import FileEntry, ManifestError, file_of, plain_file
-from elasticrun.wire.bounds import MAX_ATTEMPT
-from elasticrun.wire.snapshots import Named
+from elasticrun.wire.types import MAX_ATTEMPT, RoundName
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -43,7 +42,7 @@ class PartWritten:
 
     file: FileEntry
     step: int
-    round: Named
+    round: RoundName
     attempt: str
     torch: str
     lengths: tuple[int, ...]
@@ -113,7 +112,7 @@ def _checked(plain: Any, layout: Layout) -> PartWritten:
     elif any(offset + length > file.size for offset, length in places):
         raise PartError("an item reaches beyond the file of its part")
     return PartWritten(
-        *(file, plain["step"], Named(term, number, nonce), attempt, layout.torch),
+        *(file, plain["step"], RoundName(term, number, nonce), attempt, layout.torch),
         *(lengths, places, layout),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import xxhash
 
 from elasticrun.shm.layout import MAX_SIZE
-from elasticrun.wire.snapshots import Named
+from elasticrun.wire.types import RoundName
 
 VERSION: Final = 1
 NAME: Final = "elasticrun.json"
@@ -58,7 +58,7 @@ class Manifest:
     """A whole checkpoint."""
 
     step: int
-    round: Named
+    round: RoundName
     world_size: int
     attempt: str
     reason: str  # periodic, breakpoint, asked
@@ -138,7 +138,7 @@ def _manifest(plain: Any) -> Manifest:
     named, marker = plain["round"], plain["marker"]
     return Manifest(
         step=_int(plain["step"]),
-        round=Named(_int(named["term"]), _int(named["number"]), _text(named["nonce"])),
+        round=RoundName(_int(named["term"]), _int(named["number"]), _text(named["nonce"])),
         world_size=_int(plain["world_size"]),
         attempt=_text(plain["attempt"]),
         reason=_text(plain["reason"]),

@@ -128,10 +128,11 @@ def elastic_job(
 
 def end(folder: str) -> None:
     """End the run's warm process and remove its folder."""
-    from elasticrun.wire import frames, warm
+    from elasticrun.agent.warm import connect
+    from elasticrun.wire import frames, spawning
 
-    with contextlib.suppress(OSError), warm.connect(Path(folder, _SOCKET), 5.0) as conn:
-        conn.sendall(frames.encode(warm.Leave()))
+    with contextlib.suppress(OSError), connect(Path(folder, _SOCKET), 5.0) as conn:
+        conn.sendall(frames.encode(spawning.Leave()))
         conn.recv(1)  # its end
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -30,7 +30,7 @@ from elasticrun.core.persisted import Facts, aged
 from elasticrun.trace import words
 from elasticrun.trace.writer import FILE, OLDER
 from elasticrun.wire import messages as m
-from elasticrun.wire.records import typed
+from elasticrun.wire.types import typed
 
 MAX_LINE: Final = 64 * 1024 * 1024
 """No line is longer: facts of 100,000 nodes have some 30 MB."""

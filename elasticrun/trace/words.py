@@ -14,7 +14,7 @@ from elasticrun.core.events import Hangup, Heard, JobEffect, JobEvent, JobOver, 
 from elasticrun.core.persisted import Facts
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
-from elasticrun.wire.records import plain, typed
+from elasticrun.wire.types import plain, typed
 
 TRACE_VERSION: Final = 1
 """Raised with every change of the lines that an older reader cannot read."""

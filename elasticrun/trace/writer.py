@@ -32,8 +32,7 @@ from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEven
 from elasticrun.core.persisted import Facts
 from elasticrun.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
 from elasticrun.wire.messages import Beat, JobSpec
-from elasticrun.wire.records import plain
-from elasticrun.wire.types import mint_nonce
+from elasticrun.wire.types import mint_nonce, plain
 
 FILE: Final = "trace"
 OLDER: Final = ".1"

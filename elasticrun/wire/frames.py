@@ -2,7 +2,7 @@
 in frames over a stream socket.
 
 Used between the agent (or a caller of elastic_launch) and the fork server (`wire.spawning`),
-between ranks, savers and their agent (`wire.snapshots`), and between savers (`wire.bulk`).
+between ranks, savers and their agent (`wire.snapshots`), and between savers (`saver.transfer`).
 Anything that is not exactly one of the expected messages raises `FrameError`, whose text is one
 sentence for the operator: there is no second guess about what a peer may have meant.
 
@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from elasticrun.wire.records import plain, resolve, typed
+from elasticrun.wire.types import plain, resolve, typed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,13 +41,10 @@ class FrameError(ValueError):
     """The bytes are no message of this conversation; the conversation must end."""
 
 
-# ---------------------------------------------------------------- encoding
-
-
 def encode(message: DataclassInstance) -> bytes:
     """One whole frame of a message of one of the unions. Raises FrameError if it would be longer
     than MAX_FRAME_BYTES."""
-    body = {"type": type(message).__name__, **plain(message)}
+    body = {"type": _name_of(type(message)), **plain(message)}
     payload = json.dumps(body, separators=(",", ":")).encode("ascii")
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(
@@ -57,49 +54,12 @@ def encode(message: DataclassInstance) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 
-# ---------------------------------------------------------------- decoding
-
-
-class FrameBuffer:
-    """Bytes in, messages out, for one direction of one conversation.
-
-    Holds at most one frame and what one read brought with it.
-    """
-
-    def __init__(self, union: Any) -> None:
-        """`union`, such as `ToSpawner` or `FromRank`: the messages that may come."""
-        self._types = types_of(union)
-        resolve(union)
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Take in bytes; yield each message that is complete now. Raises FrameError."""
-        self._bytes += data
-        while True:
-            payload = self._next_payload()
-            if payload is None:
-                return
-            yield decode(payload, self._types)
-
-    @property
-    def pending(self) -> int:
-        """How many bytes of an unfinished frame are held; not 0 at EOF means a cut frame."""
-        return len(self._bytes)
-
-    def _next_payload(self) -> bytes | None:
-        if len(self._bytes) < LENGTH_BYTES:
-            return None
-        length = int.from_bytes(self._bytes[:LENGTH_BYTES], "big")
-        if length > MAX_FRAME_BYTES:
-            raise FrameError(
-                f"a frame claims {length} bytes; at most {MAX_FRAME_BYTES} are allowed"
-            )
-        end = LENGTH_BYTES + length
-        if len(self._bytes) < end:
-            return None
-        payload = bytes(self._bytes[LENGTH_BYTES:end])
-        del self._bytes[:end]
-        return payload
+def length_of(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
+    """How many bytes of a frame follow its first LENGTH_BYTES. FrameError for more than `most`."""
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "big")
+    if length > most:
+        raise FrameError(f"a frame claims {length} bytes; at most {most} are allowed")
+    return length
 
 
 def decode(payload: bytes, types_by_name: dict[str, type]) -> Any:
@@ -121,7 +81,42 @@ def decode(payload: bytes, types_by_name: dict[str, type]) -> Any:
 
 def types_of(union: types.UnionType) -> dict[str, type]:
     """The messages of a union by their names on the wire."""
-    return {t.__name__: t for t in typing.get_args(union)}
+    return {_name_of(kind): kind for kind in typing.get_args(union)}
+
+
+def _name_of(kind: type) -> str:
+    """A class that is called otherwise than its message says so by `on_wire`."""
+    name: str = getattr(kind, "on_wire", kind.__name__)
+    return name
+
+
+class FrameBuffer:
+    """Bytes in, messages out, for one direction of one conversation.
+
+    Holds at most one frame and what one read brought with it.
+    """
+
+    def __init__(self, union: Any) -> None:
+        """`union`, such as `ToSpawner` or `FromRank`: the messages that may come."""
+        self._types = types_of(union)
+        resolve(union)
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Take in bytes; yield each message that is complete now. Raises FrameError."""
+        self._bytes += data
+        while len(self._bytes) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + length_of(self._bytes)
+            if len(self._bytes) < end:
+                return
+            payload = bytes(self._bytes[LENGTH_BYTES:end])
+            del self._bytes[:end]
+            yield decode(payload, self._types)
+
+    @property
+    def pending(self) -> int:
+        """How many bytes of an unfinished frame are held; not 0 at EOF means a cut frame."""
+        return len(self._bytes)
 
 
 # ---------------------------------------------------------------- a conversation

@@ -7,7 +7,7 @@ something (`Holdings`) takes the place of the one before. All durations are seco
 relative; no message carries a clock reading that the receiver would compare with its own clock
 (`Failure.time_us` is shown to people only). A snapshot is named (round, step).
 
-What a field may hold, its annotation says (`wire/bounds.py`); what fields may hold together,
+What a field may hold, its annotation says (`wire/types.py`); what fields may hold together,
 `agree` of their message. `wire/rpc/protobuf.py` checks both in both directions.
 """
 
@@ -18,7 +18,7 @@ from typing import Annotated, Final
 
 from msgspec import Struct, field
 
-from elasticrun.wire.bounds import (
+from elasticrun.wire.types import (
     INT32,
     INT64,
     MAX_ATTEMPT,
@@ -26,21 +26,22 @@ from elasticrun.wire.bounds import (
     Amount,
     AtMost,
     Attempt,
+    Between,
     Count,
+    Endpoint,
     Exactly,
     Limit,
-    Line,
     Name,
     NameOrEmpty,
+    OneLine,
     OneOf,
     Pid,
     Ratio,
+    RoundName,
     StepOrNone,
-    Whole,
     WireError,
     tail,
 )
-from elasticrun.wire.types import Endpoint, RoundName
 
 PROTOCOL_VERSION: Final = 6
 """Raised with every change of the wire that an older peer cannot read."""
@@ -82,19 +83,19 @@ NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 """Length of a proof (an HMAC-SHA256); an empty one says that there is no token."""
 
-Rank = Annotated[int, Whole(0, MAX_RANKS)]
-RankOrNone = Annotated[int, Whole(-1, MAX_RANKS)]
-WorldSize = Annotated[int, Whole(1, MAX_RANKS)]
-Nodes = Annotated[int, Whole(1, MAX_NODES)]
-NodesOrNone = Annotated[int, Whole(0, MAX_NODES)]
-LocalRanks = Annotated[int, Whole(1, MAX_LOCAL_RANKS)]
-ExitCode = Annotated[int, Whole(0, 255)]
+Rank = Annotated[int, Between(0, MAX_RANKS)]
+RankOrNone = Annotated[int, Between(-1, MAX_RANKS)]
+WorldSize = Annotated[int, Between(1, MAX_RANKS)]
+Nodes = Annotated[int, Between(1, MAX_NODES)]
+NodesOrNone = Annotated[int, Between(0, MAX_NODES)]
+LocalRanks = Annotated[int, Between(1, MAX_LOCAL_RANKS)]
+ExitCode = Annotated[int, Between(0, 255)]
 Nonce = Annotated[bytes, Exactly(NONCE_BYTES)]
 ProofBytes = Annotated[bytes, Exactly(PROOF_BYTES, empty=True)]
 Pids = Annotated[tuple[Pid, ...], AtMost(MAX_LOCAL_RANKS)]
 Ranks = Annotated[tuple[Rank, ...], AtMost(MAX_LOCAL_RANKS)]
 Contents = Annotated[tuple[int, ...], AtMost(MAX_CONTENTS)]
-ContentsHeld = Annotated[tuple[Annotated[int, Whole(1, INT64)], ...], AtMost(MAX_LOCAL_RANKS)]
+ContentsHeld = Annotated[tuple[Annotated[int, Between(1, INT64)], ...], AtMost(MAX_LOCAL_RANKS)]
 
 
 # ---------------------------------------------------------------- parts of messages
@@ -167,9 +168,9 @@ class Failure(Struct, frozen=True):
 
     host: NameOrEmpty
     rank: RankOrNone
-    local_rank: Annotated[int, Whole(-1, MAX_LOCAL_RANKS)]
+    local_rank: Annotated[int, Between(-1, MAX_LOCAL_RANKS)]
     pid: Pid
-    exitcode: Annotated[int, Whole(-INT32, INT32)]  # as subprocess has it: negative for a signal
+    exitcode: Annotated[int, Between(-INT32, INT32)]  # as subprocess has it: negative for a signal
     time_us: int  # wall clock of the node, microseconds since the epoch; for people
     kind: FailureKind
     message: str  # one line
@@ -265,7 +266,7 @@ class Hello(Struct, frozen=True):
     host: NameOrEmpty  # name for people
     address: Name  # what other nodes dial to reach a store here
     pid: Pid
-    node_rank: Annotated[int, Whole(-1, MAX_NODES - 1)]  # -1: none was given
+    node_rank: Annotated[int, Between(-1, MAX_NODES - 1)]  # -1: none was given
     local_world_size: LocalRanks
     role: NameOrEmpty
     spec: JobSpec
@@ -316,7 +317,7 @@ class Leaving(Struct, frozen=True):
     """This node goes: a signal, or its own decision. Not a failure of any rank."""
 
     reason: str
-    signal: Annotated[int, Whole(0, 64)]  # 0: none
+    signal: Annotated[int, Between(0, 64)]  # 0: none
 
 
 class Departing(Struct, frozen=True):
@@ -325,9 +326,9 @@ class Departing(Struct, frozen=True):
 
     round: RoundName
     reason: str
-    signal: Annotated[int, Whole(1, 64)]
+    signal: Annotated[int, Between(1, 64)]
     step: int  # the newest that a rank here is at
-    margin: Annotated[int, Whole(1, MAX_MARGIN)]  # steps in which word comes to every rank
+    margin: Annotated[int, Between(1, MAX_MARGIN)]  # steps in which word comes to every rank
     asked: StepOrNone = -1  # the step that this node has been asked to save; -1: none yet
 
 
@@ -378,7 +379,7 @@ class Steps(Struct, frozen=True):
 
     round: RoundName
     step: int  # the newest
-    steps: Annotated[int, Whole(1, INT32)]  # in this report
+    steps: Annotated[int, Between(1, INT32)]  # in this report
     seconds: float  # of one step
     own: float  # of one step, without waiting; 0.0 where it is not known
     waited: float
@@ -388,7 +389,7 @@ class ReachMe(Struct, frozen=True):
     """A reader asks the master to dial `port` at the address its stream comes from, and to read
     `nonce` there (elasticrun doctor)."""
 
-    port: Annotated[int, Whole(1024, 65535)]
+    port: Annotated[int, Between(1024, 65535)]
     nonce: Nonce
 
 
@@ -691,7 +692,7 @@ class PersistOver(Struct, frozen=True):
     """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
     snapshot that the ranks wanted written; it is no longer pinned for that."""
 
-    attempt: Annotated[str, Line(0, MAX_ATTEMPT)]
+    attempt: Annotated[str, OneLine(0, MAX_ATTEMPT)]
     round: RoundName
     step: int
     ok: bool
@@ -729,7 +730,7 @@ class NodeStatus(Struct, frozen=True):
     reason: str  # why it waits, empty if it does not
     group_rank: RankOrNone  # -1: has no place in the current round
     first_rank: RankOrNone
-    local_world_size: Annotated[int, Whole(0, MAX_LOCAL_RANKS)]
+    local_world_size: Annotated[int, Between(0, MAX_LOCAL_RANKS)]
     pids: Pids
     health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
 

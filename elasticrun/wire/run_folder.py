@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from elasticrun.system.processes import start_time
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps, loads
 
 if TYPE_CHECKING:
     from elasticrun.wire.messages import JobStatus

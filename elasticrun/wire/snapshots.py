@@ -11,15 +11,12 @@ State itself never travels here: it lies in segments (`shm.segment`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Final
 
+from elasticrun.wire.types import RoundName
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A round's whole name, as in types.RoundName; number 0 is no round."""
-
-    term: int = 0
-    number: int = 0
-    nonce: str = ""
+NO_ROUND: Final = RoundName(0, 0, "")
+"""In the place of a round where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +24,8 @@ class Resume:
     """What the ranks of this life go on from: the snapshot (`round`, `step`), which the master has
     chosen for all; step -1: there is none in memory. `present` names the life's own round."""
 
-    present: Named
-    round: Named
+    present: RoundName
+    round: RoundName
     step: int
     world_size: int  # of that round
     same: bool  # whether this rank's own snapshot of that round lies on this node
@@ -167,10 +164,11 @@ class PutsOff:
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class StepMissed:
     """The rank was past the step that its segment's `save_at` named, or could not save it. No
     answer."""
 
+    on_wire: ClassVar = "Missed"
     asked: int
     step: int  # that it is at
 
@@ -192,7 +190,7 @@ class Remark:
 RankAsks = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
 """These are answered."""
 
-RankTells = Committed | Restored | CannotRestore | PutsOff | Missed | Skipped | Remark
+RankTells = Committed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
 FromRank = RankAsks | RankTells
 
 # ---------------------------------------------------------------- an agent to its saver
@@ -252,7 +250,7 @@ class PersistParts:
     The coordinator's saver takes in the other nodes' parts by its bulk port until CommitNow."""
 
     attempt: str
-    round: Named
+    round: RoundName
     step: int
     folder: str
     world_size: int
@@ -290,7 +288,7 @@ class Fetch:
     is to be kept, and no rank waits for it."""
 
     key: int  # the agent's, for the memory that is to come
-    round: Named
+    round: RoundName
     step: int
     rank: int
     host: str
@@ -315,7 +313,7 @@ class Serve:
     key: int
     slot: int
     sequence: int
-    round: Named
+    round: RoundName
     step: int
     rank: int
 

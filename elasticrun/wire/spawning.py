@@ -20,8 +20,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Final
 
-from elasticrun.wire.types import Entry
+from elasticrun.wire.types import Entrypoint
 
 # ---------------------------------------------------------------- to the spawner
 
@@ -33,7 +34,7 @@ class Configure:
     launch: str
     preload: tuple[str, ...]  # modules to import beside torch
     learn: bool  # report which site-packages modules the ranks import (`Learned`)
-    entry: Entry  # read once, to see whether its text forbids forking
+    entry: Entrypoint  # read once, to see whether its text forbids forking
     start_method: str  # spawn, fork, forkserver: for function and run-path entries
     numa: bool  # ranks will be bound to cores
     aside: bool = False  # import with cores that nobody else wants
@@ -45,7 +46,7 @@ class SpawnRank:
 
     key: int
     local_rank: int
-    entry: Entry  # args with `${local_rank}` filled in
+    entry: Entrypoint  # args with `${local_rank}` filled in
     env: dict[str, str]  # set over the spawner's own first environment
     unset: tuple[str, ...]  # removed from it
     stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to drop
@@ -124,10 +125,11 @@ class SendSignal:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepOrder:
     """These ranks have exited: remove what they left. SIGKILL to their groups at once; SIGTERM to
     descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept."""
 
+    on_wire: ClassVar = "Sweep"
     keys: tuple[int, ...]
     grace: float
 
@@ -145,11 +147,12 @@ class Quit:
 
 
 @dataclass(frozen=True, slots=True)
-class Pet:
+class Keepalive:
     """The agent's loop is alive. From the first one on, `limit` seconds without another end every
     rank: a stopped agent must not leave ranks of an old round at work, since a next one may write
     the same checkpoints."""
 
+    on_wire: ClassVar = "Pet"
     limit: float
 
 
@@ -163,7 +166,7 @@ class Ping:
 Spawn = SpawnRank | SpawnStore | SpawnProbe | SpawnSaver
 """Orders that make a process."""
 
-ToSpawner = Configure | Spawn | SendSignal | Sweep | CloseStore | Quit | Pet | Ping
+ToSpawner = Configure | Spawn | SendSignal | SweepOrder | CloseStore | Quit | Keepalive | Ping
 
 
 # ---------------------------------------------------------------- from the spawner
@@ -278,6 +281,87 @@ FromChild = Spawned | SpawnFailed | Exited | StoreListening | ProbeSaid
 
 FromSpawner = FromChild | SpawnerReady | Swept | Learned | Notice | Stale | Pong
 
+
+# ---------------------------------------------------------------- a launcher and a warm process
+
+DESCRIPTORS: Final = 5
+"""Sent once an Ask is granted: the agent's conversation, standard streams, working directory."""
+
+NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+"""None of these may be left by a fork."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Fork a fork server with these variables, signal dispositions and signal mask. The descriptors
+    come when that is granted, with one byte: a process that stands still must not hold them."""
+
+    env: dict[str, str]
+    ignored: tuple[int, ...]
+    blocked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Teach:
+    """These modules were imported by the ranks of a job; have them, too."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Say what you are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End; the fork servers that were forked stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Send the descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """The fork server runs. From here on its guard speaks, which is its parent."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The fork server has ended (negative: by that signal), and nothing below it is left."""
+
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """This launcher cannot be served; `reason` completes "it is not used: "."""
+
+    on_wire: ClassVar = "Refused"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """`modules`: how many are imported; `left`: seconds until it ends unless it is used."""
+
+    pid: int
+    torch: str
+    modules: int
+    served: int
+    left: float
+    learning: bool
+
+
+ToWarm = Ask | Teach | Describe | Leave
+FromWarm = Granted | Forked | Over | Declined | Description
+
+
+# ---------------------------------------------------------------- how the server is started
 
 SERVER_FILE = Path(__file__).resolve().parent.parent / "forkserver" / "server.py"
 """Started by its path, so that no folder of the user's can stand in front of our package."""

@@ -1,14 +1,189 @@
-"""Records that most processes of a job speak of: rounds and endpoints, the user's program, and what
-a check of a machine has found. Ranks and the fork server import this."""
+"""What a field of a message may hold; the records that most processes speak of (rounds, endpoints,
+the user's program, what a check of a machine has found); and any record as JSON.
+
+An annotation says what a field may hold: `Annotated[int, Between(1, 65535)]`. A bound takes where a
+value stands (for its sentence) and the value, and returns it or raises `WireError`. What comes in
+is checked field by field before anything of elasticrun sees it: no negative size, no endless text,
+no word outside its enum, no NaN. What goes out passes the same checks, after texts have been cut to
+their bound. A field without a bound of its own has that of its type: a `str` is `text`, a `float`
+is `seconds`, an `int` is from 0 to INT64.
+
+A record is a dataclass or a struct: `loads(dumps(record), type(record)) == record`. What is not
+exactly such a record raises ValueError with a sentence: there is no second guess about what
+somebody may have meant. `strict` is for what other processes say: no text with a NUL, no number
+that no field can mean.
+
+Ranks and the fork server import this: it knows structs without importing msgspec, and nothing
+stands here that costs them anything.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
-from dataclasses import dataclass
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Annotated, Final
+from functools import cache
+from typing import Annotated, Any, Final, TypeVar
 
-from elasticrun.wire.bounds import INT64, Name, Whole
+INT32: Final = 2**31 - 1
+INT64: Final = 2**63 - 1
+
+MAX_TEXT: Final = 4096
+"""Longest sentence, traceback or path in a message, in characters; the sender cuts."""
+
+MAX_NAME: Final = 1024
+"""Longest name (of a job, node, host, role), in characters; a longer one is refused, not cut."""
+
+MAX_SECONDS: Final = 1e9
+"""Longest duration that is believed: 31 years, which people write for "for ever"."""
+
+MAX_LOCAL_RANKS: Final = 4096
+"""Most ranks on one node; ten times the cores of the largest hosts there are."""
+
+MAX_ATTEMPT: Final = 64
+"""Characters of the name of an attempt to persist."""
+
+Bound = Callable[[str, Any], Any]
+
+
+class WireError(ValueError):
+    """A message that is not one of ours or breaks a bound; the text is a sentence for people."""
+
+
+# ---------------------------------------------------------------- bounds
+
+
+class Between:
+    """A whole number between these two."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    def __call__(self, where: str, value: int) -> int:
+        if not self.low <= value <= self.high:
+            raise WireError(f"{where} is {value}, not between {self.low} and {self.high}")
+        return int(value)
+
+
+def seconds(where: str, value: float) -> float:
+    """A duration, neither negative nor without end."""
+    if not (math.isfinite(value) and 0 <= value <= MAX_SECONDS):
+        raise WireError(f"{where} is {value} s, not between 0 and {MAX_SECONDS:.0f} s")
+    return float(value)
+
+
+def limit(where: str, value: float) -> float:
+    """A duration in which something is to be done."""
+    if seconds(where, value) == 0:
+        raise WireError(f"{where} is {value} s, with which nothing can be done in time")
+    return float(value)
+
+
+def amount(where: str, value: float) -> float:
+    """A number that is neither negative nor without end."""
+    if not (math.isfinite(value) and value >= 0):
+        raise WireError(f"{where} is {value}, which is no amount")
+    return float(value)
+
+
+def ratio(where: str, value: float) -> float:
+    """How many times a usual value something must be to stand out: above 1, and not without end."""
+    if not (math.isfinite(value) and value > 1):
+        raise WireError(f"{where} is {value}, not a ratio above 1")
+    return float(value)
+
+
+def text(where: str, value: str) -> str:
+    """Free text for people: the sender cuts it, the receiver refuses what is longer."""
+    if len(value) > MAX_TEXT:
+        raise WireError(f"{where} has {len(value)} characters, more than {MAX_TEXT}")
+    return value
+
+
+def tail(where: str, value: str) -> str:
+    """Text of which the sender keeps the end: a traceback says last what went wrong."""
+    return text(where, value)
+
+
+class OneLine:
+    """One printable line of so many characters, never cut, because a cut name is another name."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
+
+    def __call__(self, where: str, value: str) -> str:
+        if len(value) < self.least:
+            raise WireError(f"{where} is empty")
+        if len(value) > self.most:
+            raise WireError(f"{where} has {len(value)} characters, more than {self.most}")
+        if not value.isprintable():
+            raise WireError(f"{where} holds a character that cannot be printed")
+        return value
+
+
+class OneOf:
+    """One of a few words; `make` turns it into its enum."""
+
+    def __init__(self, *words: str, make: Callable[[str], str] = str) -> None:
+        self.words, self.make = words, make
+
+    def __call__(self, where: str, value: str) -> str:
+        if value not in self.words:
+            raise WireError(f"{where} is {value[:80]!r}, not one of {', '.join(self.words)}")
+        return self.make(value)
+
+
+class Exactly:
+    """Bytes of this length, or (`empty`) none at all."""
+
+    def __init__(self, length: int, *, empty: bool = False) -> None:
+        self.length, self.empty = length, empty
+
+    def __call__(self, where: str, value: bytes) -> bytes:
+        if len(value) != self.length and (value or not self.empty):
+            raise WireError(f"{where} has {len(value)} bytes, not {self.length}")
+        return bytes(value)
+
+
+class AtMost:
+    """A list that is no longer."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, where: str, value: Any) -> Any:
+        if len(value) > self.count:
+            raise WireError(f"{where} lists {len(value)}, more than {self.count}")
+        return value
+
+
+def cut(value: str, most: int, *, keep_end: bool = False) -> str:
+    """At most `most` characters, none of which UTF-8 cannot carry (half a surrogate pair)."""
+    if len(value) > most:
+        value = "…" + value[1 - most :] if keep_end else value[: most - 1] + "…"
+    return value.encode("utf-8", "replace").decode()
+
+
+# ---------------------------------------------------------------- what many fields are
+
+Count = Annotated[int, Between(0, INT32)]
+Pid = Annotated[int, Between(-1, INT32)]
+StepOrNone = Annotated[int, Between(-1, INT64)]
+Limit = Annotated[float, limit]
+Amount = Annotated[float, amount]
+Ratio = Annotated[float, ratio]
+Name = Annotated[str, OneLine(1, MAX_NAME)]
+NameOrEmpty = Annotated[str, OneLine(0, MAX_NAME)]
+Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
+
+
+# ---------------------------------------------------------------- records
 
 SAID_AGAIN: Final = 1.0
 """Seconds after a SIGTERM in which another one is the same: Slurm says it twice within
@@ -25,7 +200,7 @@ class RoundName:
     """
 
     term: int
-    number: Annotated[int, Whole(1, INT64)]  # grows by one with every round of the job
+    number: Annotated[int, Between(1, INT64)]  # grows by one with every round of the job
     nonce: Name
 
     def __str__(self) -> str:
@@ -37,7 +212,7 @@ class Endpoint:
     """A host (name or address, IPv6 without brackets) and a TCP port."""
 
     host: Name
-    port: Annotated[int, Whole(1, 65535)]
+    port: Annotated[int, Between(1, 65535)]
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -64,7 +239,7 @@ class EntryKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entrypoint:
     """The user's program: what to run and its arguments, `${local_rank}` not yet filled in."""
 
     kind: EntryKind
@@ -72,7 +247,7 @@ class Entry:
     args: tuple[str, ...] = ()
 
 
-class State(StrEnum):
+class Level(StrEnum):
     """How a check came out. A warning never stops a job; a failure does with `--precheck`."""
 
     OK = "ok"
@@ -90,6 +265,158 @@ class Finding:
     """
 
     check: str
-    state: State
+    state: Level
     seen: str
     todo: str = ""
+
+
+# ---------------------------------------------------------------- any record as JSON
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+"""Types whose values are their own JSON: most of a large round is, and takes a short way."""
+
+_STRICT_INT: Final = 2**63
+_STRICT_FLOAT: Final = 1e18
+_FLOAT_BITS: Final = 1024  # an int of more has no float
+
+R = TypeVar("R")
+
+
+def dumps(record: Any) -> str:
+    """A record (of records, tuples, dicts, words and numbers) as JSON."""
+    return json.dumps(plain(record))
+
+
+def loads(text: str | bytes, kind: type[R]) -> R:
+    """The record of type `kind` in `text`. ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"this is no {kind.__name__}: it is not JSON") from None
+    record: R = typed(value, kind)
+    return record
+
+
+def plain(value: Any) -> Any:
+    """A record as `json.dumps` takes it; `typed(plain(record), type(record)) == record`."""
+    kind: type = type(value)
+    if kind in _SCALARS:
+        return value
+    if is_record(kind):
+        return {
+            name: item if type(item := getattr(value, name)) in _SCALARS else plain(item)
+            for name in _names(kind)
+        }
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value
+
+
+def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> Any:
+    """The value of type `kind` that was made `plain`; `where` it stands, for the sentence.
+    ValueError."""
+    where = where or getattr(kind, "__name__", str(kind))
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        for each in inner:
+            with contextlib.suppress(ValueError):
+                return typed(value, each, where, strict=strict)
+    elif origin is tuple and isinstance(value, list):
+        return tuple(_item(item, inner[0], where, strict) for item in value)
+    elif origin is dict and isinstance(value, dict):
+        return {
+            _key(key, inner[0], where, strict): _item(item, inner[1], where, strict)
+            for key, item in value.items()
+        }
+    elif isinstance(kind, type):
+        if isinstance(value, dict) and is_record(kind):
+            return _record(value, kind, where, strict)
+        return _scalar(value, kind, where, strict)
+    raise ValueError(f"{where} has the wrong type {type(value).__name__}")
+
+
+def is_record(kind: type) -> bool:
+    """Whether it is a class of named fields: a dataclass, or a struct of msgspec."""
+    return hasattr(kind, "__struct_fields__") or is_dataclass(kind)
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
+    return names
+
+
+@cache
+def fields_of(kind: type) -> dict[str, Any]:
+    """The fields of a record with their types; ten thousand seats of a round ask for them."""
+    hints = typing.get_type_hints(kind)
+    return {name: hints[name] for name in _names(kind)}
+
+
+@cache
+def resolve(kind: Any) -> None:
+    """Look up the fields of a record and of all records in it, while sys.modules still has their
+    modules: the fork server hides its own before it reads its second message."""
+    of = fields_of(kind).values() if isinstance(kind, type) and is_record(kind) else ()
+    for inner in (*of, *typing.get_args(kind)):
+        resolve(inner)
+
+
+def _item(value: Any, kind: Any, where: str, strict: bool) -> Any:
+    """By the short way where there is one."""
+    if type(value) is kind and kind in _SCALARS and (not strict or _is_usual(value)):
+        return value
+    return typed(value, kind, where, strict=strict)
+
+
+def _record(body: dict[str, Any], kind: type, where: str, strict: bool) -> Any:
+    hints = fields_of(kind)
+    for name in body:
+        if name not in hints:
+            raise ValueError(f"{where} has no field {name[:60]!r}")
+    values = {
+        name: _item(value, hints[name], f"{where}.{name}", strict) for name, value in body.items()
+    }
+    try:
+        return kind(**values)
+    except TypeError:
+        missing = next((name for name in hints if name not in body), "a field")
+        raise ValueError(f"{where} comes without {missing}") from None
+
+
+def _key(text: str, kind: type, where: str, strict: bool) -> Any:
+    if kind is not int:
+        return _item(text, kind, where, strict)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{where} has the key {text[:60]!r}, which is no number") from None
+
+
+def _scalar(value: Any, kind: type, where: str, strict: bool) -> Any:
+    if issubclass(kind, StrEnum) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"{where} is {value[:60]!r}, which is none of its words") from None
+    if kind is float and type(value) is int and value.bit_length() < _FLOAT_BITS:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where} has the wrong type {type(value).__name__}")
+    if strict and not _is_usual(value):
+        raise ValueError(f"{where} has the wrong type or is out of range")
+    return value
+
+
+def _is_usual(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    if isinstance(value, float):
+        return abs(value) < _STRICT_FLOAT  # a NaN is not
+    return not isinstance(value, int) or -_STRICT_INT <= value < _STRICT_INT

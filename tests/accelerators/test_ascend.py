@@ -10,7 +10,7 @@ import pytest
 from elasticrun.accelerators import ascend
 from elasticrun.accelerators.ascend import Ascend, parse, visible
 from elasticrun.accelerators.asking import NoAnswer
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 from tests.accelerators.standins import bare, npu_smi
 
 RULE = "+---------------------------+---------------+-----------------------------------------+"
@@ -59,7 +59,7 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ascend:
 
 
 def bad(findings: tuple[Finding, ...]) -> list[Finding]:
-    return [finding for finding in findings if finding.state is not State.OK]
+    return [finding for finding in findings if finding.state is not Level.OK]
 
 
 # ---------------------------------------------------------------- which NPUs
@@ -144,10 +144,10 @@ def test_bad_npus_are_named(four: Ascend, tmp_path: Path) -> None:
         idle(0), idle(1), idle(2), holder,
     )  # fmt: skip
     alarm, warning, full, held = bad(four.examine(4, environ))
-    assert (alarm.state, warning.state) == (State.FAILED, State.WARNING)
+    assert (alarm.state, warning.state) == (Level.FAILED, Level.WARNING)
     assert alarm.seen == "NPU 1 chip 0 (910B4): npu-smi reports Alarm"
     assert alarm.todo == "see npu-smi info -t health -i 1 -c 0"
-    assert (full.state, held.state) == (State.FAILED, State.WARNING)
+    assert (full.state, held.state) == (Level.FAILED, Level.WARNING)
     assert full.seen.startswith("NPU 2 chip 0: 39.1 of 64.0 GiB of its memory (61 %, limit 30 %)")
     assert "process 90004242 (512 MiB)" in held.seen
 
@@ -164,7 +164,7 @@ def test_what_is_not_visible_is_not_judged(four: Ascend, tmp_path: Path) -> None
 
 def test_no_npu_smi_is_a_warning(four: Ascend, tmp_path: Path) -> None:
     (finding,) = bad(four.examine(4, bare() | {"PATH": str(tmp_path)}))
-    assert finding.state is State.WARNING
+    assert finding.state is Level.WARNING
     assert "not on the PATH" in finding.seen
 
 
@@ -176,12 +176,12 @@ def test_npu_smi_that_hangs_is_given_up_with_all_it_started(
     began = time.monotonic()
     (finding,) = bad(four.examine(4, environ))
     assert time.monotonic() - began < 60.0
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED
     assert finding.seen == "npu-smi could not be asked: no answer within 0.5 s"
 
 
 def test_npu_smi_that_fails_is_one_sentence(four: Ascend, tmp_path: Path) -> None:
     environ = npu_smi(tmp_path, "echo 'dcmi module initialize failed. ret is -8005' >&2; exit 1")
     (finding,) = bad(four.examine(4, environ))
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED
     assert finding.seen == "npu-smi could not be asked: dcmi module initialize failed. ret is -8005"

@@ -17,7 +17,7 @@ import torch
 from elasticrun.accelerators import nvidia, nvidia_child
 from elasticrun.accelerators.base import descends_from_us
 from elasticrun.accelerators.nvidia import Nvidia, visible
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 from tests.accelerators.standins import PYNVML, bare, gpu, library, nvml
 
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
@@ -28,7 +28,7 @@ CHECKS = ["GPU count", "GPU memory", "GPU ECC", "GPU pages", "GPU clocks", "NVLi
 
 
 def bad(findings: tuple[Finding, ...]) -> list[Finding]:
-    return [finding for finding in findings if finding.state is not State.OK]
+    return [finding for finding in findings if finding.state is not Level.OK]
 
 
 def the_bad_one(folder: Path, wanted: int = 2, **what: Any) -> Finding:
@@ -111,7 +111,7 @@ def test_only_cuda_itself_counts_mig_instances(tmp_path: Path) -> None:
     environ = nvml(tmp_path, gpu(0), gpu(1, mig=1))
     assert Nvidia().count(environ) is None
     (count, *others) = Nvidia().examine(4, environ)
-    assert count.state is State.OK
+    assert count.state is Level.OK
     assert "MIG" in count.seen
     assert not bad(tuple(others))
 
@@ -154,7 +154,7 @@ def test_fewer_than_asked_for(wanted: int, listed: str | None, seen: str, tmp_pa
     environ = nvml(tmp_path, gpu(0), gpu(1))
     environ |= {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     (finding,) = bad(Nvidia().examine(wanted, environ))
-    assert (finding.check, finding.state) == ("GPU count", State.FAILED)
+    assert (finding.check, finding.state) == ("GPU count", Level.FAILED)
     assert finding.seen.startswith(seen)
     assert "CUDA_VISIBLE_DEVICES" in finding.todo
 
@@ -162,34 +162,34 @@ def test_fewer_than_asked_for(wanted: int, listed: str | None, seen: str, tmp_pa
 def test_a_lost_gpu_is_named_and_does_not_count(tmp_path: Path) -> None:
     few, lost = bad(Nvidia().examine(2, nvml(tmp_path, gpu(0), gpu(1, lost=True))))
     assert few.seen.startswith("only 1 GPU can be seen, 2 are asked for")
-    assert (lost.state, lost.seen) == (State.FAILED, "GPU 1 does not answer: GPU is lost")
+    assert (lost.state, lost.seen) == (Level.FAILED, "GPU 1 does not answer: GPU is lost")
     # ... also one that is lost while it is asked
     *_, lost = bad(Nvidia().examine(2, nvml(tmp_path, gpu(0), gpu(1, ecc="lost"))))
     assert lost.seen == "GPU 1 does not answer: GPU is lost"
 
 
-BAD: list[tuple[dict[str, Any], str, State, str]] = [
-    ({"ecc": 2}, "GPU ECC", State.FAILED, "2 uncorrected memory errors"),
-    ({"rows": [1, 2, 0, 1]}, "GPU pages", State.FAILED, "could not be remapped"),
-    ({"rows": [1, 2, 1, 0]}, "GPU pages", State.WARNING, "rows wait to be remapped"),
-    ({"retiring": 1}, "GPU pages", State.WARNING, "pages wait to be retired"),
-    ({"reasons": 0x08 | 0x80, "temperature": 91}, "GPU clocks", State.WARNING,
+BAD: list[tuple[dict[str, Any], str, Level, str]] = [
+    ({"ecc": 2}, "GPU ECC", Level.FAILED, "2 uncorrected memory errors"),
+    ({"rows": [1, 2, 0, 1]}, "GPU pages", Level.FAILED, "could not be remapped"),
+    ({"rows": [1, 2, 1, 0]}, "GPU pages", Level.WARNING, "rows wait to be remapped"),
+    ({"retiring": 1}, "GPU pages", Level.WARNING, "pages wait to be retired"),
+    ({"reasons": 0x08 | 0x80, "temperature": 91}, "GPU clocks", Level.WARNING,
      "at 91 °C: hardware slowdown, power brake"),
-    ({"reasons": 0x20}, "GPU clocks", State.WARNING, "software thermal slowdown"),
-    ({"reasons": 0x40}, "GPU clocks", State.WARNING, "hardware thermal slowdown"),
+    ({"reasons": 0x20}, "GPU clocks", Level.WARNING, "software thermal slowdown"),
+    ({"reasons": 0x40}, "GPU clocks", Level.WARNING, "hardware thermal slowdown"),
     ({"memory": [2**30, 80 * 2**30], "held": [[STRANGER, 600 * 2**20], [STRANGER + 1, None]]},
-     "GPU memory", State.WARNING,
+     "GPU memory", Level.WARNING,
      f"(1 %) held by process {STRANGER} (600 MiB), process {STRANGER + 1}"),
     ({"memory": [40 * 2**30, 80 * 2**30], "held": [[1, 39 * 2**30]]}, "GPU memory",
-     State.FAILED, "(50 %, limit 30 %) held by process 1 (39936 MiB)"),
-    ({"memory": [24 * 2**30, 80 * 2**30]}, "GPU memory", State.FAILED, "cannot be seen from here"),
-    ({"links": [1] * 15 + [0] * 3}, "NVLink", State.WARNING, "3 of its 18 NVLinks are down"),
+     Level.FAILED, "(50 %, limit 30 %) held by process 1 (39936 MiB)"),
+    ({"memory": [24 * 2**30, 80 * 2**30]}, "GPU memory", Level.FAILED, "cannot be seen from here"),
+    ({"links": [1] * 15 + [0] * 3}, "NVLink", Level.WARNING, "3 of its 18 NVLinks are down"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("what", "check", "state", "part"), BAD)
 def test_a_bad_gpu_is_named(
-    what: dict[str, Any], check: str, state: State, part: str, tmp_path: Path
+    what: dict[str, Any], check: str, state: Level, part: str, tmp_path: Path
 ) -> None:
     finding = the_bad_one(tmp_path, **what)
     assert (finding.check, finding.state) == (check, state)
@@ -232,7 +232,7 @@ def test_a_process_that_is_not_found_here_may_be_ours(
     """NVML may tell a container the host's process ids, those of its own ranks too."""
     held = [[pid, 30 * 2**30] for pid in pids]
     finding = the_bad_one(tmp_path, memory=[70 * 2**30, 80 * 2**30], held=held)
-    assert (finding.check, finding.state) == ("GPU memory", State.WARNING)
+    assert (finding.check, finding.state) == ("GPU memory", Level.WARNING)
     assert f"(88 %, limit 30 %) held by process {pids[0]} (30720 MiB)" in finding.seen
     assert finding.seen.endswith(
         f"; {which} not seen from here (ended since, or numbered by a host around this container) "
@@ -296,7 +296,7 @@ def test_nvml_that_fails_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(nvidia, "has_driver", lambda: driver)
     (finding,) = Nvidia().examine(1, nvml(tmp_path, broken=18))
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED
     assert part in finding.seen
 
 
@@ -306,7 +306,7 @@ def test_nvml_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     began = time.monotonic()
     (finding,) = Nvidia().examine(1, nvml(tmp_path, hangs=True))
     assert time.monotonic() - began < 60.0
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED
     assert finding.seen == "NVML could not be asked: no answer within 1 s"
 
 
@@ -320,7 +320,7 @@ def test_a_child_whose_caller_is_gone_ends_by_itself(tmp_path: Path) -> None:
 @pytest.mark.skipif(nvidia.has_driver(), reason="there is an NVIDIA driver here")
 def test_the_real_nvml_on_a_node_without_a_driver() -> None:
     (finding,) = Nvidia().examine(1, bare())
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED
     assert "there is no NVIDIA driver on this node" in finding.seen
     assert Nvidia().count(bare()) == 0
 
@@ -338,4 +338,4 @@ def test_an_answer_of_another_shape_is_no_answer(
 ) -> None:
     monkeypatch.setattr(nvidia, "_ask", lambda what, environ: answer)
     (finding,) = Nvidia().examine(1, {})
-    assert finding.state is State.FAILED
+    assert finding.state is Level.FAILED

@@ -6,7 +6,7 @@ from typing import Any
 
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
 from elasticrun.wire.messages import JobSpec, Start
-from elasticrun.wire.types import Endpoint, Entry, EntryKind, RoundName
+from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName
 
 
 def job_spec(**changes: Any) -> JobSpec:
@@ -36,7 +36,7 @@ def agent_config(spec: dict[str, Any] | None = None, **changes: Any) -> AgentCon
     values: dict[str, Any] = {
         "spec": job_spec(**(spec or {})),
         "rendezvous": MasterPlace("standalone"),
-        "entry": Entry(EntryKind.SCRIPT, "train.py", ("--lr=1",)),
+        "entry": Entrypoint(EntryKind.SCRIPT, "train.py", ("--lr=1",)),
         "logs": LogPlan(log_dir="/dev/null"),
         "nproc_per_node": 2,
         **changes,

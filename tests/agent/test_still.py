@@ -13,7 +13,7 @@ from elasticrun.agent import spawner
 from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.spawner import Child, Spawners
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.agent.configs import agent_config
 from tests.harness import LIMIT, await_exit
 
@@ -68,7 +68,7 @@ class Node:
 
     async def ranks(self, count: int) -> list[Spawned]:
         for number in range(count):
-            entry = Entry(EntryKind.COMMAND, "sleep", ("1000",))
+            entry = Entrypoint(EntryKind.COMMAND, "sleep", ("1000",))
             order = SpawnRank(*(0, number, entry, {}, ()), "", "", "", (), ())
             child = self.spawners.start(order, self)
             self.children[child.key] = child

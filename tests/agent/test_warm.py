@@ -7,12 +7,12 @@ import socket
 import pytest
 
 from elasticrun.agent.warm import hear
-from elasticrun.wire import frames, warm
+from elasticrun.wire import frames, spawning
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_a_word_in_pieces_is_one_word(pieces: int) -> None:
-    said = warm.Refused("its umask differs")
+    said = spawning.Declined("its umask differs")
     data = frames.encode(said)
     size = -(-len(data) // pieces)
     # of such a pair each piece is received by itself

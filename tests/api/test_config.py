@@ -18,8 +18,7 @@ from elasticrun.config import AgentConfig, LogPlan
 from elasticrun.core.events import Exit
 from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, entry_of, raise_for
 from elasticrun.wire.messages import Failure, FailureKind
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import EntryKind
+from elasticrun.wire.types import EntryKind, dumps, loads
 from tests.api import functions
 from tests.harness import LIMIT
 

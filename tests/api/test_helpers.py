@@ -28,7 +28,7 @@ from elasticrun.wire.spawning import (
     CloseStore,
     Exited,
     FromSpawner,
-    Pet,
+    Keepalive,
     ProbePlan,
     ProbeSaid,
     SendSignal,
@@ -217,7 +217,7 @@ class Saver:
 def test_a_caller_s_saver_lives_as_long_as_its_conversation() -> None:
     with calling("spawn") as agent:
         first = Saver(agent)
-        agent.tell(Pet(0.01))
+        agent.tell(Keepalive(0.01))
         assert first.answers()
         environ = Path(f"/proc/{first.pid}/environ").read_bytes().split(b"\0")
         assert b"MARK=x" in environ

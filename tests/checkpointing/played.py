@@ -17,12 +17,12 @@ from elasticrun.shm.segment import Segment, begin, segment_bytes
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place
 from elasticrun.wire.snapshots import (
+    NO_ROUND,
     AwaitRoom,
     CannotRestore,
     Committed,
     FromPeer,
     IsWhole,
-    Named,
     NeedSegment,
     RankHere,
     Restored,
@@ -33,8 +33,9 @@ from elasticrun.wire.snapshots import (
     WantShard,
     Whole,
 )
+from elasticrun.wire.types import RoundName
 
-NOTHING = Resume(Named(1, 1, "a"), Named(), -1, 0, False)
+NOTHING = Resume(RoundName(1, 1, "a"), NO_ROUND, -1, 0, False)
 
 
 @dataclass
@@ -103,7 +104,7 @@ class PlayedAgent:
         world: int,
         number: int = 2,
         ranks: int | None = None,
-        of: Named | None = None,
+        of: RoundName | None = None,
     ) -> None:
         """The round that is to come resumes from `step` of the present one, or of round `of`, which
         had so many ranks."""
@@ -112,7 +113,7 @@ class PlayedAgent:
         with self._news:
             assert self._news.wait_for(lambda: self.held.keys() >= set(held), 240), self.said
         same = ranks is None or ranks == world
-        self.resume = Resume(Named(1, number, "a"), old, step, world, same)
+        self.resume = Resume(RoundName(1, number, "a"), old, step, world, same)
         self.ranks = ranks if ranks is not None else self.ranks
         for memory in self.segments.values():
             for snapshot in memory.segment.snapshots():

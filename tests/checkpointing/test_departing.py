@@ -9,7 +9,7 @@ import pytest
 from elasticrun.checkpointing import line
 from elasticrun.checkpointing.line import AgentLine, Departure, PutOff
 from elasticrun.shm.segment import NONE
-from elasticrun.wire.snapshots import FromRank, Missed
+from elasticrun.wire.snapshots import FromRank, StepMissed
 from tests.checkpointing.ranks import python
 
 
@@ -51,7 +51,7 @@ def test_a_rank_that_is_past_it_says_so_and_is_given_another() -> None:
     assert not one.is_asked(NONE, 5)
     assert not one.is_asked(5, 6)
     assert not one.is_asked(5, 7)
-    assert said == [Missed(5, 6)]
+    assert said == [StepMissed(5, 6)]
     assert [one.is_asked(9, 8), one.is_asked(9, 9), one.is_asked(9, 10)] == [False, True, False]
 
 
@@ -59,7 +59,7 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
     one, said = rank(0)
     assert one.is_asked(1, 1)
     one.answer(1, saved=False)
-    assert said == [Missed(1, 1)]
+    assert said == [StepMissed(1, 1)]
     assert not one.is_asked(1, 2)
 
 

@@ -25,7 +25,8 @@ from elasticrun.storage.folder import Folder
 from elasticrun.storage.manifest import FileEntry, Manifest
 from elasticrun.storage.writing import StorageError
 from elasticrun.training import Checkpointer
-from elasticrun.wire.snapshots import Named, Remark
+from elasticrun.wire.snapshots import Remark
+from elasticrun.wire.types import RoundName
 from tests.checkpointing.played import PlayedAgent
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,7 +59,7 @@ def add_manifest(folder: Folder, step: int) -> None:
         entries.append(FileEntry(path.name, number, True, 1, size, size, size, hashes))
     marker = (Path(folder.path(step)) / manifests.MARKER).read_bytes()
     made = Manifest(
-        *(step, Named(1, 1, "aa"), 1, "a", "periodic", "2.13.0"),
+        *(step, RoundName(1, 1, "aa"), 1, "a", "periodic", "2.13.0"),
         *(len(marker), xxhash.xxh3_64_intdigest(marker), tuple(entries)),
     )
     folder.put(step, manifests.NAME, manifests.encode(made))

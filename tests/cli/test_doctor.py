@@ -26,7 +26,7 @@ from elasticrun.cli.verbs.status import Question, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TOKEN_WANTED
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 from tests import needs
 from tests.certificates import Authority
 from tests.detection.commands import NOT_A_POD, machine
@@ -153,7 +153,7 @@ def test_a_failure_is_exit_code_1(environ: dict[str, str]) -> None:
 def test_a_warning_is_exit_code_0(environ: dict[str, str], tmp_path: Path) -> None:
     environ["TMPDIR"] = str(tmp_path / "gone")
     done = doctor("--json", environ=environ)
-    assert one(findings(done.stdout), "disk, temporary folder").state is State.WARNING
+    assert one(findings(done.stdout), "disk, temporary folder").state is Level.WARNING
     assert done.returncode == 0
 
 
@@ -165,7 +165,7 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
     assert [finding.check for finding in found[:2]] == ["torch", "scheduler"]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert one(found, "open files").state is (
-        State.OK if files == resource.RLIM_INFINITY or files >= 16512 else State.WARNING
+        Level.OK if files == resource.RLIM_INFINITY or files >= 16512 else Level.WARNING
     )
     assert str(tmp_path) in one(found, "disk, log folder").seen
     assert "/gone (to be made in /)" in one(found, "disk, checkpoint folder").seen
@@ -226,7 +226,7 @@ def test_a_step_of_several_nodes_has_the_checks_of_several_hosts(environ: dict[s
     done = run([*command, "--json"], env=environ | SRUN)
     page = json.loads(done.stdout)
     name = one([finding(fields) for fields in page["findings"]], "host name")
-    assert name.state is State.WARNING
+    assert name.state is Level.WARNING
     assert "which is loopback alone; gloo offers" in name.seen
     told = {one["name"]: (one["value"], one["source"]) for one in page["settings"]}
     assert told["nnodes"] == ("2", "$SLURM_STEP_NUM_NODES")
@@ -235,7 +235,7 @@ def test_a_step_of_several_nodes_has_the_checks_of_several_hosts(environ: dict[s
     assert told["rdzv-endpoint"] == ("node2:20001", "$SLURM_STEP_NODELIST; port: $SLURM_JOB_ID")
     alone = run([*command, "--json", "--nnodes=1"], env=environ | SRUN)
     found = [finding(fields) for fields in json.loads(alone.stdout)["findings"]]
-    assert one(found, "host name").state is State.OK
+    assert one(found, "host name").state is Level.OK
 
 
 def test_the_table_of_settings(environ: dict[str, str]) -> None:
@@ -314,14 +314,14 @@ async def test_a_second_host_of_our_name_in_the_job(environ: dict[str, str]) -> 
         where = f"--rdzv-endpoint={served.endpoint}"
         _, out, _ = await beside("--json", where, environ=environ)
         twice = one(findings(out), "host name in the job")
-        assert twice.state is State.WARNING
+        assert twice.state is Level.WARNING
         assert "198.51.100.9" in twice.seen
 
 
 def test_a_master_that_does_not_answer(environ: dict[str, str]) -> None:
     done = doctor("--json", f"--rdzv-endpoint=127.0.0.1:{free_port()}", environ=environ)
     master = one(findings(done.stdout), "master")
-    assert master.state is State.FAILED
+    assert master.state is Level.FAILED
     assert "does not answer" in master.seen
     assert done.returncode == 1
 
@@ -341,7 +341,7 @@ async def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
         where = f"--rdzv-endpoint={served.endpoint}"
         code, out, err = await beside("--json", where, *flags, environ=environ)
         assert (code, err) == (0, "")
-        assert one(findings(out), "ports").state is State.OK
+        assert one(findings(out), "ports").state is Level.OK
         code, out, err = await beside("--json", where, environ=environ)
         assert (code, err) == (1, "")
         master = one(findings(out), "master")
@@ -416,14 +416,14 @@ def test_two_hosts_that_are_well(pair: Pair) -> None:
     assert "the master's host far has dialled ports" in one(found, "ports").seen
     assert "packets of 1500 bytes" in one(found, "packet size").seen
     own = one(found, "host name")
-    assert (own.state, own.seen) == (State.OK, "near resolves to 192.0.2.1")
+    assert (own.state, own.seen) == (Level.OK, "near resolves to 192.0.2.1")
 
 
 def test_packet_sizes_that_differ(pair: Pair) -> None:
     assert pair.on("near", "ip", "link", "set", "eth0", "mtu", "1400").returncode == 0
     code, found = pair.look()
     size = one(found, "packet size")
-    assert size.state is State.WARNING
+    assert size.state is Level.WARNING
     assert "sends packets of 1400 bytes" in size.seen
     assert "sends 1500" in size.seen
     assert code == 0
@@ -444,7 +444,7 @@ def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
         needs.lacking(f"no firewall can be had here: {walled.stderr}")
     code, found = pair.look()
     ports = one(found, "ports")
-    assert ports.state is State.FAILED
+    assert ports.state is Level.FAILED
     assert "the master's host far cannot dial port" in ports.seen
     assert "no answer within 2 s" in ports.seen
     assert code == 1

@@ -20,7 +20,7 @@ from elasticrun.cli.verbs.master import configure
 from elasticrun.config import EXIT_USAGE
 from elasticrun.wire import run_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.harness import clean_environment
 
 
@@ -163,15 +163,15 @@ def test_a_reader_that_has_gone_is_no_error(words: str, tmp_path: Path) -> None:
 
 def test_a_binary_is_no_script(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="add --no-python"):
-        check_program(Entry(EntryKind.SCRIPT, sys.executable))
-    assert check_program(Entry(EntryKind.COMMAND, sys.executable)) == ""
+        check_program(Entrypoint(EntryKind.SCRIPT, sys.executable))
+    assert check_program(Entrypoint(EntryKind.COMMAND, sys.executable)) == ""
     shell = tmp_path / "run.sh"
     shell.write_text("#!/bin/bash\necho hello\n")
-    assert "meant for /bin/bash" in check_program(Entry(EntryKind.SCRIPT, str(shell)))
+    assert "meant for /bin/bash" in check_program(Entrypoint(EntryKind.SCRIPT, str(shell)))
     shell.write_text("#!/usr/bin/env python3\n")
-    assert check_program(Entry(EntryKind.SCRIPT, str(shell))) == ""
-    assert check_program(Entry(EntryKind.MODULE, "no.such.module")) == ""
-    assert check_program(Entry(EntryKind.SCRIPT, "-")) == ""
+    assert check_program(Entrypoint(EntryKind.SCRIPT, str(shell))) == ""
+    assert check_program(Entrypoint(EntryKind.MODULE, "no.such.module")) == ""
+    assert check_program(Entrypoint(EntryKind.SCRIPT, "-")) == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -180,7 +180,7 @@ def test_a_script_that_may_not_be_read(tmp_path: Path) -> None:
     script.write_text("")
     script.chmod(0)
     with pytest.raises(UsageError, match="cannot be read: Permission denied"):
-        check_program(Entry(EntryKind.SCRIPT, str(script)))
+        check_program(Entrypoint(EntryKind.SCRIPT, str(script)))
 
 
 # ---------------------------------------------------------------- --dry-run

@@ -19,7 +19,7 @@ from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import AgentConfig, Learning, LogPlan, MasterPlace
 from elasticrun.detection.found import Given
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 PLUGINS = {"torchrun.handlers": ["mine"], "torchrun.logs_specs": ["fancy"]}
 
@@ -67,7 +67,7 @@ def test_every_default() -> None:
             restart_grace=30.0, master_lost_timeout=600.0,
         ),
         rendezvous=MasterPlace("standalone", "127.0.0.1", 0),
-        entry=Entry(EntryKind.SCRIPT, "s.py", ()),
+        entry=Entrypoint(EntryKind.SCRIPT, "s.py", ()),
         logs=LogPlan(log_dir=None),
         nproc_per_node=1,
         launch="auto",
@@ -450,10 +450,10 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--log-line-prefix-template a", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "b"},
      "logs.prefix_template", "a"),
     ("--logs-specs fancy", {}, "logs.logs_specs", "fancy"),
-    ("-m", {}, "entry", Entry(EntryKind.MODULE, "s.py")),
-    ("--no-python", {}, "entry", Entry(EntryKind.COMMAND, "s.py")),
-    ("--run-path --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
-    ("--run-path -m --no-python", {}, "entry", Entry(EntryKind.RUN_PATH, "s.py")),
+    ("-m", {}, "entry", Entrypoint(EntryKind.MODULE, "s.py")),
+    ("--no-python", {}, "entry", Entrypoint(EntryKind.COMMAND, "s.py")),
+    ("--run-path --no-python", {}, "entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
+    ("--run-path -m --no-python", {}, "entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
     ("--rdzv-backend mine", {}, "delegate", "mine"),
     # node health
     ("--network-check", {}, "spec.checks", CheckSpec(network=True)),

@@ -13,11 +13,10 @@ from elasticrun.dcp.image import envelope, write_envelopes
 from elasticrun.saver.hashing import digest
 from elasticrun.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.shm.segment import HASHES_AT, Segment, begin, block_of, hashes_page, segment_bytes
-from elasticrun.wire.snapshots import Named
 from elasticrun.wire.types import RoundName
 
 ROUND = RoundName(1, 3, "aabbccdd")
-NAMED = Named(1, 3, "aabbccdd")
+NAMED = RoundName(1, 3, "aabbccdd")
 
 
 class HandMade:

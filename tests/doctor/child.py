@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 from tests import needs
 from tests.harness import clean_environment
 
@@ -55,7 +55,7 @@ def found(
 
 
 def finding(fields: dict[str, Any]) -> Finding:
-    return Finding(**{**fields, "state": State(fields["state"])})
+    return Finding(**{**fields, "state": Level(fields["state"])})
 
 
 def one(findings: list[Finding], check: str) -> Finding:

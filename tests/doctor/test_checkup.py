@@ -13,7 +13,7 @@ from elasticrun.doctor import checkup
 from elasticrun.doctor.checkup import Checks, Subject
 from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.verdict import amount, failures, in_a_line, ok
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 
 def test_they_run_side_by_side_and_are_told_in_order() -> None:
@@ -30,14 +30,14 @@ def test_they_run_side_by_side_and_are_told_in_order() -> None:
 def test_one_that_hangs_is_left_to_itself(tmp_path: Path) -> None:
     """A read of a pipe that nobody writes to hangs as a dead file server does."""
     os.mkfifo(tmp_path / "pipe")
-    hangs = [Checks("disk", (tmp_path / "pipe").open, limit=0.2, late=State.FAILED)]  # type: ignore[arg-type, list-item]
+    hangs = [Checks("disk", (tmp_path / "pipe").open, limit=0.2, late=Level.FAILED)]  # type: ignore[arg-type, list-item]
     well = Checks("well", lambda: [ok("well", "seen")], limit=240)
     began = time.monotonic()
     late, fine = checkup.run([*hangs, well])
     assert time.monotonic() - began < 120  # it was not waited for
-    assert late.state is State.FAILED
+    assert late.state is Level.FAILED
     assert late.seen == "no answer within 0.2 s"
-    assert fine.state is State.OK
+    assert fine.state is Level.OK
     os.close(os.open(tmp_path / "pipe", os.O_WRONLY))  # the thread may go
 
 
@@ -46,7 +46,7 @@ def test_a_check_that_breaks_is_no_verdict_on_the_machine() -> None:
         raise RuntimeError("a defect")
 
     (only,) = checkup.run([Checks("mine", look)])
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert "RuntimeError: a defect" in only.seen
 
 
@@ -75,7 +75,7 @@ def test_words() -> None:
         "1.5 GiB",
         "200 GiB",
     ]
-    bad = Finding("ports", State.FAILED, "closed", "open them")
+    bad = Finding("ports", Level.FAILED, "closed", "open them")
     assert in_a_line(bad) == "ports: closed; open them"
     assert in_a_line(ok("ports", "open")) == "ports: open"
     assert failures([ok("a", "b"), bad]) == [bad]

@@ -10,7 +10,7 @@ import pytest
 from elasticrun.doctor import disk
 from elasticrun.doctor.disk import JobFolder
 from elasticrun.doctor.verdict import GIB, MIB
-from elasticrun.wire.types import State
+from elasticrun.wire.types import Level
 from tests.doctor.child import found
 
 LOOK = """
@@ -24,19 +24,19 @@ FILL = 'dd if=/dev/zero of="{place}/full" bs=4k 2>/dev/null || true'
 @pytest.mark.parametrize(
     ("options", "more", "needed", "state", "said"),
     [
-        ("size=200m", "", True, State.OK, "of 200 MiB are free in"),
-        ("size=90m", "", True, State.WARNING, "90 MiB of 90 MiB are free"),
-        ("size=40m", "", True, State.FAILED, "40 MiB of 40 MiB are free"),
-        ("size=200m,nr_inodes=500", "", True, State.WARNING, "room for 49"),
-        ("size=200m,nr_inodes=50", "", True, State.FAILED, "room for 4"),
-        ("size=2m", FILL, True, State.FAILED, "it is full"),
-        ("size=200m,ro", "", True, State.FAILED, "read-only file system"),
-        ("size=200m,ro", "", False, State.WARNING, "read-only file system"),
+        ("size=200m", "", True, Level.OK, "of 200 MiB are free in"),
+        ("size=90m", "", True, Level.WARNING, "90 MiB of 90 MiB are free"),
+        ("size=40m", "", True, Level.FAILED, "40 MiB of 40 MiB are free"),
+        ("size=200m,nr_inodes=500", "", True, Level.WARNING, "room for 49"),
+        ("size=200m,nr_inodes=50", "", True, Level.FAILED, "room for 4"),
+        ("size=2m", FILL, True, Level.FAILED, "it is full"),
+        ("size=200m,ro", "", True, Level.FAILED, "read-only file system"),
+        ("size=200m,ro", "", False, Level.WARNING, "read-only file system"),
     ],
     ids=["well", "little", "none", "few-inodes", "no-inodes", "full", "read-only", "not-needed"],
 )
 def test_a_file_system_of_its_own(
-    tmp_path: Path, options: str, more: str, needed: bool, state: State, said: str
+    tmp_path: Path, options: str, more: str, needed: bool, state: Level, said: str
 ) -> None:
     place = str(tmp_path)
     setup = f"mount -t tmpfs -o {options} tmpfs '{place}'\n" + more.format(place=place)
@@ -45,20 +45,20 @@ def test_a_file_system_of_its_own(
     assert only.state is state, only
     assert said in only.seen
     assert place in only.seen
-    assert bool(only.todo) is (state is not State.OK)
-    assert "--log-dir" in only.todo or state is State.OK
+    assert bool(only.todo) is (state is not Level.OK)
+    assert "--log-dir" in only.todo or state is Level.OK
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     (only,) = disk.examine(JobFolder("log", str(tmp_path), little=0, none=0))
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_made_later(tmp_path: Path) -> None:
     later = tmp_path / "a" / "b"
     (only,) = disk.examine(JobFolder("log", str(later), little=0, none=0))
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert f"{later} (to be made in {tmp_path})" in only.seen
     assert list(tmp_path.iterdir()) == []
 
@@ -68,7 +68,7 @@ def test_a_temporary_folder_that_nobody_makes(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone")
     temporary = disk.folders({"TMPDIR": gone})[0]
     (only,) = disk.examine(temporary)
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert only.seen == f"there is no folder {gone}"
     assert "TMPDIR" in only.todo
 
@@ -83,10 +83,10 @@ def test_a_user_without_a_home() -> None:
     """The run folder is only wanted; a log folder is needed."""
     place = "~no-such-user-here/x"
     (only,) = disk.examine(JobFolder("run", place, needed=False))
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert only.seen == f"{place} cannot be found: this user has no home folder"
     (only,) = disk.examine(JobFolder("log", place))
-    assert only.state is State.FAILED
+    assert only.state is Level.FAILED
 
 
 def test_the_folders_of_a_job(tmp_path: Path) -> None:

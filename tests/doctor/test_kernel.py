@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.doctor import kernel
-from elasticrun.wire.types import State
+from elasticrun.wire.types import Level
 
 NOW = 200_000.0
 """Seconds since boot."""
@@ -36,13 +36,13 @@ def plant(root: Path, *lines: tuple[int, str]) -> Path:
 def test_nothing(tmp_path: Path) -> None:
     root = plant(tmp_path, (HOUR_AGO, "usb 1-1: new device"), (TWO_DAYS_AGO, OOM))
     (only,) = kernel.examine(root, NOW)
-    assert only.state is State.OK
+    assert only.state is Level.OK
 
 
 def test_processes_that_were_killed(tmp_path: Path) -> None:
     root = plant(tmp_path, (TWO_DAYS_AGO, OOM), (HOUR_AGO, OOM), (int(NOW * 1e6) - 5, GLOBAL_OOM))
     (only,) = kernel.examine(root, NOW)
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert only.seen.startswith("2 times in the last 24 hours a process was killed")
     assert "0 s ago (train, pid 4712)" in only.seen
 
@@ -50,9 +50,9 @@ def test_processes_that_were_killed(tmp_path: Path) -> None:
 def test_to_an_agent_that_starts_what_was_killed_before_is_no_matter(tmp_path: Path) -> None:
     root = plant(tmp_path, (HOUR_AGO, OOM), (HOUR_AGO, XID.format(79)))
     killed, xid = kernel.examine(root, NOW, starts=True)
-    assert (killed.state, killed.todo) == (State.OK, "")
+    assert (killed.state, killed.todo) == (Level.OK, "")
     assert killed.seen.startswith("once in the last 24 hours a process was killed")
-    assert (xid.state, "Xid 79" in xid.seen) == (State.WARNING, True)
+    assert (xid.state, "Xid 79" in xid.seen) == (Level.WARNING, True)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,19 @@ def test_xids(tmp_path: Path) -> None:
     assert "drain the node" in bus.todo
     assert "Xid 13 of PCI:0000:3b:00 once" in program.seen
     assert "program's own fault" in program.todo
-    assert {bus.state, program.state} == {State.WARNING}
+    assert {bus.state, program.state} == {Level.WARNING}
 
 
 def test_a_machine_check(tmp_path: Path) -> None:
     said = "mce: [Hardware Error]: Machine check events logged"
     (only,) = kernel.examine(plant(tmp_path, (HOUR_AGO, said)), NOW)
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert "the hardware reported an error once" in only.seen
 
 
 def test_where_it_may_not_be_read(tmp_path: Path) -> None:
     (only,) = kernel.examine(tmp_path, NOW)
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert "cannot be read here" in only.seen
 
 
@@ -112,7 +112,7 @@ def test_a_log_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
     finally:
         os.close(writer)
         os.close(reader)
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
 
 
 def test_a_kernel_that_writes_faster_than_we_read(
@@ -128,7 +128,7 @@ def test_a_kernel_that_writes_faster_than_we_read(
 
     monkeypatch.setattr(kernel.os, "read", overwritten)
     (only,) = kernel.examine(tmp_path, NOW)
-    assert only.state is State.OK
+    assert only.state is Level.OK
 
 
 def test_the_real_one() -> None:

@@ -13,7 +13,7 @@ from elasticrun.doctor import reach
 from elasticrun.doctor.reach import Answer
 from elasticrun.system.network import mtu_to
 from elasticrun.wire.messages import Reached
-from elasticrun.wire.types import State
+from elasticrun.wire.types import Level
 
 HERE = "127.0.0.1"
 ELSEWHERE = "198.51.100.9"
@@ -52,7 +52,7 @@ def test_ports_that_were_dialled(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("32768\t60999\n")
     (only,) = reach.examine_ports([answer(), answer()], HERE, tmp_path)
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert "far has dialled ports 40000 and 40000 (of 32768 to 60999)" in only.seen
     assert reach.examine_ports([], HERE, tmp_path) == []
 
@@ -60,7 +60,7 @@ def test_ports_that_were_dialled(tmp_path: Path) -> None:
 def test_a_port_that_was_not(tmp_path: Path) -> None:
     reason = "no answer within 2 s"
     (only,) = reach.examine_ports([answer(), answer(ok=False, reason=reason)], HERE, tmp_path)
-    assert only.state is State.FAILED
+    assert only.state is Level.FAILED
     assert only.seen.endswith(f"cannot dial port 40000 of this host at {HERE}: {reason}")
     assert "firewall" in only.todo
 
@@ -70,23 +70,23 @@ def test_behind_a_door_or_nat_nothing_is_claimed(seen_as: str) -> None:
     """A master behind a job's door sees its own loopback, and dials itself."""
     said = answer(ok=False, reason="connection refused", address=seen_as, mtu=1)
     (only,) = reach.examine_ports([said], ELSEWHERE)
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert "cannot be seen" in only.seen
     (size,) = reach.examine_mtu(said.reached, ELSEWHERE)
-    assert size.state is State.OK
+    assert size.state is Level.OK
 
 
 @pytest.mark.parametrize(
     ("ahead", "took", "state", "said"),
     [
-        (0.2, 0.01, State.OK, "200.0 ms ahead of"),
-        (0.00003, 0.01, State.OK, "0.0 ms ahead of"),
-        (1.5, 0.01, State.WARNING, "1.5 s ahead of"),
-        (-86400.0, 0.01, State.WARNING, "86400.0 s behind"),
-        (1.5, 4.0, State.OK, "1.5 s ahead of"),  # half of those four seconds is doubt
+        (0.2, 0.01, Level.OK, "200.0 ms ahead of"),
+        (0.00003, 0.01, Level.OK, "0.0 ms ahead of"),
+        (1.5, 0.01, Level.WARNING, "1.5 s ahead of"),
+        (-86400.0, 0.01, Level.WARNING, "86400.0 s behind"),
+        (1.5, 4.0, Level.OK, "1.5 s ahead of"),  # half of those four seconds is doubt
     ],
 )
-def test_clocks(ahead: float, took: float, state: State, said: str) -> None:
+def test_clocks(ahead: float, took: float, state: Level, said: str) -> None:
     sent = 500_000 * SECOND
     clock_us = round(sent + (took / 2 - ahead) * SECOND)
     (only,) = reach.examine_clock([answer(sent=sent, took=round(took * SECOND), clock_us=clock_us)])
@@ -98,13 +98,13 @@ def test_the_quickest_answer_tells_the_time() -> None:
     slow = answer(sent=0, took=8 * SECOND, clock_us=0)
     quick = answer(sent=10 * SECOND, took=2, clock_us=10 * SECOND + 1)
     (only,) = reach.examine_clock([slow, quick])
-    assert only.state is State.OK
+    assert only.state is Level.OK
     assert "is 0.0 ms" in only.seen
     assert reach.examine_clock([]) == []
 
 
-@pytest.mark.parametrize(("theirs", "state"), [(0, State.OK), (1, State.WARNING)])
-def test_packet_sizes(theirs: int, state: State) -> None:
+@pytest.mark.parametrize(("theirs", "state"), [(0, Level.OK), (1, Level.WARNING)])
+def test_packet_sizes(theirs: int, state: Level) -> None:
     said = replace(REACHED, mtu=mtu_to(HERE) + theirs)
     (only,) = reach.examine_mtu(said, HERE)
     assert only.state is state

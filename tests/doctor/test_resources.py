@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.doctor import resources
 from elasticrun.doctor.resources import LOCKED, OPEN_FILES
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 from tests.doctor.child import found, one
 
 LOOK = """
@@ -81,10 +81,10 @@ def test_a_quota_against_the_ranks(tmp_path: Path) -> None:
     own = len(os.sched_getaffinity(0))
     root = plant(tmp_path, V2, {"job/a/cpu.max": "50000 100000\n"})
     many = look(root, 4, own)
-    assert many.state is State.WARNING
+    assert many.state is Level.WARNING
     assert f"0.5 of {own} cores can be used (CPU quota: 0.5), for 4 ranks" in many.seen
     alone = look(root, 1, own, OMP_NUM_THREADS="1")
-    assert alone.state is State.WARNING  # one rank on half a core, whatever its threads
+    assert alone.state is Level.WARNING  # one rank on half a core, whatever its threads
 
 
 def test_a_quota_that_holds_threads_up(tmp_path: Path) -> None:
@@ -94,15 +94,15 @@ def test_a_quota_that_holds_threads_up(tmp_path: Path) -> None:
         pytest.skip("one core: a quota above one holds nothing up")
     root = plant(tmp_path, V2, {"job/a/cpu.max": "150000 100000\n"})
     alone = look(root, 1, own)
-    assert alone.state is State.WARNING
+    assert alone.state is Level.WARNING
     assert f"torch starts {own} threads" in alone.seen
     assert alone.todo == "set OMP_NUM_THREADS=1"
-    assert look(root, 1, own, OMP_NUM_THREADS="1").state is State.OK
+    assert look(root, 1, own, OMP_NUM_THREADS="1").state is Level.OK
 
 
 def test_more_ranks_than_a_whole_host_has_is_nobodys_secret(tmp_path: Path) -> None:
     own = len(os.sched_getaffinity(0))
-    assert look(tmp_path, 10 * own, own).state is State.OK
+    assert look(tmp_path, 10 * own, own).state is Level.OK
 
 
 def test_affinity() -> None:
@@ -111,7 +111,7 @@ def test_affinity() -> None:
         pytest.skip("that needs a machine of two cores, all of them ours")
     code = LOOK.format(call="examine_cores(2, {})")
     (only,) = found(code, before=lambda: os.sched_setaffinity(0, own[:1]))
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert f"1 of {len(own)} cores can be used (affinity: 1), for 2 ranks" in only.seen
 
 
@@ -121,35 +121,35 @@ def test_affinity() -> None:
 @pytest.mark.parametrize(
     ("options", "ranks", "state", "said"),
     [
-        ("size=2g", 8, State.OK, "2 GiB of 2 GiB are free"),
-        ("size=64m", 1, State.WARNING, "docker's default"),
-        ("size=512m", 8, State.WARNING, "data loaders of 8 ranks may take 1 GiB"),
-        ("size=512m", 2, State.OK, "512 MiB of 512 MiB"),
-        ("size=100m", 0, State.WARNING, "data loaders of a rank may take 128 MiB"),
-        ("size=16k", 1, State.FAILED, "16 KiB of 16 KiB"),
+        ("size=2g", 8, Level.OK, "2 GiB of 2 GiB are free"),
+        ("size=64m", 1, Level.WARNING, "docker's default"),
+        ("size=512m", 8, Level.WARNING, "data loaders of 8 ranks may take 1 GiB"),
+        ("size=512m", 2, Level.OK, "512 MiB of 512 MiB"),
+        ("size=100m", 0, Level.WARNING, "data loaders of a rank may take 128 MiB"),
+        ("size=16k", 1, Level.FAILED, "16 KiB of 16 KiB"),
     ],
     ids=["well", "docker", "too-little-for-8", "enough-for-2", "too-little-for-any", "none"],
 )
-def test_the_size_of_shm(options: str, ranks: int, state: State, said: str) -> None:
+def test_the_size_of_shm(options: str, ranks: int, state: Level, said: str) -> None:
     mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
     code = LOOK.format(call=f"examine_shm({ranks})")
     (only,) = found(code, setup=mount, apart=("--mount",))
     assert only.state is state, only
     assert said in only.seen
-    assert ("--shm-size" in only.todo) is (state is not State.OK)
+    assert ("--shm-size" in only.todo) is (state is not Level.OK)
 
 
 def test_what_dead_processes_have_left() -> None:
     mount = "mount -t tmpfs -o size=300m tmpfs /dev/shm\nfallocate -l 290m /dev/shm/left"
     (only,) = found(LOOK.format(call="examine_shm(1)"), setup=mount, apart=("--mount",))
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert "10 MiB of 300 MiB are free" in only.seen
     assert "dead processes" in only.todo
 
 
 def test_there_is_no_shm(tmp_path: Path) -> None:
     (only,) = resources.examine_shm(1, tmp_path)
-    assert only.state is State.WARNING
+    assert only.state is Level.WARNING
     assert "there is no /dev/shm" in only.seen
 
 
@@ -165,15 +165,15 @@ def limited(what: int, soft: int, hard: int, ranks: int, root: str = "/") -> lis
 @pytest.mark.parametrize(
     ("soft", "hard", "ranks", "state", "said", "todo"),
     [
-        (4096, 4096, 8, State.OK, "ulimit -n is 4096", ""),
-        (512, 4096, 8, State.WARNING, "a rank with data loaders may need 1024", "ulimit -n 1024"),
-        (512, 512, 8, State.WARNING, "may need 1024", "the hard limit is 512"),
-        (4096, 4096, 5000, State.WARNING, "the store of 5000 ranks may need 5512", "hard limit"),
-        (100, 4096, 1, State.FAILED, "with which no rank can work", "ulimit -n 1024"),
+        (4096, 4096, 8, Level.OK, "ulimit -n is 4096", ""),
+        (512, 4096, 8, Level.WARNING, "a rank with data loaders may need 1024", "ulimit -n 1024"),
+        (512, 512, 8, Level.WARNING, "may need 1024", "the hard limit is 512"),
+        (4096, 4096, 5000, Level.WARNING, "the store of 5000 ranks may need 5512", "hard limit"),
+        (100, 4096, 1, Level.FAILED, "with which no rank can work", "ulimit -n 1024"),
     ],
     ids=["well", "few", "few-and-hard", "large-job", "none"],
 )
-def test_open_files(soft: int, hard: int, ranks: int, state: State, said: str, todo: str) -> None:
+def test_open_files(soft: int, hard: int, ranks: int, state: Level, said: str, todo: str) -> None:
     only = one(limited(resource.RLIMIT_NOFILE, soft, hard, ranks), OPEN_FILES)
     assert only.state is state, only
     assert said in only.seen
@@ -186,7 +186,7 @@ def test_locked_memory_matters_where_infiniband_is(tmp_path: Path, cards: int) -
         (tmp_path / f"sys/class/infiniband/mlx5_{number}").mkdir(parents=True)
     only = one(limited(resource.RLIMIT_MEMLOCK, 64 << 10, 64 << 10, 1, str(tmp_path)), LOCKED)
     assert "ulimit -l is 64 KiB" in only.seen
-    assert only.state is (State.WARNING if cards else State.OK)
+    assert only.state is (Level.WARNING if cards else Level.OK)
     if cards:
         assert "mlx5_0, mlx5_1" in only.seen
         assert "memlock" in only.todo

@@ -8,7 +8,7 @@ import pytest
 
 from elasticrun.accelerators.base import Build
 from elasticrun.doctor import software
-from elasticrun.wire.types import State
+from elasticrun.wire.types import Level
 
 DRIVER = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
@@ -21,7 +21,7 @@ def seen(root: Path, monkeypatch: pytest.MonkeyPatch, build: Build, **versions: 
     monkeypatch.setattr(software, "installed", lambda name: found.get(name, ""))
     monkeypatch.setattr(software, "torch_build", lambda: build)
     (finding,) = software.examine(root)
-    assert (finding.check, finding.state == State.OK) == ("torch", "torch" in versions)
+    assert (finding.check, finding.state == Level.OK) == ("torch", "torch" in versions)
     return finding.seen
 
 

@@ -86,7 +86,7 @@ class Stage:
             else:
                 return made
 
-    async def there(self) -> dict[str, etcd.Item]:
+    async def there(self) -> dict[str, etcd.KeyValue]:
         return {item.key: item for item in (await self.etcd.read(KEYS.base)).items}
 
     async def recorded(self) -> Facts:

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, plain_environment
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Driver]:
     """Shared by tests that start ranks and wait for their end."""
-    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment(), cold=True) as driver:
+    with Driver(
+        Entrypoint(EntryKind.SCRIPT, "none.py"), env=plain_environment(), cold=True
+    ) as driver:
         ready = driver.ready()
         assert ready.mode == "fork", ready.reason
         yield driver

@@ -27,7 +27,7 @@ from elasticrun.wire.spawning import (
     SpawnRank,
     start_server,
 )
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 LIMIT = 240.0
 """Seconds for any one event on a busy machine; a test that needs them all is broken, not slow."""
@@ -79,7 +79,7 @@ class Driver(Conversation):
 
     def __init__(
         self,
-        entry: Entry | None = None,
+        entry: Entrypoint | None = None,
         *,
         env: Mapping[str, str] | None = None,
         launch: str = "auto",
@@ -106,7 +106,7 @@ class Driver(Conversation):
         super().__init__(sock, FromSpawner)
         self._key = 0
         if configure:
-            entry = entry or Entry(EntryKind.SCRIPT, "none.py")
+            entry = entry or Entrypoint(EntryKind.SCRIPT, "none.py")
             self.tell(Configure(launch, tuple(preload), learn, entry, "spawn", numa))
 
     # ------------------------------------------------------------ conversation
@@ -120,7 +120,7 @@ class Driver(Conversation):
 
     # ------------------------------------------------------------ ranks
 
-    def start(self, entry: Entry, **more: Any) -> int:
+    def start(self, entry: Entrypoint, **more: Any) -> int:
         """Order a rank; its key."""
         self._key += 1
         fields: dict[str, Any] = {
@@ -149,7 +149,7 @@ class Driver(Conversation):
     def failed(self, key: int) -> SpawnFailed:
         return self.wait(SpawnFailed, lambda m: m.key == key)
 
-    def run(self, entry: Entry, **more: Any) -> Exited:
+    def run(self, entry: Entrypoint, **more: Any) -> Exited:
         """Run a rank to its end."""
         return self.exited(self.start(entry, **more))
 
@@ -175,7 +175,7 @@ class Driver(Conversation):
             raise
 
 
-def forking(entry: Entry, *, env: Mapping[str, str] | None = None, **more: Any) -> Driver:
+def forking(entry: Entrypoint, *, env: Mapping[str, str] | None = None, **more: Any) -> Driver:
     """A fork server that is ready, and whose forks are trusted; by default in a plain
     environment."""
     driver = Driver(entry, env=plain_environment() if env is None else env, **more)
@@ -208,10 +208,10 @@ def warm_process(
         assert not gone([pid])
 
 
-def script(path: Path, text: str, *args: str) -> Entry:
+def script(path: Path, text: str, *args: str) -> Entrypoint:
     """Write a script and give the entry that runs it."""
     path.write_text(text)
-    return Entry(EntryKind.SCRIPT, str(path), args)
+    return Entrypoint(EntryKind.SCRIPT, str(path), args)
 
 
 def plain_environment(**more: str) -> dict[str, str]:

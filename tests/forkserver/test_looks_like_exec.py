@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import LIMIT, forking, plain_environment, warm_process
 from tests.further import cases
 
@@ -66,15 +66,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ENTRIES: dict[str, Callable[[Path], Entry]] = {
-    "script": lambda place: Entry(EntryKind.SCRIPT, str(place / "probe.py")),
-    "module": lambda place: Entry(EntryKind.MODULE, "pack.inner.probe"),
-    "folder": lambda place: Entry(EntryKind.SCRIPT, str(place / "tree")),
-    "zip": lambda place: Entry(EntryKind.SCRIPT, str(place / "probe.zip")),
-    "relative folder": lambda place: Entry(EntryKind.SCRIPT, "tree"),
-    "relative zip": lambda place: Entry(EntryKind.SCRIPT, "probe.zip"),
-    "settings": lambda place: Entry(EntryKind.SCRIPT, "probe.py"),
-    "traced": lambda place: Entry(EntryKind.SCRIPT, "probe.py"),
+ENTRIES: dict[str, Callable[[Path], Entrypoint]] = {
+    "script": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "probe.py")),
+    "module": lambda place: Entrypoint(EntryKind.MODULE, "pack.inner.probe"),
+    "folder": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "tree")),
+    "zip": lambda place: Entrypoint(EntryKind.SCRIPT, str(place / "probe.zip")),
+    "relative folder": lambda place: Entrypoint(EntryKind.SCRIPT, "tree"),
+    "relative zip": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.zip"),
+    "settings": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.py"),
+    "traced": lambda place: Entrypoint(EntryKind.SCRIPT, "probe.py"),
 }
 
 SETTINGS = {
@@ -127,7 +127,7 @@ class Pictures:
         out = self.place / f"{kind}.{'exec' if way == 'exec' else 'fork'}.json"
         out.unlink(missing_ok=True)
         stdout, stderr = self.place / f"{way}.out", self.place / f"{way}.err"
-        order = Entry(entry.kind, entry.target, (str(out), "--lr", "0.1"))
+        order = Entrypoint(entry.kind, entry.target, (str(out), "--lr", "0.1"))
         if way == "exec":
             self._exec(order, stdout, stderr, settings)
         elif way == "fork":
@@ -148,7 +148,9 @@ class Pictures:
             self._warm = self._ends.enter_context(warm_process(place, plain_environment()))
         return self._warm
 
-    def _exec(self, entry: Entry, stdout: Path, stderr: Path, settings: dict[str, str]) -> None:
+    def _exec(
+        self, entry: Entrypoint, stdout: Path, stderr: Path, settings: dict[str, str]
+    ) -> None:
         words = ["-m", entry.target] if entry.kind is EntryKind.MODULE else [entry.target]
         with stdout.open("wb") as out, stderr.open("wb") as err:
             subprocess.run(
@@ -164,7 +166,7 @@ class Pictures:
 
     def _fork(
         self,
-        entry: Entry,
+        entry: Entrypoint,
         stdout: Path,
         stderr: Path,
         settings: dict[str, str],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.wire.spawning import Stale
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.forkserver.endings import OUTCOMES, RECURSION, TORCH_OUTCOMES
 from tests.further import cases
@@ -36,7 +36,7 @@ def by_exec(words: list[str], place: Path) -> Outcome:
     return done.returncode, *_texts(place, "exec")
 
 
-def by_fork(server: Driver, entry: Entry, place: Path) -> Outcome:
+def by_fork(server: Driver, entry: Entrypoint, place: Path) -> Outcome:
     stdout, stderr = str(place / "fork.out"), str(place / "fork.err")
     key = server.start(entry, stdout=stdout, stderr=stderr)
     assert server.spawned(key).forked, server.all_of(Stale)
@@ -70,7 +70,7 @@ def test_recursion_limit_differs_on_purpose(server: Driver, tmp_path: Path) -> N
     path = tmp_path / "script.py"
     path.write_text(RECURSION)
     by_python = int(by_exec([str(path)], tmp_path)[1])
-    forked = int(by_fork(server, Entry(EntryKind.SCRIPT, str(path)), tmp_path)[1])
+    forked = int(by_fork(server, Entrypoint(EntryKind.SCRIPT, str(path)), tmp_path)[1])
     assert by_python - 2 <= forked <= by_python
 
 
@@ -83,7 +83,7 @@ def _compare(server: Driver, place: Path, text: str) -> None:
     path = place / "script.py"
     path.write_bytes(text.encode())
     expected = by_exec([str(path)], place)
-    assert by_fork(server, Entry(EntryKind.SCRIPT, str(path)), place) == expected
+    assert by_fork(server, Entrypoint(EntryKind.SCRIPT, str(path)), place) == expected
 
 
 UNRUNNABLE = {
@@ -104,7 +104,7 @@ def test_what_python_says_of_a_script_that_cannot_run(
     target = str(tmp_path / ("script.zip" if "zip" in name else "script.py"))
     expected = by_exec([target], tmp_path)
     assert expected[0] != 0
-    assert by_fork(server, Entry(EntryKind.SCRIPT, target), tmp_path) == expected
+    assert by_fork(server, Entrypoint(EntryKind.SCRIPT, target), tmp_path) == expected
 
 
 MODULES = {
@@ -125,7 +125,7 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Driver, P
     place = tmp_path_factory.mktemp("placed")
     with contextlib.ExitStack() as stack:
         with contextlib.chdir(place):
-            nothing = Entry(EntryKind.SCRIPT, "none.py")
+            nothing = Entrypoint(EntryKind.SCRIPT, "none.py")
             driver = stack.enter_context(Driver(nothing, env=plain_environment()))
             assert driver.ready().mode == "fork"
         yield driver, place
@@ -147,7 +147,7 @@ def test_module(
     monkeypatch.chdir(place)
     module = module.replace("pack", package.name)
     expected = by_exec(["-m", module], tmp_path)
-    assert by_fork(driver, Entry(EntryKind.MODULE, module), tmp_path) == expected
+    assert by_fork(driver, Entrypoint(EntryKind.MODULE, module), tmp_path) == expected
 
 
 @pytest.mark.parametrize("target", ["script.py", "./script.py", "sub/../script.py", "link.py"])
@@ -163,7 +163,7 @@ def test_script_given_by_a_relative_path(
         (place / "link.py").symlink_to("sub/../script.py")
     monkeypatch.chdir(place)
     expected = by_exec([target, "a b", "ä"], tmp_path)
-    entry = Entry(EntryKind.SCRIPT, target, ("a b", "ä"))
+    entry = Entrypoint(EntryKind.SCRIPT, target, ("a b", "ä"))
     assert by_fork(driver, entry, tmp_path) == expected
 
 
@@ -173,7 +173,7 @@ def test_a_compiled_script_is_execed(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("print('compiled')\n")
     compiled = py_compile.compile(str(tmp_path / "s.py"), str(tmp_path / "s.pyc"))
     assert compiled is not None
-    entry = Entry(EntryKind.SCRIPT, compiled)
+    entry = Entrypoint(EntryKind.SCRIPT, compiled)
     with Driver(entry, env=plain_environment()) as driver:
         ready = driver.ready()
         assert ready.mode == "exec"
@@ -186,5 +186,8 @@ def test_a_compiled_script_is_execed(tmp_path: Path) -> None:
 
 def test_a_script_leaves_no_pycache(server: Driver, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("print(1)\n")
-    assert server.run(Entry(EntryKind.SCRIPT, str(tmp_path / "s.py")), stdout="/dev/null").code == 0
+    assert (
+        server.run(Entrypoint(EntryKind.SCRIPT, str(tmp_path / "s.py")), stdout="/dev/null").code
+        == 0
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["s.py"]

@@ -19,7 +19,7 @@ from elasticrun.wire.spawning import (
     SHIELDED,
     CloseStore,
     Exited,
-    Pet,
+    Keepalive,
     ProbePlan,
     ProbeSaid,
     SendSignal,
@@ -308,7 +308,7 @@ def test_probes_end_when_nothing_is_heard_of_the_agent() -> None:
             group = Group(driver, port, "petted")
             key = group.start(0, "probe-hang=compute", world_size=1)
             group.enters(key, "compute")
-            driver.tell(Pet(0.1))
+            driver.tell(Keepalive(0.1))
             assert driver.exited(key).code == -signal.SIGKILL
 
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from elasticrun.testing import processes
-from elasticrun.wire.spawning import Configure, Notice, SendSignal, Sweep, Swept
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.spawning import Configure, Notice, SendSignal, SweepOrder, Swept
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -58,7 +58,7 @@ def test_two_ranks_and_two_lives_draw_different_numbers(server: Driver, tmp_path
     drawn = []
     for life in ("rank 0", "rank 1", "rank 0 again"):
         out = str(tmp_path / life)
-        code = server.run(Entry(EntryKind.SCRIPT, entry.target, (out,))).code
+        code = server.run(Entrypoint(EntryKind.SCRIPT, entry.target, (out,))).code
         assert code == 0
         drawn.append(json.loads(Path(out).read_text()))
     for name in drawn[0]:
@@ -75,7 +75,7 @@ def test_environment_is_the_first_one_with_changes(tmp_path: Path) -> None:
         "import json, os, sys\njson.dump([dict(os.environ), os.popen('env').read()], "
         "open(sys.argv[1], 'w'))\n",
     )
-    entry = Entry(entry.kind, entry.target, (str(tmp_path / "out"),))
+    entry = Entrypoint(entry.kind, entry.target, (str(tmp_path / "out"),))
     with forking(entry, env=plain_environment(GONE="1", KEPT="2")) as driver:
         driver.run(entry, env={"RANK": "3", "KEPT": "4"}, unset=("GONE",))
     seen, of_child = json.loads((tmp_path / "out").read_text())
@@ -299,7 +299,7 @@ def test_a_signal_to_a_rank_alone(server: Driver, tmp_path: Path) -> None:
         server.tell(SendSignal(key, signal.SIGKILL, alone=True))
         assert server.exited(key).code == -signal.SIGKILL
         assert psutil.Process(child).is_running()
-        server.tell(Sweep((key,), 5.0))
+        server.tell(SweepOrder((key,), 5.0))
         assert not gone([child])
         assert server.wait(Swept, lambda said: said.keys == (key,)).stuck == ()
 
@@ -409,7 +409,7 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
     entry = script(tmp_path / "train_me.py", WAIT)
     word = "x" * length
     with fifo(tmp_path / "said") as said:
-        entry = Entry(EntryKind.SCRIPT, entry.target, (str(said), "--name", word))
+        entry = Entrypoint(EntryKind.SCRIPT, entry.target, (str(said), "--name", word))
         key = server.start(entry, env={"A_WORD": "seen"})
         read_line(said)
         pid = server.spawned(key).pid

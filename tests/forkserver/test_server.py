@@ -27,17 +27,17 @@ from elasticrun.wire.spawning import (
     SERVER_FILE,
     SHIELDED,
     CloseStore,
+    Keepalive,
     Notice,
-    Pet,
     Quit,
     SendSignal,
     SpawnStore,
     StoreListening,
-    Sweep,
+    SweepOrder,
     Swept,
     ToSpawner,
 )
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -86,14 +86,14 @@ def test_a_store_serves_and_a_new_one_is_fresh(tmp_path: Path, launch: str) -> N
                     driver.tell(SpawnStore(key, port))
                     store = driver.wait(StoreListening)
                     assert (store.key, store.port) == (key, port)
-                client = Entry(EntryKind.SCRIPT, str(path), (str(port), count))
+                client = Entrypoint(EntryKind.SCRIPT, str(path), (str(port), count))
                 assert driver.run(client).code == 0
             driver.tell(CloseStore(key))
             assert driver.exited(key).code == -signal.SIGKILL
             key = driver.new_key()
             driver.tell(SpawnStore(key, port))
             assert driver.wait(StoreListening).pid != store.pid
-            client = Entry(EntryKind.SCRIPT, str(path), (str(port), "2"))
+            client = Entrypoint(EntryKind.SCRIPT, str(path), (str(port), "2"))
             assert driver.run(client).code == 0
 
 
@@ -180,7 +180,7 @@ def start_family(driver: Driver, place: Path, kind: str) -> tuple[int, list[int]
     path = place / "family.py"
     path.write_text(FAMILY)
     with fifo(place / f"said-{kind}") as said:
-        entry = Entry(EntryKind.SCRIPT, str(path), (str(said), kind))
+        entry = Entrypoint(EntryKind.SCRIPT, str(path), (str(said), kind))
         key = driver.start(entry)
         return key, [int(word) for word in read_line(said).split()]
 
@@ -247,7 +247,7 @@ def test_a_silent_agent_loses_its_ranks(tmp_path: Path) -> None:
         driver.ready()
         key = driver.start(entry)
         driver.spawned(key)
-        driver.tell(Pet(0.5))
+        driver.tell(Keepalive(0.5))
         assert driver.exited(key).code == -signal.SIGKILL
         assert "0.5 s" in driver.wait(Notice).text
 
@@ -258,7 +258,7 @@ def test_a_petted_server_keeps_its_ranks(tmp_path: Path) -> None:
         driver.ready()
         key = driver.start(entry)
         driver.spawned(key)
-        driver.socket.sendall(encode(Pet(0.2)) + encode(Pet(LIMIT)))
+        driver.socket.sendall(encode(Keepalive(0.2)) + encode(Keepalive(LIMIT)))
         assert driver.exited(key).code == 0
         assert driver.all_of(Notice) == []
 
@@ -271,7 +271,7 @@ def test_sweep_kills_groups_and_asks_sessions_of_their_own(tmp_path: Path) -> No
         driver.ready()
         key, pids = start_family(driver, tmp_path, "exit")
         assert driver.exited(key).code == 3
-        driver.tell(Sweep((key,), LIMIT))
+        driver.tell(SweepOrder((key,), LIMIT))
         assert driver.wait(Swept) == Swept((key,), ())
         assert [pid for pid in pids if alive(pid)] == []
 
@@ -283,7 +283,7 @@ def test_sweep_kills_what_does_not_obey_in_its_grace(tmp_path: Path) -> None:
         driver.tell(SendSignal(key, signal.SIGKILL))
         driver.exited(key)
         began = time.monotonic()
-        driver.tell(Sweep((key,), 0.5))
+        driver.tell(SweepOrder((key,), 0.5))
         assert driver.wait(Swept) == Swept((key,), ())
         assert time.monotonic() - began >= 0.5
         assert [pid for pid in pids if alive(pid)] == []
@@ -308,7 +308,7 @@ def test_sweep_lets_a_descendant_finish_in_its_grace(tmp_path: Path) -> None:
         driver.ready()
         key = driver.start(entry, stderr="/dev/null")
         assert driver.exited(key).code == -signal.SIGABRT
-        driver.tell(Sweep((key,), LIMIT))
+        driver.tell(SweepOrder((key,), LIMIT))
         assert driver.wait(Swept).stuck == ()
     assert done.read_text() == "flushed"
 
@@ -324,7 +324,7 @@ def test_sweep_spares_other_ranks_and_stores(tmp_path: Path) -> None:
         key, swept = start_family(driver, tmp_path / "a", "exit")
         _, spared = start_family(driver, tmp_path / "b", "hard")
         driver.exited(key)
-        driver.tell(Sweep((key,), 0.0))
+        driver.tell(SweepOrder((key,), 0.0))
         assert driver.wait(Swept).stuck == ()
         assert [pid for pid in swept if alive(pid)] == []
         assert [pid for pid in [*spared, store] if not alive(pid)] == []
@@ -332,7 +332,7 @@ def test_sweep_spares_other_ranks_and_stores(tmp_path: Path) -> None:
 
 
 def test_sweep_of_nothing_is_answered(server: Driver) -> None:
-    server.tell(Sweep((987654,), 1.0))
+    server.tell(SweepOrder((987654,), 1.0))
     assert server.wait(Swept, lambda said: said.keys == (987654,)) == Swept((987654,), ())
 
 
@@ -359,7 +359,7 @@ def test_fifty_lives_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
             driver.wait(StoreListening, lambda m: m.key == store)
             for key in keys:
                 driver.exited(key)
-            driver.tell(Sweep(tuple(keys), 1.0))
+            driver.tell(SweepOrder(tuple(keys), 1.0))
             driver.wait(Swept)
             driver.tell(CloseStore(store))
             driver.exited(store)
@@ -382,7 +382,8 @@ def test_many_ranks_at_once(tmp_path: Path) -> None:
     with Driver(entry, env=plain_environment()) as driver:
         driver.ready()
         keys = {
-            driver.start(Entry(EntryKind.SCRIPT, entry.target, (str(n),))): n for n in range(16)
+            driver.start(Entrypoint(EntryKind.SCRIPT, entry.target, (str(n),))): n
+            for n in range(16)
         }
         assert {key: driver.exited(key).code for key in keys} == keys
 
@@ -456,7 +457,7 @@ def test_the_frame_buffer_knows_only_messages_and_refusal(data: bytes) -> None:
 
 
 @given(
-    st.builds(Sweep, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.floats(0, 1e6))
+    st.builds(SweepOrder, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.floats(0, 1e6))
     | st.builds(SendSignal, st.integers(0, 2**40), st.integers(0, 64))
     | st.builds(SpawnStore, st.integers(0, 2**40), st.integers(1, 65535)),
     st.integers(1, 7),

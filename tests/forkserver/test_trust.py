@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from elasticrun.wire.spawning import SpawnerReady
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, plain_environment, script
 from tests.further import further
 
 pytestmark = pytest.mark.slow
 
 
-def ready_of(entry: Entry, **environ: str) -> SpawnerReady:
+def ready_of(entry: Entrypoint, **environ: str) -> SpawnerReady:
     with Driver(entry, env=plain_environment(**environ)) as driver:
         return driver.ready()
 
@@ -55,7 +55,7 @@ def test_a_module_that_speaks_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "pack" / "__init__.py").touch()
     (tmp_path / "pack" / "run.py").write_text("# OMP_PLACES\n")
     monkeypatch.chdir(tmp_path)
-    ready = ready_of(Entry(EntryKind.MODULE, "pack.run"))
+    ready = ready_of(Entrypoint(EntryKind.MODULE, "pack.run"))
     assert ready.mode == "exec"
     assert "OMP_PLACES" in ready.reason
 
@@ -253,8 +253,8 @@ def test_such_a_file_in_other_first_places(tmp_path: Path, monkeypatch: pytest.M
         archive.writestr("queue.py", "mine = True\n")
     for entry, mode, file in (
         (plain, "fork", ""),
-        (Entry(EntryKind.MODULE, "m"), "exec", str(tmp_path / "random.py")),
-        (Entry(EntryKind.SCRIPT, "app.zip"), "exec", str(tmp_path / "app.zip" / "queue.py")),
+        (Entrypoint(EntryKind.MODULE, "m"), "exec", str(tmp_path / "random.py")),
+        (Entrypoint(EntryKind.SCRIPT, "app.zip"), "exec", str(tmp_path / "app.zip" / "queue.py")),
     ):
         with Driver(entry, env=plain_environment()) as driver:
             ready = driver.ready()
@@ -299,7 +299,7 @@ def test_launch_exec_imports_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launch", ["auto", "exec"])
 def test_a_command(tmp_path: Path, launch: str) -> None:
-    entry = Entry(EntryKind.COMMAND, "sh", ("-c", "echo $RANK $0; exit 5", "a b"))
+    entry = Entrypoint(EntryKind.COMMAND, "sh", ("-c", "echo $RANK $0; exit 5", "a b"))
     with Driver(entry, launch=launch, env=plain_environment()) as driver:
         ready = driver.ready()
         assert (ready.mode, ready.reason) == ("exec", "")
@@ -308,7 +308,7 @@ def test_a_command(tmp_path: Path, launch: str) -> None:
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    entry = Entry(EntryKind.COMMAND, str(tmp_path / "nothing"))
+    entry = Entrypoint(EntryKind.COMMAND, str(tmp_path / "nothing"))
     with Driver(entry, launch="exec", env=plain_environment()) as driver:
         driver.ready()
         reason = driver.failed(driver.start(entry)).reason
@@ -326,7 +326,7 @@ def test_an_exec_prefix_stands_before_the_command(tmp_path: Path) -> None:
 
 
 def test_a_function_is_not_ours_to_run(server: Driver) -> None:
-    key = server.start(Entry(EntryKind.FUNCTION, "f"))
+    key = server.start(Entrypoint(EntryKind.FUNCTION, "f"))
     assert "its own caller" in server.failed(key).reason
 
 
@@ -334,7 +334,7 @@ def test_a_function_is_not_ours_to_run(server: Driver) -> None:
 def test_run_path(tmp_path: Path, launch: str) -> None:
     text = "import sys\nprint(sys.argv[1:], __name__)\nsys.exit(3)\n"
     entry = script(tmp_path / "s.py", text, "a", "b")
-    entry = Entry(EntryKind.RUN_PATH, entry.target, entry.args)
+    entry = Entrypoint(EntryKind.RUN_PATH, entry.target, entry.args)
     with Driver(entry, launch=launch, env=plain_environment()) as driver:
         assert driver.ready().mode == ("fork" if launch == "auto" else "exec")
         assert driver.run(entry, stdout=str(tmp_path / "out")).code == 3

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.warm import connect
 from elasticrun.forkserver.warm import surroundings
-from elasticrun.wire import frames, warm
+from elasticrun.wire import frames, spawning
 from elasticrun.wire.spawning import Notice
-from elasticrun.wire.types import Entry, EntryKind
+from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import (
     LIMIT,
     Driver,
@@ -31,7 +32,7 @@ from tests.harness import await_true
 
 pytestmark = pytest.mark.slow
 
-NONE = Entry(EntryKind.SCRIPT, "none.py")
+NONE = Entrypoint(EntryKind.SCRIPT, "none.py")
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield there
 
 
-def described(place: Path) -> warm.Description:
-    with warm.connect(place, LIMIT) as conn:
-        conn.sendall(frames.encode(warm.Describe()))
-        (answer,) = frames.FrameBuffer(warm.FromWarm).feed(conn.recv(4096))
-    assert isinstance(answer, warm.Description)
+def described(place: Path) -> spawning.Description:
+    with connect(place, LIMIT) as conn:
+        conn.sendall(frames.encode(spawning.Describe()))
+        (answer,) = frames.FrameBuffer(spawning.FromWarm).feed(conn.recv(4096))
+    assert isinstance(answer, spawning.Description)
     return answer
 
 
@@ -54,7 +55,7 @@ def guard_of(driver: Driver) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def sleeper(folder: Path, pipe: Path) -> Entry:
+def sleeper(folder: Path, pipe: Path) -> Entrypoint:
     """A rank with a process below it in a session of its own; it writes both process ids."""
     return script(
         folder / "sleeper.py",
@@ -230,17 +231,17 @@ def test_a_warm_process_that_stands_still_holds_nobody_up(tmp_path: Path) -> Non
 
 
 def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
-    for data in (b"", b"\0\0\0\4null", b"\xff" * 64, frames.encode(warm.Forked(1))):
-        with warm.connect(place, LIMIT) as conn:
+    for data in (b"", b"\0\0\0\4null", b"\xff" * 64, frames.encode(spawning.Forked(1))):
+        with connect(place, LIMIT) as conn:
             conn.sendall(data)
             conn.shutdown(socket.SHUT_WR)
             assert conn.recv(1) == b""
-    with warm.connect(place, LIMIT) as conn:  # without its descriptors
-        conn.sendall(frames.encode(warm.Ask(plain_environment(), (), ())))
-        heard = frames.FrameBuffer(warm.FromWarm)
-        assert [*heard.feed(conn.recv(4096))] == [warm.Granted()]
+    with connect(place, LIMIT) as conn:  # without its descriptors
+        conn.sendall(frames.encode(spawning.Ask(plain_environment(), (), ())))
+        heard = frames.FrameBuffer(spawning.FromWarm)
+        assert [*heard.feed(conn.recv(4096))] == [spawning.Granted()]
         conn.sendall(b".")
-        assert [*heard.feed(conn.recv(4096))] == [warm.Refused("its descriptors got lost")]
+        assert [*heard.feed(conn.recv(4096))] == [spawning.Declined("its descriptors got lost")]
     assert described(place).torch
 
 
@@ -250,8 +251,8 @@ def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
 def test_it_imports_what_jobs_imported(tmp_path: Path) -> None:
     with warm_process(tmp_path / "w.sock", plain_environment()) as own:
         before = described(own)
-        with warm.connect(own, LIMIT) as conn:
-            conn.sendall(frames.encode(warm.Teach(("wave", "no.such.module", "torch.fx"))))
+        with connect(own, LIMIT) as conn:
+            conn.sendall(frames.encode(spawning.Teach(("wave", "no.such.module", "torch.fx"))))
         assert not gone([before.pid]), "its place was not taken by one that has learnt"
         after = described(own)
         try:
@@ -305,8 +306,8 @@ def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
 
     await_true(there, "warm process")
     pid = described(there()[0]).pid
-    with warm.connect(there()[0], LIMIT) as conn:
-        conn.sendall(frames.encode(warm.Leave()))
+    with connect(there()[0], LIMIT) as conn:
+        conn.sendall(frames.encode(spawning.Leave()))
     assert not gone([pid])
 
 

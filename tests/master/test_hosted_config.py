@@ -10,7 +10,7 @@ from msgspec import structs
 from elasticrun.config import MasterConfig, Tls
 from elasticrun.master.main import config_from_json
 from elasticrun.wire.messages import CheckSpec
-from elasticrun.wire.records import dumps
+from elasticrun.wire.types import dumps
 from tests.simulator.script import DEFAULT_SPEC
 
 

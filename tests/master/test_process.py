@@ -20,9 +20,8 @@ from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
 from elasticrun.wire import messages as m, run_folder
-from elasticrun.wire.records import dumps
 from elasticrun.wire.rpc.channel import attend, get_status, open_channel
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps
 from tests import aio
 from tests.further import further
 from tests.harness import await_true

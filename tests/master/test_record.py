@@ -22,8 +22,7 @@ from elasticrun.core.persisted import Facts, aged
 from elasticrun.master import records, sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore
 from elasticrun.wire import messages as m
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps, loads
 from tests import aio
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
@@ -346,7 +345,7 @@ WRITER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from msgspec import structs
-from elasticrun.wire.records import loads
+from elasticrun.wire.frames import loads
 from elasticrun.core.persisted import Facts
 from elasticrun.master import sqlite_store
 from elasticrun.master.sqlite_store import SqliteStore

@@ -19,7 +19,8 @@ from elasticrun.saver.written import PartError, PartWritten
 from elasticrun.shm.segment import Segment
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.writing import Calls, StorageError
-from elasticrun.wire.snapshots import Named, PartOf
+from elasticrun.wire.snapshots import PartOf
+from elasticrun.wire.types import RoundName
 from tests.dcp.checkpoints import commit, load, ordered, save
 from tests.dcp.slots import HandMade
 from tests.storage.stand_ins import Bucket, Poor
@@ -94,7 +95,7 @@ def test_bytes_that_are_no_part_are_refused(tmp_path: Path) -> None:
     bad.append(replace(part, file=replace(part.file, name="../../etc/passwd")).encode())
     bad.append(replace(part, places=((0, part.file.size + 1),)).encode())
     bad.append(replace(part, step=-1).encode())
-    bad.append(replace(part, round=Named(1, 2, "x" * 100)).encode())
+    bad.append(replace(part, round=RoundName(1, 2, "x" * 100)).encode())
     for wrong in bad:
         with pytest.raises(PartError):
             PartWritten.decode(wrong)

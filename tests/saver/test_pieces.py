@@ -17,7 +17,6 @@ from elasticrun.saver.pool import Inbox, WorkerPool, WorkItem
 from elasticrun.saver.transfer import PeerLink, Served
 from elasticrun.shm.segment import Snapshot, round_key
 from elasticrun.system.reasons import reason_of
-from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
 from tests.dcp.slots import ROUND
 from tests.forkserver.driver import LIMIT
@@ -76,14 +75,14 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         with ours, theirs:
             link = PeerLink(ours)
             link.allow(64 << 20)
-            link.say(bulk.Dial(bulk.VERSION, "aa", False))
-            bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Counter)
-            link.send(encode(bulk.Shown("")))
-            link.say(bulk.Get(round_key(ROUND).hex(), 7, 0, True))
-            head = bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Head)
+            link.say(transfer.Dial(transfer.VERSION, "aa", False))
+            transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Counter)
+            link.send(encode(transfer.Shown("")))
+            link.say(transfer.Get(round_key(ROUND).hex(), 7, 0, True))
+            head = transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Head)
             shared.segment.withdraw(0)  # most of it waits for us to read
             link.take(head.layout_length + head.tensor_bytes + 8 + head.values_bytes + 8)
-            sent = bulk.read(link.payload(), bulk.HOST_TYPES, bulk.Sent)
+            sent = transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Sent)
         host.join(LIMIT)
         assert not sent.ok
         assert "overwritten" in sent.reason

@@ -22,14 +22,13 @@ from elasticrun.wire.snapshots import (
     CheckSnapshot,
     CommitDone,
     GiveUp,
-    Named,
     PartsDone,
     Remark,
     SegmentClosed,
     SegmentOpen,
 )
-from elasticrun.wire.spawning import SHIELDED, Notice, Pet, Quit, SendSignal
-from elasticrun.wire.types import Entry, EntryKind, RoundName
+from elasticrun.wire.spawning import SHIELDED, Keepalive, Notice, Quit, SendSignal
+from elasticrun.wire.types import EntryKind, Entrypoint, RoundName
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.saver.play import Agent, part, persist, saver, state
 
@@ -39,7 +38,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def executing() -> Iterator[Driver]:
     """A fork server that executes whatever it starts."""
-    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment(), launch="exec") as made:
+    with Driver(
+        Entrypoint(EntryKind.SCRIPT, "none.py"), env=plain_environment(), launch="exec"
+    ) as made:
         made.ready()
         yield made
 
@@ -112,7 +113,7 @@ def test_hashes_of_an_earlier_life_are_not_believed(server: Driver, tmp_path: Pa
         segment.commit(0, round=again, sequence=1, step=7, layout=layout.key, values=values)
         checked = agent.check()
         assert (checked.ok, "had not been hashed" in checked.reason) == (True, True)
-        agent.writes(persist(tmp_path, part(), round=Named(1, 4, "eeff")))
+        agent.writes(persist(tmp_path, part(), round=RoundName(1, 4, "eeff")))
         assert agent.commits().ok
     assert Folder(str(tmp_path)).verify(7) == ""
 
@@ -327,13 +328,13 @@ def test_words_that_nobody_understands_end_it(server: Driver) -> None:
 
 @pytest.mark.parametrize("launch", ["fork", "exec"])
 def test_it_outlives_silence_but_not_its_fork_server(launch: str) -> None:
-    entry = Entry(EntryKind.COMMAND if launch == "exec" else EntryKind.SCRIPT, "none.py")
+    entry = Entrypoint(EntryKind.COMMAND if launch == "exec" else EntryKind.SCRIPT, "none.py")
     with Driver(
         entry, env=plain_environment(), launch="auto" if launch == "fork" else "exec"
     ) as own:
         own.ready()
         agent = Agent(own)
-        own.tell(Pet(0.05))
+        own.tell(Keepalive(0.05))
         own.wait(Notice, lambda notice: "nothing was heard of the agent" in notice.text)
         assert not agent.check().ok
         assert alive(agent.pid)

@@ -21,7 +21,6 @@ from elasticrun.saver import peers, transfer
 from elasticrun.saver.peers import MAX_PEERS, Peers, listen
 from elasticrun.saver.pool import Inbox, WorkerPool
 from elasticrun.shm.segment import Segment, begin, segment_bytes
-from elasticrun.wire import bulk
 from elasticrun.wire.frames import encode
 from elasticrun.wire.snapshots import (
     Checked,
@@ -38,7 +37,7 @@ from elasticrun.wire.snapshots import (
     SegmentOpen,
     Serve,
 )
-from elasticrun.wire.types import Endpoint, Entry, EntryKind
+from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 from tests.dcp.slots import NAMED, ROUND
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
 from tests.saver.play import SECRET, Agent, part, persist, saver, state
@@ -52,7 +51,7 @@ HOST = "127.0.0.1"
 @pytest.fixture(scope="module")
 def second() -> Iterator[Driver]:
     """Another node's fork server."""
-    with Driver(Entry(EntryKind.SCRIPT, "none.py"), env=plain_environment()) as made:
+    with Driver(Entrypoint(EntryKind.SCRIPT, "none.py"), env=plain_environment()) as made:
         made.ready()
         yield made
 
@@ -188,7 +187,7 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
     refused, woken = threading.Event(), threading.Event()
     asks = transfer.ask_size
 
-    def ask_size(*words: Any) -> bulk.Head:
+    def ask_size(*words: Any) -> transfer.Head:
         try:
             return asks(*words)
         except transfer.PeerRefused:
@@ -224,7 +223,7 @@ def test_one_that_is_served_a_moment_later_is_waited_for(
 
 @pytest.mark.parametrize(
     ("mine", "sentence"),
-    [("a0a0", "does not know this job's secret"), ("", bulk.SECRET_WANTED)],
+    [("a0a0", "does not know this job's secret"), ("", transfer.SECRET_WANTED)],
 )
 def test_another_secret_is_refused(server: Driver, holder: Agent, mine: str, sentence: str) -> None:
     holder.serve(state().segment())
@@ -237,8 +236,8 @@ def test_another_secret_is_refused(server: Driver, holder: Agent, mine: str, sen
 def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the protocol, not the secret."""
     with door(monkeypatch) as opened, socket.create_connection((HOST, opened.port), LIMIT) as sock:
-        sock.sendall(encode(bulk.Dial(bulk.VERSION, "aa", True)))
-        sock.sendall(encode(bulk.Shown("bb")) + encode(bulk.Get("ff", 7, 0, True)))
+        sock.sendall(encode(transfer.Dial(transfer.VERSION, "aa", True)))
+        sock.sendall(encode(transfer.Shown("bb")) + encode(transfer.Get("ff", 7, 0, True)))
         opened.until(lambda: bool(opened.said))
         (remark,) = opened.said
         said = b""
@@ -246,7 +245,7 @@ def test_a_client_that_cannot_prove_itself_is_refused(monkeypatch: pytest.Monkey
             said += more
     assert b"Refusal" in said
     assert isinstance(remark, Remark)
-    assert bulk.WRONG in remark.text
+    assert transfer.WRONG in remark.text
 
 
 def test_garbage_on_the_port_is_dropped(server: Driver, holder: Agent) -> None:
@@ -288,7 +287,7 @@ class Door:
         self.said: list[FromSaver] = []
         self.woken, self.woke = socket.socketpair()
         self.inbox = Inbox(lambda: self.woke.sendall(b"x"))
-        refusal = bulk.Refusal("nothing of it is here", False)
+        refusal = transfer.Refusal("nothing of it is here", False)
         self.peers = Peers(listener, SECRET, lambda *_: refusal, self.said.append, self.inbox.post)
         self.port = self.peers.port
         self.selector = selectors.DefaultSelector()
@@ -320,7 +319,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 def test_who_is_silent_for_ever_goes_when_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that has waited longest, of those that have proved nothing."""
-    get = bulk.Get("00" * 16, 7, 0, body=False)
+    get = transfer.Get("00" * 16, 7, 0, body=False)
     with ThreadPoolExecutor(1) as pool, door(monkeypatch) as opened:
         where = Endpoint(HOST, opened.port)
         silent = [

@@ -15,8 +15,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Order, Start
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, dumps, loads
 from tests.further import cases
 from tests.simulator.node import Node
 from tests.simulator.script import read, run

@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from elasticrun.core.events import Attached, Heard, JobEvent
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, dumps, loads
 from tests.simulator.master import Master
 from tests.simulator.node import Node, NodeSetup
 from tests.simulator.script import DEFAULT_SPEC

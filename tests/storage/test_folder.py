@@ -16,7 +16,7 @@ from elasticrun.storage import manifest as manifests
 from elasticrun.storage.folder import Folder
 from elasticrun.storage.manifest import FileEntry, Manifest
 from elasticrun.storage.writing import StorageError
-from elasticrun.wire.snapshots import Named
+from elasticrun.wire.types import RoundName
 
 BLOCK = 4096
 DATA = os.urandom(3 * BLOCK + 100)
@@ -46,7 +46,7 @@ def save(folder: Folder, step: int, *, ranks: int = 1, marker: bytes = b"marker"
         sink.write(memoryview(DATA))
         sink.close()
     made = Manifest(
-        *(step, Named(1, 1, "aa"), ranks, "a", "periodic", "2.13.0"),
+        *(step, RoundName(1, 1, "aa"), ranks, "a", "periodic", "2.13.0"),
         *(len(marker), xxhash.xxh3_64_intdigest(marker), tuple(map(entry, range(ranks)))),
     )
     folder.put(step, manifests.NAME, manifests.encode(made))

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from elasticrun.storage.manifest import FileEntry, Manifest, ManifestError, decode, encode
-from elasticrun.wire.snapshots import Named
+from elasticrun.wire.types import RoundName
 
 ENTRY = FileEntry("__0_3.1.a.distcp", 0, True, 77, 10_000, 8192, 4096, (1, 2**64 - 1, 3))
 MANIFEST = Manifest(
     step=7,
-    round=Named(1, 3, "aabb"),
+    round=RoundName(1, 3, "aabb"),
     world_size=2,
     attempt="a",
     reason="periodic",

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.bounds import (
+from elasticrun.wire.types import (
     INT64,
     MAX_SECONDS,
     AtMost,
+    Between,
     Exactly,
-    Line,
+    OneLine,
     OneOf,
-    Whole,
     amount,
     limit,
     ratio,
@@ -51,9 +51,9 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         case AtMost(count=count):
             most = min(count, 4 if hasattr(inner[0], "__annotations__") else 16)
             return st.lists(values(inner[0]), max_size=most).map(tuple)
-        case Whole(low=low, high=high):
+        case Between(low=low, high=high):
             return st.integers(low, high)
-        case Line(least=least, most=most):
+        case OneLine(least=least, most=most):
             return st.text(PRINTABLE, min_size=least, max_size=min(most, 40))
         case OneOf(words=words):
             return st.sampled_from(words)

@@ -15,11 +15,17 @@ from hypothesis import example, given, settings, strategies as st
 from msgspec import Struct, structs
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.bounds import MAX_LOCAL_RANKS, MAX_NAME, MAX_TEXT, WireError
 from elasticrun.wire.pb import job_pb2 as pb
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.protobuf import NAMES, ProtocolMismatch, kinds, rules
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import (
+    MAX_LOCAL_RANKS,
+    MAX_NAME,
+    MAX_TEXT,
+    Endpoint,
+    RoundName,
+    WireError,
+)
 from tests.wire import strategies as draw
 
 ROUND = RoundName(7, 3, "0badcafe")

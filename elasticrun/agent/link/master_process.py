@@ -22,10 +22,9 @@ from elasticrun.agent.boot import Reaper
 from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
 from elasticrun.operator_log import StderrWriter, logger
 from elasticrun.wire import run_folder
-from elasticrun.wire.records import dumps
 from elasticrun.wire.run_folder import LaunchFolder
 from elasticrun.wire.spawning import SHIELDED
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps
 
 if TYPE_CHECKING:
     import asyncio

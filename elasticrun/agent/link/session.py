@@ -12,10 +12,9 @@ from elasticrun.agent.link.trust import Trust
 from elasticrun.agent.runtime import tell_failure
 from elasticrun.operator_log import logger
 from elasticrun.wire import auth
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import Beat, Echo, Hello, Order, Refused, Report, Welcome
 from elasticrun.wire.rpc.channel import Attendance, LinkError, attend, open_channel
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, WireError
 
 ECHO_LIMIT: Final = 1.0
 """Seconds after a beat without an echo at which a second connection is dialled; half of the beat

@@ -38,11 +38,10 @@ from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.config import CANDIDATE_TTL, ETCD_CALL_LIMIT, Tls
 from elasticrun.core.events import AgentEvent, Ordered
 from elasticrun.operator_log import logger
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import End
 from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, leader_from_bytes, parse_place
-from elasticrun.wire.types import Endpoint, mint_incarnation
+from elasticrun.wire.types import Endpoint, WireError, mint_incarnation
 
 STAND_AFTER: Final = (0.05, 0.2)
 """Least and most seconds without a leader before this agent stands, drawn anew each time: a master
@@ -72,7 +71,7 @@ class EtcdRendezvous:
         self._keys = Keys(config.spec.job_id)
         self._me = mint_incarnation()
         self._client: etcd.Etcd | None = None
-        self._there: dict[str, etcd.Item] = {}
+        self._there: dict[str, etcd.KeyValue] = {}
         self._known = asyncio.Event()
         self._told_end = False
         self._served = False
@@ -196,7 +195,7 @@ class EtcdRendezvous:
             self._known.set()
             self._context.met()
 
-    def _is_over(self, item: etcd.Item) -> None:
+    def _is_over(self, item: etcd.KeyValue) -> None:
         """The job has ended, and so has its master."""
         if self._told_end:
             return

@@ -16,7 +16,7 @@ from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import Local
-from elasticrun.agent.snapshots.saver import SaverGone, named
+from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import Snapshot
@@ -156,7 +156,7 @@ class Persisting:
         last, in_use = self._keep(order, life.keep_last)
         return PersistParts(
             attempt=order.attempt,
-            round=named(order.round),
+            round=order.round,
             step=order.step,
             folder=life.folder,
             world_size=order.world_size,

@@ -22,7 +22,7 @@ from typing import Any, Final
 from elasticrun.agent.runtime import Tasks
 from elasticrun.agent.snapshots.inventory import Local
 from elasticrun.agent.snapshots.peers import Peer, one_line
-from elasticrun.agent.snapshots.saver import SaverGone, named, unheard
+from elasticrun.agent.snapshots.saver import SaverGone, unheard
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.operator_log import logger
 from elasticrun.shm.memory import NoRoom
@@ -213,7 +213,7 @@ class Shards:
         try:
             async with asyncio.timeout(FETCH_LIMIT):
                 size = await savers.fetch_size(
-                    s.Fetch(key, named(order.round), order.step, order.holds, *where)
+                    s.Fetch(key, order.round, order.step, order.holds, *where)
                 )
                 if not size.ok:
                     raise Absent(size.reason)
@@ -373,7 +373,7 @@ class Replicas:
         where = (order.saver.host, order.saver.port)
         try:
             size = await savers.fetch_size(
-                s.Fetch(key, named(order.round), order.step, rank, *where, replica=True)
+                s.Fetch(key, order.round, order.step, rank, *where, replica=True)
             )
             if not size.ok:
                 return size.reason

@@ -27,8 +27,7 @@ from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.operator_log import logger
 from elasticrun.shm.segment import round_key
 from elasticrun.wire.messages import Restore, Start
-from elasticrun.wire.records import typed
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import RoundName, typed
 
 DEFAULT_BASE: Final = "/dev/shm"
 

@@ -299,7 +299,7 @@ class Drain:
     def is_put_off(self, local_rank: int, signum: int) -> bool:
         return signum in self._generation.ranks[local_rank].put_off
 
-    def missed(self, said: s.Missed) -> None:
+    def missed(self, said: s.StepMissed) -> None:
         """A rank could not save the step that was asked for."""
         start = self._generation.start
         if start is None or said.asked < 0 or said.asked in self._told:

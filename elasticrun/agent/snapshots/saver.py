@@ -50,11 +50,6 @@ APART: Final = 1.0
 some hashed, and keep their cores to themselves."""
 
 
-def named(name: RoundName) -> s.Named:
-    """A round's name as ranks and savers are told it."""
-    return s.Named(name.term, name.number, name.nonce)
-
-
 class SaverGone(Exception):
     """There is no saver, or it died meanwhile; a sentence."""
 
@@ -169,7 +164,7 @@ class Savers:
             self._show(held)
             self._say(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
 
-    def serve(self, held: Held, snapshot: Snapshot, round: s.Named, rank: int) -> None:
+    def serve(self, held: Held, snapshot: Snapshot, round: RoundName, rank: int) -> None:
         """Have a snapshot given to other nodes that ask for it, if there is a saver."""
         if self._peer is not None:
             self._show(held)

@@ -31,7 +31,7 @@ from elasticrun.agent.snapshots.inventory import (
     Wanted,
 )
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
-from elasticrun.agent.snapshots.saver import Hashing, Savers, named
+from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.agent.spawner import Spawners
 from elasticrun.config import AgentConfig
@@ -62,8 +62,8 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
     that are not to end it before its state is saved."""
     restore = start.restore
     return s.Resume(
-        present=named(start.round),
-        round=s.Named() if restore is None else named(restore.round),
+        present=start.round,
+        round=s.NO_ROUND if restore is None else restore.round,
         step=NONE if restore is None else restore.step,
         world_size=0 if restore is None else restore.world_size,
         same=same,
@@ -296,7 +296,7 @@ class Snapshots:
             self._shards.cannot(message.rank, message.reason)
         elif isinstance(message, s.PutsOff):
             rank.put_off = message.signals
-        elif isinstance(message, s.Missed):
+        elif isinstance(message, s.StepMissed):
             self.drain.missed(message)
         elif isinstance(message, s.Skipped):
             rank.skipped = message.count
@@ -377,7 +377,7 @@ class Snapshots:
         self._hashing.soon(held)
         if self._replicas.wanted and self._several:
             rank = start.first_rank + local_rank
-            self.savers.serve(held, snapshot, named(start.round), rank)
+            self.savers.serve(held, snapshot, start.round, rank)
         if said.persist:
             self._report.now()
         else:
@@ -434,7 +434,7 @@ class Snapshots:
         """Let other nodes have what is held here."""
         if self._several and self.savers.here:
             for held, snapshot, life, rank in self._inventory.everything():
-                self.savers.serve(held, snapshot, named(life.name), rank)
+                self.savers.serve(held, snapshot, life.name, rank)
 
     # ------------------------------------------------------------ small change
 

@@ -23,8 +23,8 @@ from elasticrun.agent.runtime import in_thread
 from elasticrun.core.rounds.failures import NO_TRACEBACK, classify
 from elasticrun.operator_log import logger
 from elasticrun.wire import env
-from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Failure
+from elasticrun.wire.types import MAX_TEXT
 
 LOOK_LIMIT: Final = 5.0
 """Seconds for reading the log; nothing waits for it."""

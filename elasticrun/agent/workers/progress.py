@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from elasticrun.operator_log import logger
-from elasticrun.wire.bounds import INT32
 from elasticrun.wire.messages import Start, Steps
 from elasticrun.wire.progress import (
     DATAGRAM_BYTES,
@@ -27,6 +26,7 @@ from elasticrun.wire.progress import (
     mint_name,
     place,
 )
+from elasticrun.wire.types import INT32
 
 SAY_EVERY: Final = 1.0
 """Seconds between two reports at the least; the interval of the beats where that is longer."""

@@ -39,10 +39,10 @@ from elasticrun.wire.spawning import (
     Spawned,
     SpawnFailed,
     SpawnRank,
-    Sweep,
+    SweepOrder,
     Swept,
 )
-from elasticrun.wire.types import Endpoint, Entry, EntryKind
+from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 
 DESCRIBE_LIMIT: Final = 0.5
 """Seconds for reading what a failed rank left; a hung file system must not delay a restart."""
@@ -128,7 +128,7 @@ def _only_device(local_rank: int, environ: Mapping[str, str]) -> str:
     return devices[local_rank].strip()
 
 
-def rank_entry(entry: Entry, local_rank: int) -> Entry:
+def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
     """The entry with `${local_rank}` filled in, where torchrun does: in the arguments and, unless
     the program is executed itself, in its name. Other `$` words stay as they are."""
 
@@ -240,7 +240,7 @@ class Ranks:
             self._node.deliver(RanksSwept(()))
             return
         self._sweeping = tuple(life.children)
-        self._sweeping[0].send(Sweep(tuple(child.key for child in self._sweeping), grace))
+        self._sweeping[0].send(SweepOrder(tuple(child.key for child in self._sweeping), grace))
 
     async def clear(self, grace: float) -> None:
         """The same at the end of the agent, for ranks that were never swept; returns when nothing

@@ -27,7 +27,7 @@ from elasticrun.doctor.checkup import Subject
 from elasticrun.doctor.verdict import failed, failures, ok
 from elasticrun.system.network import names_this_host_only
 from elasticrun.wire.messages import MAX_RANKS
-from elasticrun.wire.types import Finding, State
+from elasticrun.wire.types import Finding, Level
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +47,7 @@ ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "accelerator")
 MASTER: Final = "master"
 """The check whether it answers at all."""
 
-STYLES: Final = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "bold red"}
+STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "bold red"}
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
@@ -223,7 +223,7 @@ def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
         print()
         shown = [tuple(map(Text, one)) for one in settings]
         status.print_table(console, _table(("setting", "value", "source"), shown))
-    counts = [(state, sum(f.state is state for f in findings)) for state in State]
+    counts = [(state, sum(f.state is state for f in findings)) for state in Level]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
 

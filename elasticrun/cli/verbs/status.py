@@ -29,11 +29,10 @@ from elasticrun import __version__
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import some
 from elasticrun.wire.auth import reader_token
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.rpc.etcd_place import Keys, PlaceError, leader_from_bytes, parse_place
 from elasticrun.wire.run_folder import Ended, Published, ended, prune_ended, published, run_folder
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, WireError
 
 if TYPE_CHECKING:
     import argparse

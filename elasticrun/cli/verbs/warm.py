@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.agent.warm import IDLE, hear, start
+from elasticrun.agent.warm import IDLE, connect, hear, socket_path, start
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, FlagHelp, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Learning
-from elasticrun.wire import frames, warm
+from elasticrun.wire import frames, spawning
 from elasticrun.wire.run_folder import run_folder
 
 ANSWER_LIMIT: Final = 5.0
@@ -38,7 +38,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         raise UsageError("--preload: names of modules are wanted; it learns by itself", EXIT_USAGE)
     if not 0 < asked.idle <= 7 * 24 * 60:
         raise UsageError("--idle: minutes, more than 0 and a week at most", EXIT_USAGE)
-    return _start(warm.socket_path(os.environ), asked.idle * 60, modules, say)
+    return _start(socket_path(os.environ), asked.idle * 60, modules, say)
 
 
 def _parser() -> Parser:
@@ -67,7 +67,7 @@ def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str],
     there = _describe(path)
     if there is not None:
         if modules:
-            _send(path, warm.Teach(tuple(modules)))
+            _send(path, spawning.Teach(tuple(modules)))
         say(f"process {there.pid} is warm already, with torch {there.torch}")
         return EXIT_OK
     answer, pid = start(path, idle, modules, os.environ)
@@ -80,23 +80,23 @@ def _start(path: Path, idle: float, modules: Sequence[str], say: Callable[[str],
     return EXIT_OK
 
 
-def _warm(folder: Path) -> Iterator[tuple[Path, warm.Description]]:
+def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
     """The sockets behind which there is a process, and what it says it is."""
     for path in sorted(folder.glob("warm-*.sock")):
         if path.is_socket() and (found := _describe(path)) is not None:
             yield path, found
 
 
-def _describe(path: Path) -> warm.Description | None:
+def _describe(path: Path) -> spawning.Description | None:
     """What the process behind a socket is; None where there is none (any more)."""
-    answer = _send(path, warm.Describe())
-    return answer if isinstance(answer, warm.Description) else None
+    answer = _send(path, spawning.Describe())
+    return answer if isinstance(answer, spawning.Description) else None
 
 
-def _send(path: Path, word: warm.ToWarm) -> warm.FromWarm | None:
+def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
     """What is answered; None where it hangs up, having nothing to say to that word, or is gone."""
     try:
-        with warm.connect(path, ANSWER_LIMIT) as conn:
+        with connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
             return hear(conn)
     except ConnectionRefusedError:  # it was killed
@@ -109,7 +109,7 @@ def _send(path: Path, word: warm.ToWarm) -> warm.FromWarm | None:
 
 def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
-    here = warm.socket_path(os.environ)
+    here = socket_path(os.environ)
     for path, found in _warm(folder):
         left = found.left
         ends = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
@@ -141,7 +141,7 @@ def _memory(pid: int) -> str:
 def _stop(folder: Path, say: Callable[[str], None]) -> int:
     stopped, left = 0, []
     for path, found in _warm(folder):
-        _send(path, warm.Leave())
+        _send(path, spawning.Leave())
         if _ended(found.pid):
             stopped += 1
         else:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elasticrun.core.health.groups import FailedGroup, ProbeFailure, Rate, Trial
 from elasticrun.core.words import names, some
-from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Probed
+from elasticrun.wire.types import MAX_TEXT
 
 QUOTED = 400
 """Longest reason of an agent that a sentence of ours quotes, in characters."""

@@ -19,8 +19,7 @@ from typing import Final, NoReturn
 from elasticrun.system import processes, sweep
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import encode, peer_of
-from elasticrun.wire.spawning import SHIELDED
-from elasticrun.wire.warm import Forked, Over
+from elasticrun.wire.spawning import SHIELDED, Forked, Over
 
 OWN_END: Final = 5.0
 """Seconds that a fork server has to sweep for itself after its agent's end."""

@@ -31,18 +31,19 @@ from elasticrun.forkserver.warm.guard import become_guard
 from elasticrun.system import processes
 from elasticrun.system.title import set_command_line
 from elasticrun.wire.frames import FrameBuffer, FrameError, encode, peer_of
-from elasticrun.wire.spawning import SHIELDED, server_words
-from elasticrun.wire.warm import (
+from elasticrun.wire.spawning import (
     DESCRIPTORS,
+    SHIELDED,
     Ask,
+    Declined,
     Describe,
     Description,
     FromWarm,
     Granted,
     Leave,
-    Refused,
     Teach,
     ToWarm,
+    server_words,
 )
 
 REQUEST_LIMIT: Final = 10.0
@@ -71,7 +72,7 @@ class Stock:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class WarmArguments:
     """The command line that `wire.spawning` writes for a warm process."""
 
     place: Path
@@ -80,7 +81,7 @@ class Arguments:
     modules: tuple[str, ...]
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Arguments:
+    def parse(cls, words: Sequence[str]) -> WarmArguments:
         given = dict(
             word.strip().removeprefix("--").split("=", 1) for word in words if word.strip()
         )
@@ -91,7 +92,7 @@ class Arguments:
 def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:
     """Be a warm process. Returns in forked fork servers alone: the words of their command line, and
     what is imported. `modules`: the names that a plain interpreter has imported."""
-    arguments = Arguments.parse(words)
+    arguments = WarmArguments.parse(words)
     processes.set_name(b"elasticrun-warm")
     _shield(signal.SIG_DFL)  # whoever kills us is obeyed; a terminal's signals do not come here
     os.chdir("/")
@@ -215,7 +216,7 @@ class Keeper:
 
     stock: Stock
     listener: socket.socket
-    arguments: Arguments
+    arguments: WarmArguments
     served: int = 0
     refused: list[str] = field(default_factory=list)
     """Modules that are not to be imported: a fork that did was spoiled."""
@@ -332,10 +333,10 @@ class Keeper:
     def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
         """Look at who asks; whether it is served as soon as it has sent its descriptors."""
         if stale := self.stock.preloader.stale():
-            self._say(visitor.conn, Refused(f"{stale} has changed since it was imported"))
+            self._say(visitor.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
         if reason := self._against(visitor.conn, ask):
-            self._say(visitor.conn, Refused(reason))
+            self._say(visitor.conn, Declined(reason))
             return False
         visitor.granted = ask
         self._say(visitor.conn, Granted())
@@ -368,12 +369,12 @@ class Keeper:
     def _fork_for(self, visitor: _Visitor) -> list[str] | None:
         assert visitor.granted is not None
         if len(visitor.descriptors) != DESCRIPTORS:
-            self._say(visitor.conn, Refused("its descriptors got lost"))
+            self._say(visitor.conn, Declined("its descriptors got lost"))
             return None
         try:
             words = self._fork(visitor, visitor.granted)
         except OSError as error:
-            self._say(visitor.conn, Refused(f"no process could be started ({error.strerror})"))
+            self._say(visitor.conn, Declined(f"no process could be started ({error.strerror})"))
             return None
         if words is None:
             self.served += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.forkserver.renew import C_READS, REREAD
-from elasticrun.wire.warm import NAMESPACES
+from elasticrun.wire.spawning import NAMESPACES
 
 STATUS: Final[Mapping[str, str]] = {
     "Umask": "its umask",

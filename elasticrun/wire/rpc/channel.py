@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from elasticrun.wire.auth import Denied, Guest, Pem
-from elasticrun.wire.bounds import WireError
 from elasticrun.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_STATUS_BYTES,
@@ -34,7 +33,7 @@ from elasticrun.wire.messages import (
     Role,
 )
 from elasticrun.wire.rpc import protobuf
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, WireError
 
 MAX_WORDS: Final = 400
 """Characters of an explanation that are shown."""

@@ -61,7 +61,7 @@ class EtcdRefused(EtcdError):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class KeyValue:
     """A key with its value. `created` is unique to this life of the key, over all keys for ever."""
 
     key: str
@@ -71,12 +71,12 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TxnResult:
     """What came of a transaction; `items` are those its reads have found."""
 
     succeeded: bool
     revision: int
-    items: tuple[Item, ...] = ()
+    items: tuple[KeyValue, ...] = ()
 
 
 # ---------------------------------------------------------------- parts of a transaction
@@ -155,14 +155,14 @@ class Etcd:
         otherwise: tuple[pb.RequestOp, ...] = (),
         *,
         limit: float | None = None,
-    ) -> Answer:
+    ) -> TxnResult:
         """If all conditions hold do `then`, else `otherwise`, at one instant. EtcdError."""
         request = pb.TxnRequest(compare=conditions, success=then, failure=otherwise)
         answer = await self._ask("KV/Txn", request, pb.TxnResponse, limit)
         found = [_item(kv) for part in answer.responses for kv in part.response_range.kvs]
-        return Answer(answer.succeeded, answer.header.revision, tuple(found))
+        return TxnResult(answer.succeeded, answer.header.revision, tuple(found))
 
-    async def read(self, prefix: str) -> Answer:
+    async def read(self, prefix: str) -> TxnResult:
         """Every key with this prefix, as of now (the answer is a majority's). EtcdError."""
         return await self.txn((), (get_all(prefix),))
 
@@ -189,7 +189,7 @@ class Etcd:
 
     async def follow(
         self, prefix: str, trouble: Callable[[str], None] = lambda sentence: None
-    ) -> AsyncIterator[dict[str, Item]]:
+    ) -> AsyncIterator[dict[str, KeyValue]]:
         """All that lies under `prefix` by key: now, and after each change, for ever.
 
         Never fails for want of an etcd: `trouble(sentence)` is called when none answers and
@@ -292,8 +292,8 @@ class Etcd:
         raise error
 
 
-def _item(kv: Any) -> Item:
-    return Item(kv.key.decode(errors="replace"), kv.value, kv.create_revision, kv.lease)
+def _item(kv: Any) -> KeyValue:
+    return KeyValue(kv.key.decode(errors="replace"), kv.value, kv.create_revision, kv.lease)
 
 
 def _error(broken: Any, place: EtcdPlace) -> EtcdError:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps, loads
 
 ROOT: Final = "/elasticrun/v1"
 DEFAULT_PORT: Final = 2379

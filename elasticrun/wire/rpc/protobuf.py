@@ -19,20 +19,21 @@ from google.protobuf.message import DecodeError, EncodeError
 from msgspec.structs import replace
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.bounds import (
+from elasticrun.wire.pb import job_pb2 as pb
+from elasticrun.wire.types import (
     INT64,
     MAX_TEXT,
+    Between,
     Bound,
+    Endpoint,
     OneOf,
-    Whole,
+    RoundName,
     WireError,
     cut,
     seconds,
     tail,
     text,
 )
-from elasticrun.wire.pb import job_pb2 as pb
-from elasticrun.wire.types import Endpoint, RoundName
 
 
 class ProtocolMismatch(WireError):
@@ -114,7 +115,7 @@ class _Many:
 
 
 _BOUNDS: Final[dict[type, Bound]] = {
-    int: Whole(0, INT64),
+    int: Between(0, INT64),
     float: seconds,
     str: text,
     bool: lambda where, value: bool(value),

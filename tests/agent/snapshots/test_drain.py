@@ -125,9 +125,9 @@ def test_every_segment_is_told_and_later_ones_too() -> None:
 def test_that_a_step_was_missed_is_told_once() -> None:
     drain, _, said = made()
     for at in (10, 11):
-        drain.missed(s.Missed(9, at))
-    drain.missed(s.Missed(13, 14))
-    drain.missed(s.Missed(NONE, 15))
+        drain.missed(s.StepMissed(9, at))
+    drain.missed(s.StepMissed(13, 14))
+    drain.missed(s.StepMissed(NONE, 15))
     assert said == [m.Missed(ROUND, 9, 10), m.Missed(ROUND, 13, 14)]
 
 
@@ -136,7 +136,7 @@ def test_an_order_that_comes_again_is_answered_again() -> None:
     drain, _, said = made()
     order = m.SaveAt(ROUND, 9, "node a is to leave")
     drain.ask(order)
-    drain.missed(s.Missed(9, 10))
+    drain.missed(s.StepMissed(9, 10))
     drain.ask(m.SaveAt(ROUND, 12, "node a is to leave"))
     drain.ask(order)
     assert said == [m.Missed(ROUND, 9, 10)] * 2
@@ -145,7 +145,7 @@ def test_an_order_that_comes_again_is_answered_again() -> None:
 def test_a_rank_may_not_miss_steps_for_ever() -> None:
     drain, _, said = made()
     for step in range(1000):
-        drain.missed(s.Missed(step, 1000))
+        drain.missed(s.StepMissed(step, 1000))
     assert len(said) == MOST_MISSED
 
 

@@ -128,7 +128,7 @@ async def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born(
     assert segment.pinned(left.slot)
     assert segment.watermark == 1
     again = await node.rank(0)
-    rounds = (s.Named(7, 2, "n2"), s.Named(7, 1, "n1"))
+    rounds = (RoundName(7, 2, "n2"), RoundName(7, 1, "n1"))
     assert again.resume == s.Resume(*rounds, 1, 2, same=True, put_off=(1, 15))
     shard = await again.asks(s.WantShard(0), s.ShardHere)
     assert (shard.ok, shard.rank, shard.slot) == (True, 0, left.slot)

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from elasticrun.agent.workers import exits
 from elasticrun.agent.workers.exits import NEAR_US, Killers, OomKills, count_files
-from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import Failure, FailureKind
+from elasticrun.wire.types import MAX_TEXT
 
 LATER_US = 1_795_229_860_000_000
 """When a rank is reaped whose error file is of 1795229851 or the second after."""

@@ -22,8 +22,8 @@ from elasticrun.config import LogPlan, MasterPlace
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
-from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, Sweep, Swept
-from elasticrun.wire.types import Endpoint, Entry, EntryKind
+from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept
+from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 from tests.agent.configs import agent_config, start
 from tests.harness import LIMIT
 
@@ -128,7 +128,7 @@ def test_a_life_from_birth_to_sweep() -> None:
         assert bad.failure.kind is FailureKind.SIGNAL
         stage.ranks.sweep(1.5)
         keys = tuple(child.key for child in children)
-        assert stage.orders.given[-1] == Sweep(keys, 1.5)
+        assert stage.orders.given[-1] == SweepOrder(keys, 1.5)
         stage.ranks.heard(children[0], Swept(keys, (7,)))
         assert stage.events[-1] == RanksSwept((7,))
 
@@ -297,11 +297,13 @@ def test_virtual_local_rank_without_a_device_is_a_sentence() -> None:
 
 
 def test_local_rank_in_arguments() -> None:
-    entry = Entry(EntryKind.SCRIPT, "t${local_rank}.py", ("--d=${local_rank}", "$HOME", "$$", "$"))
+    entry = Entrypoint(
+        EntryKind.SCRIPT, "t${local_rank}.py", ("--d=${local_rank}", "$HOME", "$$", "$")
+    )
     made = rank_entry(entry, 5)
     assert (made.target, made.args) == ("t5.py", ("--d=5", "$HOME", "$", "$"))
 
 
 def test_a_command_is_taken_as_it_is() -> None:
-    made = rank_entry(Entry(EntryKind.COMMAND, "./${local_rank}", ("${local_rank}",)), 2)
+    made = rank_entry(Entrypoint(EntryKind.COMMAND, "./${local_rank}", ("${local_rank}",)), 2)
     assert (made.target, made.args) == ("./${local_rank}", ("2",))

@@ -35,8 +35,8 @@ from elasticrun.core.health.groups import (
 )
 from elasticrun.core.health.netcheck import MAX_PASSES, NetCheck
 from elasticrun.core.health.words import cut
-from elasticrun.wire.bounds import MAX_TEXT
 from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
+from elasticrun.wire.types import MAX_TEXT
 
 SPEC = CheckSpec(network=True)
 

@@ -10,8 +10,7 @@ from elasticrun.core import events as fx
 from elasticrun.core.job.record import RECORD_EVERY
 from elasticrun.core.persisted import Blamed, Facts, LeftOut, aged
 from elasticrun.wire import messages as m
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import Endpoint, dumps, loads
 from tests.core.by_hand import SPEC, Master, failure, hello
 from tests.master.facts import facts, round_facts
 

@@ -20,7 +20,7 @@ from elasticrun.core.nodes.admission import (
 from elasticrun.core.persisted import Facts, aged
 from elasticrun.wire import messages as m
 from elasticrun.wire.messages import MAX_EXCLUDED, CheckSpec, ExcludedNode
-from elasticrun.wire.records import dumps, loads, plain, typed
+from elasticrun.wire.types import dumps, loads, plain, typed
 from tests.core.by_hand import Master
 from tests.master.facts import facts
 

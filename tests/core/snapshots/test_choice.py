@@ -10,8 +10,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
-from elasticrun.wire.records import dumps, loads
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName, dumps, loads
 from tests.core.by_hand import Master, failure, hello
 from tests.core.snapshots.saves import R1, R2, SAVER, Saves, answer, fails_soon, holding, step_of
 
