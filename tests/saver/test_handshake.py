@@ -45,7 +45,11 @@ def test_what_is_right_is_let_in() -> None:
     transfer.check("s", transfer.prove("s", "host", *NONCES), transfer.prove("s", "host", *NONCES))
 
 
-MESSAGES = (transfer.Dial(1, "aa", True), transfer.Get("ff", 3, 0, True), transfer.Put("a", 1, 2, "d"))
+MESSAGES = (
+    transfer.Dial(1, "aa", True),
+    transfer.Get("ff", 3, 0, True),
+    transfer.Put("a", 1, 2, "d"),
+)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
