@@ -111,15 +111,6 @@ def test_a_node_reads_the_command_that_was_meant(program: tuple[str, ...], tmp_p
     assert (ns.log_line_prefix_template, ns.token_file) == (template, "/home/it's me/t")
 
 
-def test_a_step_has_one_agent_a_node_and_outlives_a_node(tmp_path: Path) -> None:
-    ran = run(render(*LEAST, "--nnodes=2", "--cpus-per-task=8", "--", "t.py").out, tmp_path)
-    assert ran.step[: ran.step.index("bash")] == [
-        "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none",
-        "--cpus-per-task=8",
-    ]  # fmt: skip
-    assert ran.step[ran.step.index("bash") + 4] == "elasticrun"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "own", "ends"),
@@ -259,16 +250,6 @@ def test_who_has_saved_or_has_no_time_left_goes_back_into_the_queue(
     ran = run(script, tmp_path, code=code, SECONDS=seconds, **counted)
     assert (ran.controls[-2:] == ["requeue", "70123"]) is back
     assert ran.code == (0 if back else code)
-
-
-def test_a_job_that_is_requeued_is_not_left_without_its_script() -> None:
-    """By --no-kill Slurm would let the rest of it run on when the script's node has died."""
-    script = render(*LEAST, "--requeue=5", "--", "t.py").out
-    assert "#SBATCH --requeue\n" in script
-    assert "#SBATCH --no-kill" not in script
-    script = render(*LEAST, "--", "t.py").out
-    assert "#SBATCH --no-kill\n" in script
-    assert "#SBATCH --requeue" not in script
 
 
 @pytest.mark.parametrize(
