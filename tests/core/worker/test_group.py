@@ -9,15 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.config import (
-    EXIT_BAD_NODE,
     EXIT_FAILED,
     EXIT_FINAL,
-    EXIT_OK,
     SPAWN_TIMEOUT,
-    STUCK_AFTER,
 )
 from elasticrun.core import events as fx
-from elasticrun.core.worker.ranks import MAX_LOSSES, LocalRanks
+from elasticrun.core.worker.ranks import MAX_LOSSES
 from elasticrun.core.worker.states import Rules, State, UnexpectedEvent, tabulate
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
@@ -80,22 +77,6 @@ def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() 
         fx.SpawnRanks(second, 1),
         fx.PrepareStore(),
     ]
-
-
-def test_sigterm_first_then_sigkill_then_stuck() -> None:
-    agent = Agent().running()
-    assert agent.order(m.Stop(ROUND, "why")) == [
-        fx.SignalRanks((0, 1), 15),
-        fx.Say(m.Stopping(ROUND, 10.0)),
-    ]
-    assert agent.wait() == [fx.SignalRanks((0, 1), 9)]
-    assert agent.now == 10.0
-    effects = agent.wait()
-    outcome = ended(effects)
-    assert effects[0] == fx.Say(m.Leaving(outcome.reason, 0))
-    assert agent.now == 10.0 + STUCK_AFTER
-    assert outcome.code == EXIT_BAD_NODE
-    assert "50, 51" in outcome.reason
 
 
 def test_a_fork_server_that_never_answers_ends_the_agent() -> None:
@@ -164,17 +145,6 @@ def test_a_newer_start_while_ranks_live_stops_them_first() -> None:
     assert agent.state is State.STOPPING
 
 
-@pytest.mark.parametrize(("delay", "kind"), [(4.9, "stopped"), (5.1, "signal")])
-def test_a_signal_that_the_agent_got_too_within_five_seconds(delay: float, kind: str) -> None:
-    """The rank had it from elsewhere."""
-    ranks = LocalRanks(2, "here")
-    ranks.begin(0)
-    ranks.signalled(10, 100.0)
-    event = fx.RankExited(0, -10, own(0, -10, "signal"))
-    failure = ranks.failed(event, 100.0 + delay)
-    assert failure.kind == kind
-
-
 def test_a_start_with_a_store_that_is_gone_is_handed_back() -> None:
     agent = Agent().joined()
     assert agent.feed(fx.StoreLost(STORE)) == [fx.PrepareStore()]
@@ -211,28 +181,6 @@ def test_death_signal_is_forwarded_as_it_is_and_the_second_keeps_the_deadline() 
     assert agent.feed(fx.Signalled(15, "SIGTERM", True)) == []
 
 
-def test_death_signal_before_the_first_ranks() -> None:
-    assert Agent().joined().feed(fx.Signalled(15, "SIGTERM", True)) == [
-        fx.Say(m.Leaving("received SIGTERM", 15)),
-        fx.Exit(EXIT_FAILED, "received SIGTERM", (), 15),
-    ]
-
-
-def test_forward_only_signals_change_nothing_else() -> None:
-    agent = Agent().running()
-    assert agent.feed(fx.Signalled(12, "SIGUSR2", False)) == [fx.SignalRanks((0, 1), 12)]
-    assert agent.state is State.RUNNING
-    assert Agent().joined().feed(fx.Signalled(12, "SIGUSR2", False)) == []
-
-
-def test_the_outcome_of_the_job_ends_the_agent_after_its_ranks() -> None:
-    agent = Agent().running()
-    cause = own(7)
-    effects = agent.order(m.End(1, "it failed", (cause,)))
-    assert effects == [fx.SignalRanks((0, 1), 15), fx.Say(m.Stopping(ROUND, 20.0))]
-    assert agent.reaped()[-1] == fx.Exit(1, "it failed", (cause,), 0)
-
-
 def test_finished_then_stopped_then_joins_again() -> None:
     agent = Agent(exit_barrier_timeout=50.0).running()
     agent.feed(fx.StoreReady(NEXT))
@@ -244,25 +192,6 @@ def test_finished_then_stopped_then_joins_again() -> None:
     assert agent.group.next_deadline() is None
 
 
-def test_a_process_that_cannot_be_killed_is_never_exit_0() -> None:
-    agent = Agent().running()
-    agent.exit(0, 0)
-    agent.exit(1, 1, failure=own(1))
-    said, _ = effects = agent.feed(fx.RanksSwept((4711,)))
-    assert isinstance(said, fx.Say)
-    assert ended(effects).code == EXIT_BAD_NODE
-    assert "4711" in ended(effects).reason
-
-
-def test_no_master_for_too_long() -> None:
-    agent = Agent().running()
-    agent.feed(fx.LinkLost("refused"))
-    agent.feed(fx.LinkLost("refused"))
-    assert agent.group.next_deadline() == 600.0
-    assert agent.wait()[0] == fx.SignalRanks((0, 1), 15), "the fence of the next round rests on it"
-    assert ended(agent.reaped()).code == EXIT_FAILED
-
-
 def test_the_final_word_of_a_script_that_no_master_heard() -> None:
     agent = Agent().running()
     agent.feed(fx.LinkLost("refused"))
@@ -270,17 +199,6 @@ def test_the_final_word_of_a_script_that_no_master_heard() -> None:
     agent.exit(1, -15, failure=own(1, -15))
     agent.feed(fx.RanksSwept(()))
     assert ended(agent.wait()).code == EXIT_FINAL
-
-
-def test_no_master_for_too_long_after_success() -> None:
-    agent = Agent().running()
-    agent.feed(fx.LinkLost("refused"))
-    agent.exit(0, 0)
-    agent.exit(1, 0)
-    (only,) = agent.wait()
-    outcome = ended([only])
-    assert outcome.code == EXIT_OK
-    assert "unknown" in outcome.reason
 
 
 def test_what_was_said_in_vain_is_said_again() -> None:
@@ -321,10 +239,3 @@ def test_the_spawner_takes_its_ranks_with_it() -> None:
     assert said.report.failures[0].time_us == 77
     assert (stopped, prepare) == (fx.Say(m.Stopped(ROUND)), fx.PrepareStore())
     assert agent.feed(fx.StoreReady(NEXT)) == [fx.Say(m.Join(NEXT))]
-
-
-def test_who_ends_anyway_does_not_speak_of_a_lost_master() -> None:
-    agent = Agent().running()
-    agent.feed(fx.Signalled(2, "SIGINT", True))
-    assert agent.state is State.ENDING
-    assert agent.group.step(fx.LinkLost("the job is over"), agent.now) == []

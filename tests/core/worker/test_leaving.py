@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.config import DEPARTURE_GRACE, EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
+from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_SAVED
 from elasticrun.core import events as fx
 from elasticrun.core.worker.leaving import RESCUE_WITHIN, SAID_AGAIN, WAIT_FOR_SAVED
 from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
@@ -33,13 +33,6 @@ def departing(**settings: float) -> Agent:
     assert agent.feed(TERM) == [fx.Say(DEPARTING)]
     assert agent.state is State.RUNNING
     return agent
-
-
-def test_its_ranks_are_told_when_the_step_is_written() -> None:
-    agent = departing()
-    assert agent.order(ASK) == [fx.Obey(ASK)]
-    assert agent.order(SAVED) == [fx.Obey(SAVED), *TOLD]
-    assert agent.state is State.ENDING
 
 
 @pytest.mark.parametrize(
@@ -83,12 +76,6 @@ def test_a_script_that_says_its_final_word_meanwhile_is_heard() -> None:
     assert last == replace(END, code=EXIT_FINAL)
 
 
-def test_it_waits_no_longer_than_its_grace() -> None:
-    agent = departing()
-    assert agent.group.next_deadline() == DEPARTURE_GRACE
-    assert agent.wait() == TOLD
-
-
 @pytest.mark.parametrize(("signum", "later"), [(2, 0.0), (15, SAID_AGAIN)])
 def test_a_second_signal_is_obeyed_at_once(signum: int, later: float) -> None:
     agent = departing()
@@ -106,11 +93,6 @@ def test_a_sigterm_that_is_said_again_is_no_second_one() -> None:
     ctrl_c = replace(TERM, signum=2, name="SIGINT")
     agent.feed(ctrl_c)
     assert fx.SignalRanks((0, 1), 2) in agent.feed(ctrl_c)
-
-
-def test_nobody_waits_where_no_rank_can_save() -> None:
-    agent = Agent().running()
-    assert agent.feed(fx.Signalled(15, "SIGTERM", death=True)) == TOLD
 
 
 def test_nobody_waits_where_there_is_no_grace() -> None:
@@ -170,11 +152,6 @@ def test_a_failure_meanwhile_is_told_and_the_node_leaves() -> None:
     assert agent.state is State.ENDING
 
 
-def test_when_the_round_is_over_it_leaves() -> None:
-    agent = departing()
-    assert agent.order(m.Stop(ROUND, "a rank failed"))[0] == LEAVING
-
-
 def test_with_its_spawner_it_leaves() -> None:
     agent = departing()
     assert LEAVING in agent.feed(fx.SpawnerLost("killed"))
@@ -189,13 +166,6 @@ def test_ranks_that_are_done_are_done() -> None:
     assert agent.order(SAVED) == [fx.Obey(SAVED)]  # the job may succeed all the same
     over = m.End(0, "every rank ended with 0", ())
     assert agent.order(over)[-1] == fx.Exit(0, "every rank ended with 0", (), 0)
-
-
-def test_a_new_master_hears_of_it() -> None:
-    agent = departing()
-    agent.order(ASK)
-    said = [e.report for e in agent.feed(fx.LinkBack()) if isinstance(e, fx.Say)]
-    assert said[-1] == m.Departing(ROUND, "received SIGTERM", 15, 5, 3, asked=8)
 
 
 @pytest.mark.parametrize("signum", [15, 2, 1, 10])
@@ -233,13 +203,6 @@ def test_what_earlier_ranks_have_left_is_written_out_first(state: str) -> None:
     assert agent.feed(HOLDS) == []  # said again by Slurm
     over = m.PersistOver("a1", ROUND, 8, True, "")
     assert agent.order(over) == [fx.Obey(over), replace(END, code=EXIT_SAVED)]
-
-
-def test_it_does_not_wait_long_for_who_has_no_need_of_it() -> None:
-    agent = Agent().joined()
-    agent.feed(HOLDS)
-    assert agent.group.next_deadline() == agent.now + RESCUE_WITHIN
-    assert agent.wait() == [END]
 
 
 def test_nobody_waits_for_nothing() -> None:

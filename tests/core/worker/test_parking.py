@@ -51,11 +51,6 @@ def test_its_snapshot_is_written_out_first() -> None:
     assert agent.state is State.PARKED
 
 
-def test_it_ends_with_the_job_and_its_code() -> None:
-    assert parked().order(END) == [ENDED]
-    assert parked().order(m.End(1, "a rank failed", ())) == [fx.Exit(1, "a rank failed", (), 0)]
-
-
 def test_the_job_may_end_before_it_is_parked() -> None:
     agent = ending()
     assert agent.order(END) == []
@@ -65,16 +60,6 @@ def test_the_job_may_end_before_it_is_parked() -> None:
     agent.reaped()
     assert agent.order(END) == []
     assert agent.order(m.PersistOver(PERSIST.attempt, ROUND, 7, True, ""))[-1] == ENDED
-
-
-def test_its_time_runs_from_the_order() -> None:
-    agent = ending()
-    agent.now = 15.0
-    agent.reaped()
-    leaving, ended = agent.wait()
-    assert agent.now == 60.0
-    assert leaving == fx.Say(m.Leaving("it has been parked for long enough", 0))
-    assert ended == replace(BAD, reason=f"{WHY}; it has been parked for long enough")
 
 
 def test_the_same_order_again_sets_its_time_anew() -> None:
@@ -105,16 +90,6 @@ def test_a_signal_before_it_is_parked_ends_it_as_soon_as_nothing_lives_here() ->
 def test_a_refusal_ends_it() -> None:
     refused = m.Refused("this node is excluded for 9 s more: slow", EXIT_BAD_NODE)
     assert parked().order(refused) == [fx.Exit(EXIT_BAD_NODE, refused.reason, (), 0)]
-
-
-def test_it_does_not_wait_for_a_master_for_ever() -> None:
-    agent = Agent(master_lost_timeout=30.0).joined()
-    agent.order(replace(WELCOME, master_lost_timeout=30.0))
-    agent.order(PARK)
-    agent.feed(fx.LinkLost("refused"))
-    *_, ended = agent.wait()
-    assert agent.now == 30.0
-    assert ended == replace(BAD, reason=f"{WHY}; no master answered for 30 s")
 
 
 def test_a_master_that_is_lost_while_its_ranks_end_is_not_forgotten() -> None:

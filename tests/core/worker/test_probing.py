@@ -9,7 +9,7 @@ from elasticrun.config import EXIT_BAD_NODE, MASTER_LOST_TIMEOUT
 from elasticrun.core import events as fx
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-from tests.core.by_hand import NEXT, ROUND, START, STORE, Agent
+from tests.core.by_hand import NEXT, START, STORE, Agent
 
 ALONE = m.Probe("c1", False, "", 0, 1, 0, 2, STORE, 60.0)
 PAIR = m.Probe("c2", False, "n1", 1, 2, 2, 4, STORE, 60.0)
@@ -25,14 +25,6 @@ def probing(agent: Agent | None = None) -> Agent:
     assert agent.order(ALONE) == [fx.RunProbe(ALONE)]
     assert agent.state == State.PROBING
     return agent
-
-
-def test_a_probe_is_run_and_answered_and_the_join_stands() -> None:
-    agent = probing()
-    answer = passed("c1")
-    assert agent.feed(fx.ProbeEnded(answer)) == [fx.Say(answer)]
-    assert agent.state == State.JOINED
-    assert agent.order(START) == [fx.SpawnRanks(START, 0), fx.PrepareStore()]
 
 
 def test_before_the_store_is_ready_too() -> None:
@@ -113,12 +105,6 @@ def test_no_master_for_too_long_calls_it_off() -> None:
     effects = agent.feed(fx.Tick())
     assert fx.CallOffProbe() in effects
     assert isinstance(effects[-1], fx.Exit)
-
-
-def test_a_stop_of_an_older_round_is_nothing_here() -> None:
-    agent = probing()
-    assert agent.order(m.Stop(ROUND, "old")) == []
-    assert agent.state == State.PROBING
 
 
 def test_a_lost_spawner_is_an_own_failure_and_a_new_join_follows() -> None:

@@ -141,13 +141,3 @@ def test_there_are_not_more_attempts_than_can_be() -> None:
     for number in range(MAX_PERSISTS):
         assert agent.order(replace(PERSIST, attempt=f"n{number}"))
     assert agent.order(replace(PERSIST, attempt="one more")) == []
-
-
-def test_a_node_whose_ranks_are_done_stays_for_the_last_checkpoint() -> None:
-    agent = Agent().running()
-    agent.exit(0, 0)
-    agent.exit(1, 0)
-    assert agent.state is State.FINISHED
-    agent.order(PERSIST)
-    assert agent.order(m.End(0, "done", ())) == []
-    assert agent.order(OVER) == [fx.Obey(OVER), fx.Exit(0, "done", (), 0)]
