@@ -126,18 +126,6 @@ def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     assert step_of(again) == 90, "the next master knows it too"
 
 
-def test_a_round_that_got_further_is_no_sign_of_poison() -> None:
-    saves = Saves()
-    saves.both(100)
-    for number in (2, 3, 4):
-        name = RoundName(1, number, "y")
-        saves.begin_round(name, 2, m.Restore(R1, 100, 2))
-        saves.holds("a", 100 + number, name=name)
-        saves.holds("b", 100 + number, name=name)
-        saves.points.failed_by_itself()
-    assert step_of(saves) == 104
-
-
 def test_complaints_about_shards_come_to_an_end() -> None:
     """Whatever ranks complain of, something is chosen less: free restarts are not for ever."""
     saves = Saves()
@@ -145,6 +133,7 @@ def test_complaints_about_shards_come_to_an_end() -> None:
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
     assert saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
     assert step_of(saves) == 90
+    assert saves.points.rewound_from == -1, "storage may have a good copy of the very same step"
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
@@ -227,21 +216,6 @@ def poisoned(saves: Saves) -> None:
 def persists(saves: Saves) -> list[m.Persist]:
     orders, saves.outbox.orders = saves.outbox.orders, []
     return [order for _, order in orders if isinstance(order, m.Persist)]
-
-
-def test_poison_takes_training_back_until_a_newer_checkpoint_says_so() -> None:
-    saves = Saves()
-    assert saves.points.rewound_from == -1
-    poisoned(saves)
-    assert saves.points.rewound_from == 100, "a checkpoint of step 100 is the same state"
-    saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
-    for node in "ab":
-        saves.holds(node, 95, name=R2, wanted=95)
-    assert {order.rewound_from for order in persists(saves)} == {100}
-    assert saves.points.rewound_from == 100, "not before it is committed"
-    saves.does("try1")
-    assert saves.checkpoints.written == m.Restore(R2, 95, 2)
-    assert saves.points.rewound_from == -1
 
 
 def test_the_lowest_step_counts_and_the_next_master_knows_it() -> None:
@@ -347,15 +321,6 @@ def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> N
     assert (saves.points.restore_step, saves.points.rewound_from) == (-1, -1)
 
 
-def test_a_shard_that_is_bad_takes_nothing_back() -> None:
-    """Storage may have a good copy of the very same step."""
-    saves = Saves()
-    saves.both(90, 100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
-    saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
-    assert (step_of(saves), saves.points.rewound_from) == (90, -1)
-
-
 def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
     """Step 110 is written and lost in memory: ranks go on from storage, not from 100."""
     saves = Saves()
@@ -453,23 +418,3 @@ def test_a_master_without_a_record_learns_what_was_restored() -> None:
     assert again.restore == m.Restore(first, 100, 4)
     assert [(one.step, one.times) for one in master.facts.rejected] == [(100, 1)]
     assert loads(dumps(master.facts), Facts) == master.facts
-
-
-def test_every_start_says_from_where_training_was_taken_back() -> None:
-    master = Master()
-    start, first = restores(master)
-    assert start.rewound_from == -1
-    for session, expected, rewound in ((2, 100, -1), (1, 90, 100)):
-        master.hear(1, m.Running(start.round, (11, 12)))
-        master.hear(2, m.Running(start.round, (21, 22)))
-        master.hear(session, m.RanksFailed(start.round, (failure(2 * session - 2),)))
-        ranks_hold(master, first, 90, 100, went_on=m.WentOn(start.round, 101))
-        master.come_back(1, start.round)
-        master.come_back(2, start.round)
-        (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
-        assert (start.restore.step, start.rewound_from) == (expected, rewound)
-    assert master.facts.rewound_from == 100
-    successor = Master(None, facts=loads(dumps(master.facts), Facts), now=5.0)
-    successor.feed(fx.Attached(1, hello("a")))
-    (told,) = [order for order in successor.orders(1) if isinstance(order, m.Start)]
-    assert told.rewound_from == 100

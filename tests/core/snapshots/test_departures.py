@@ -66,12 +66,6 @@ def test_there_is_an_end_to_that() -> None:
     assert departures.gone(("a",)) is False
 
 
-def test_a_new_master_names_the_step_of_the_old_one() -> None:
-    departures = begun()
-    departures.departing("a", departing(10, asked=12), ALL)
-    assert told(departures) == [12]
-
-
 def test_a_node_that_departs_after_the_step_was_saved_is_given_another() -> None:
     departures = begun()
     departures.departing("a", departing(10), ALL)

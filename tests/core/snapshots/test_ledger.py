@@ -113,19 +113,6 @@ def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]
             assert ledger.is_whole(step) == whole
 
 
-def test_the_state_of_a_ddp_job_outlives_any_node_but_not_all() -> None:
-    ledger = ddp("a", "b", "c")
-    assert ledger.is_whole(100)
-    assert ledger.is_full(100)
-    ledger.hear("a", ())
-    ledger.hear("c", ())
-    assert ledger.is_whole(100)
-    assert not ledger.is_full(100)
-    ledger.hear("b", ())
-    assert not ledger.is_whole(100)
-    assert ledger.why_not_whole(100) == "no node holds it"
-
-
 def test_a_sharded_state_does_not_outlive_one_node() -> None:
     ledger = sharded("a", "b", "c")
     assert ledger.is_whole(100)
@@ -134,14 +121,6 @@ def test_a_sharded_state_does_not_outlive_one_node() -> None:
     assert ledger.why_not_whole(100) == "node b held the only copy of ranks 2-3"
     ledger.hear("c", ())
     assert "ranks 2-3, and 1 more nodes that of others" in ledger.why_not_whole(100)
-
-
-def test_ranks_that_never_had_a_snapshot_leave_a_step_incomplete() -> None:
-    ledger = ddp("a", "c")
-    assert not ledger.is_whole(100)
-    assert ledger.why_not_whole(100) == "ranks 2-3 never had a snapshot"
-    ledger.hear("b", [held("b", 110, 7, 7)])  # so they have the same state: 100 is whole too
-    assert ledger.is_whole(100)
 
 
 def test_a_layout_that_changes_counts_from_its_step_on() -> None:
@@ -205,13 +184,6 @@ def test_a_shard_is_asked_of_its_own_rank_first() -> None:
     ledger.hear("b", ())
     assert ledger.find(100, 3)[0] == ("a", 0)
     assert ledger.find(110, 3) == []
-
-
-def test_a_node_is_needed_where_nobody_else_has_the_same() -> None:
-    assert not ddp("a", "b", "c").needs(100, {"a", "b"})
-    assert ddp("a", "b", "c").needs(100, {"a", "b", "c"})
-    assert sharded("a", "b", "c").needs(100, {"b"})
-    assert not sharded("a", "c").needs(100, {"b"})
 
 
 def test_one_rank_of_each_content_writes_what_is_shared() -> None:

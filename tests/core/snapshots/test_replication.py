@@ -10,7 +10,7 @@ from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import PATIENCE
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
-from tests.core.snapshots.saves import R1, R2, SAVER, answer
+from tests.core.snapshots.saves import R1, R2, SAVER
 
 
 class Saves(Snapshots):
@@ -106,13 +106,6 @@ def test_the_watermark_waits_for_the_last_copy() -> None:
     assert saves.points.watermark == 10, "20 is whole, and would be lost with a node"
 
 
-def test_what_two_nodes_hold_costs_nothing() -> None:
-    saves = Ddp()
-    saves.commit(10)
-    assert not saves.told()
-    assert saves.points.watermark == 10
-
-
 def test_only_what_one_node_holds_alone_is_copied() -> None:
     saves = Hybrid()
     saves.commit(10)
@@ -133,32 +126,11 @@ def test_two_ranks_of_a_node_with_the_same_content_are_copied_once() -> None:
     }
 
 
-def test_without_replicas_nothing_is_copied() -> None:
-    saves = Saves()
-    saves.replicas = False
-    saves.commit(10)
-    assert not saves.told()
-    assert saves.points.watermark == 10
-
-
 def test_one_node_has_nobody_to_copy_to() -> None:
     saves = Saves("a")
     saves.commit(10)
     assert saves.points.watermark == 10
     assert not saves.says()
-
-
-def test_a_lost_node_loses_nothing() -> None:
-    saves = Saves()
-    saves.commit(10)
-    for node, of in ("ba", "cb", "ac"):
-        saves.copies(node, of, 10)
-    saves.commit(20)
-    saves.forget("b", 1.0, gone="is dead")
-    restore = saves.points.choose().restore
-    assert restore == m.Restore(R1, 10, 6)
-    asked = answer(saves, "d", m.WhereIs(R1, 10, 3))
-    assert (asked.saver, asked.holds) == (SAVER["c"], 3)
 
 
 def test_one_step_at_a_time_the_newest() -> None:
